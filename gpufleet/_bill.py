@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from gpufleet.infra.bill.bill import Bill as _Bill
 from gpufleet.infra.bill.side import Quantiles
 from gpufleet.infra.bill.table import LINES, render
+from gpufleet.infra.report import band
 from gpufleet.infra.show import html
 from gpufleet.infra.show.sheet import Column, Sheet
 
@@ -76,7 +77,7 @@ class Bill:
         span = f"USD {self.usd.p10:.2f} to {self.usd.p90:.2f} in eight runs of ten, {self.hours.p50:.2f} node-hours"
         caption = f"{self._bill.title}, run {self.run}: {self.capacity} {self.instance_type} in {self.region}. {span}"
         notes = [*inferred, *self.warnings, *self.problems]
-        return html.table(sheet, caption=caption) + "".join(map(html.paragraph, notes))
+        return band.svg(self._bill.usd) + html.table(sheet, caption=caption) + "".join(map(html.paragraph, notes))
 
 
 def figure(value: float | Decimal) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 
 from gpufleet._bill import figure, in_notebook, in_numbers
+from gpufleet.infra.bill.side import Quantiles
 from gpufleet.infra.evidence.receipts import LINES, counts, is_rehearsal
+from gpufleet.infra.report import band
 from gpufleet.infra.show import html
 from gpufleet.infra.show.sheet import Sheet
 from gpufleet.job.contract import receipt as _contract
@@ -51,7 +54,9 @@ class Receipt:
         kind = "rehearsal" if self.rehearsal else self.reason
         caption = f"{self.stack}, run {self.run}: {kind}, until {self.until}"
         columns = [column._replace(head=None) if column.unit else column for column in in_notebook(LINES)]
-        return html.table(Sheet.build(columns, self.lines, total, *causes), caption=caption)
+        p10, p50, p90, actual = map(Decimal, (self.p10, self.estimate, self.p90, self.actual))
+        picture = "" if self.rehearsal else band.svg(Quantiles(p10=p10, p50=p50, p90=p90, mean=p50), actual)
+        return picture + html.table(Sheet.build(columns, self.lines, total, *causes), caption=caption)
 
 
 def receipt_in_numbers(found: _contract.Receipt) -> Receipt:

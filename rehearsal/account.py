@@ -1,4 +1,4 @@
-"""What an AWS account has before anything is declared, and the list of everything it has afterwards."""
+"""What an AWS account contains before anything is declared, and a list of everything that it contains afterwards."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ SERVICE_ROLES = {
 
 
 def seed(account: str) -> None:
-    """The service-linked roles that an account gets with its first fleet and its first Spot request."""
+    """Makes the service-linked roles that an account gets with its first fleet and its first Spot request."""
     iam = iam_backends[account]["aws"]
     for service, name in SERVICE_ROLES.items():
         iam.create_service_linked_role(service, "", "").name = name
 
 
 def seed_region(account: str, region: str) -> None:
-    """The Deep Learning AMIs and the public parameters that name them."""
+    """Makes the Deep Learning AMIs of a region and the public parameters that name them."""
     ec2, ssm = ec2_backends[account][region], ssm_backends[account][region]
     for parameter, (name, device) in AMI_PARAMETERS.items():
         image = ami_id(region, parameter)
@@ -96,8 +96,8 @@ def seed_region(account: str, region: str) -> None:
 
 
 def seed_named(account: str, region: str, named: Account) -> None:
-    """What a definition's `account` names, with those ids, which moto draws by itself: a VPC with a public subnet in
-    each zone, a policy and a key that allow everything.
+    """Makes what a definition's `account` names, with the ids of the definition instead of moto's random ones: a VPC
+    with a public subnet in each zone, and a policy and a key that allow everything.
     """
     if named.vpc:
         _seed_network(account, region, named.vpc)
@@ -152,7 +152,7 @@ def quota_code(instance_type: str, *, spot: bool) -> str:
 
 @cache
 def spot_price(instance_type: str, zone: str) -> Decimal:
-    """Dollars per hour in the zone, by name: the catalog's price where it has one."""
+    """USD per hour in the zone of this name: the catalog's price, if it has one."""
     prices = load_catalog().spot_prices.get((instance_type, zone[:-1]), ())
     by_zone = {price.zone: price.price.amount for price in prices}
     id = zone_ids(zone[:-1])[zone].rpartition("-")[2]
@@ -165,7 +165,7 @@ def zone_ids(region: str) -> dict[str, str]:
 
 
 def zone_name(zone: str, region: str) -> str:
-    """What a zone, given by its name or its id, is called in this account. Raises GpufleetError where it has none."""
+    """The name in this account of a zone that is given by name or id. Raises GpufleetError for an unknown zone."""
     found = next((name for name, id in zone_ids(region).items() if zone in (name, id)), None)
     if found is None:
         raise GpufleetError(f"fleet.zones: {zone}; the embedded account has {', '.join(zone_ids(region).values())}")
@@ -178,7 +178,7 @@ Resource = tuple[str, str]  # kind, id
 def inventory(
     account: str, fleets: Callable[[str], list[tuple[str, dict[str, str]]]]
 ) -> dict[Resource, dict[str, str]]:
-    """Everything in the account that still exists, with its tags: what would be billed or left behind."""
+    """Everything that exists in the account, with its tags: what would be billed or left behind."""
     found: dict[Resource, dict[str, str]] = {}
     for region, ec2 in list(ec2_backends[account].items()):
         tables: dict[str, list[Any]] = {
@@ -229,20 +229,20 @@ def inventory(
 
 
 def messages(account: str) -> list[str]:
-    """Subjects of what the topics' subscribers got."""
+    """The subjects of the messages that the topics' subscribers got."""
     topics = [topic for sns in list(sns_backends[account].values()) for topic in sns.topics.values()]
     return [str(sent[2]) for topic in topics for sent in topic.sent_notifications]
 
 
 def statements(account: str, profile: str) -> list[dict[str, Any]]:
-    """The statements of the inline policies of the roles in an instance profile, as they are now."""
+    """The current statements of the inline policies of the roles in an instance profile."""
     iam = iam_backends[account]["aws"]
     roles = [role for each in list(iam.instance_profiles.values()) if each.name == profile for role in each.roles]
     return [statement for role in roles for statement in role_statements(role)]
 
 
 def role_statements(role: Any) -> list[dict[str, Any]]:
-    """Those of the role's inline policies."""
+    """The statements of the role's inline policies."""
     policies = [json.loads(document) for document in list(role.policies.values())]
     return [statement for policy in policies for statement in policy["Statement"]]
 

@@ -1,7 +1,7 @@
-"""The AWS actions that moto lacks or answers wrongly, put in its place for accounts that belong to a Cloud.
+"""AWS actions that moto lacks or answers wrongly. They replace moto's for accounts that belong to a Cloud.
 
-Each answers in the API's own spelling; moto's serializers write the protocol. Other accounts keep moto's behaviour.
-What EC2 does not delete while it is in use is refused before moto's own action, which would delete it.
+Each one answers in the API's own spelling, and moto's serializers write the protocol. Other accounts keep moto's
+behaviour. EC2 refuses to delete what is in use; moto would delete it, so such a request is refused before moto sees it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpufleet.rehearsal.controller import FleetController
 
 
 def _refuse_subnet(backend: Any, asked: dict[str, Any]) -> None:
-    """DeleteSubnet: not from under a network interface. Its route table associations go with it."""
+    """DeleteSubnet fails while the subnet has a network interface. Its route table associations are deleted with it."""
     subnet_id = asked["SubnetId"]
     if any(each.subnet.id == subnet_id for each in backend.enis.values()):
         raise _violation(f"The subnet '{subnet_id}' has dependencies and cannot be deleted.")
@@ -37,7 +37,7 @@ def _refuse_subnet(backend: Any, asked: dict[str, Any]) -> None:
 
 
 def _forget_route_table(backend: Any, asked: dict[str, Any]) -> None:
-    """DeleteRouteTable: gateway endpoints let go of it; moto's could not be deleted any more."""
+    """DeleteRouteTable also removes the table from gateway endpoints, which moto could not delete otherwise."""
     table = backend.route_tables.get(asked["RouteTableId"])
     if table is not None and not table._associations:
         for endpoint in backend.vpc_end_points.values():
@@ -45,13 +45,13 @@ def _forget_route_table(backend: Any, asked: dict[str, Any]) -> None:
 
 
 def _forget_nat_interface(backend: Any, asked: dict[str, Any]) -> None:
-    """DeleteNatGateway: its interface goes with it; moto's would keep its subnet."""
+    """DeleteNatGateway also deletes its interface, which would keep moto's subnet in use."""
     if (nat := backend.nat_gateways.get(asked["NatGatewayId"])) is not None:
         backend.enis.pop(nat._eni.id, None)
 
 
 def _refuse_security_group(backend: Any, asked: dict[str, Any]) -> None:
-    """DeleteSecurityGroup: neither while an interface has it, nor while another group's rule names it."""
+    """DeleteSecurityGroup fails while an interface uses the group or a rule of another group names it."""
     group_id = asked.get("GroupId")
     worn = any(group.id == group_id for each in backend.enis.values() for group in each.group_set)
     named = any(
@@ -66,7 +66,7 @@ def _refuse_security_group(backend: Any, asked: dict[str, Any]) -> None:
 
 
 def _refuse_gateway(backend: Any, asked: dict[str, Any]) -> None:
-    """DetachInternetGateway: not while a machine in the VPC has a public address."""
+    """DetachInternetGateway fails while a machine in the VPC has a public address."""
     vpc_id = asked["VpcId"]
     if any(each.subnet.vpc_id == vpc_id and each.public_ip for each in backend.enis.values()):
         raise _violation(
@@ -76,8 +76,8 @@ def _refuse_gateway(backend: Any, asked: dict[str, Any]) -> None:
 
 
 def _refuse_vpc(backend: Any, asked: dict[str, Any]) -> None:
-    """DeleteVpc: not with a gateway, an endpoint or a security group of somebody's in it; moto itself knows subnets and
-    route tables.
+    """DeleteVpc fails while the VPC contains a gateway, an endpoint or a security group that a user made. moto itself
+    checks only subnets and route tables.
     """
     vpc_id = asked["VpcId"]
     inside = (
@@ -110,7 +110,7 @@ Action = Callable[[FleetController, Any], Any]  # the fleets of the account that
 
 
 def _of_fleets(method: Callable[[FleetController, str, dict[str, Any]], dict[str, Any]]) -> Action:
-    """What the controller itself answers."""
+    """An action that the fleet controller answers."""
 
     def action(fleets: FleetController, response: Any) -> Any:
         response.error_on_dryrun()
@@ -183,7 +183,7 @@ def _terminate_instances(fleets: FleetController, response: Any) -> Any:
 
 
 def _unless_in_use(name: str, refuse: Callable[[Any, dict[str, Any]], None]) -> Action:
-    """moto's own action, where `refuse` has nothing to say against it."""
+    """moto's own action, unless `refuse` raises an error."""
 
     def action(fleets: FleetController, response: Any) -> Any:
         refuse(response.ec2_backend, _params(response))
@@ -193,7 +193,7 @@ def _unless_in_use(name: str, refuse: Callable[[Any, dict[str, Any]], None]) -> 
 
 
 def _create_launch_template(fleets: FleetController, response: Any) -> Any:
-    """moto counts the template's own tags among those of what it launches."""
+    """CreateLaunchTemplate: moto would also put the template's own tags on what it launches."""
     result = _MOTO["create_launch_template"](response)
     data = response.ec2_backend.get_launch_template_by_name(_params(response)["LaunchTemplateName"]).versions[0].data
     launched = [entry for entry in data.get("TagSpecifications", []) if entry["ResourceType"] != "launch-template"]
@@ -202,14 +202,14 @@ def _create_launch_template(fleets: FleetController, response: Any) -> Any:
 
 
 def _describe_launch_templates(fleets: FleetController, response: Any) -> Any:
-    """moto shows a template with the tags with which it was created."""
+    """DescribeLaunchTemplates: moto would show only the tags with which a template was created."""
     for template in response.ec2_backend.launch_templates.values():
         template.tags = template.get_tags()
     return _MOTO["describe_launch_templates"](response)
 
 
 def _describe_tags(fleets: FleetController, response: Any) -> Any:
-    """moto's, and those of the fleets, which it does not know."""
+    """DescribeTags: moto's answer and the tags of fleets, which moto does not know."""
     wanted = {each["Name"]: set(each["Values"]) for each in _params(response).get("Filters") or []}
     if wanted.get("resource-type") != {"fleet"}:
         return _MOTO["describe_tags"](response)
@@ -223,7 +223,7 @@ def _describe_tags(fleets: FleetController, response: Any) -> Any:
 
 
 def _modify_security_group_rules(fleets: FleetController, response: Any) -> Any:
-    """AWS takes a rule for all protocols without ports, which moto asks of each."""
+    """ModifySecurityGroupRules: AWS accepts a rule for all protocols without ports, moto wants ports."""
     for each in _params(response).get("SecurityGroupRules") or []:
         if each["SecurityGroupRule"].get("IpProtocol") == "-1":
             each["SecurityGroupRule"].setdefault("FromPort", -1)
@@ -232,7 +232,7 @@ def _modify_security_group_rules(fleets: FleetController, response: Any) -> Any:
 
 
 def _validate_state_machine(fleets: FleetController, response: Any) -> Any:
-    """ValidateStateMachineDefinition: whether it is JSON and begins with one of its states."""
+    """ValidateStateMachineDefinition: checks that it is JSON and that its first state exists."""
     try:
         machine = json.loads(response._get_param("definition"))
         wrong = "" if machine["StartAt"] in machine["States"] else f"no state is called {machine['StartAt']}"
@@ -277,7 +277,7 @@ def _list_service_quotas(fleets: FleetController, response: Any) -> Any:
     return json.dumps({"Quotas": [_quota(fleets, code) for code in codes]})
 
 
-_MOTO: dict[str, Any] = {}  # what each action did before; None: nothing
+_MOTO: dict[str, Any] = {}  # moto's own function of each action; None: it has none
 
 
 def _replace(cls: type[Any], name: str, action: Action) -> None:
@@ -318,7 +318,7 @@ _replace(StepFunctionResponse, "list_state_machine_versions", _list_state_machin
 
 
 def _rule_description(rule: SecurityGroupRule) -> str | None:
-    """A rule's description, which moto forgets where the rule names a group."""
+    """The description of a rule; moto forgets it when the rule names a group."""
     description: str | None = rule.ip_range.get("Description") or rule.source_group.get("Description")
     return description
 
@@ -329,7 +329,7 @@ _moto_bucket_put = S3Response._bucket_response_put
 
 
 def _bucket_put(response: S3Response, request: Any, bucket: str, query: dict[str, Any]) -> Any:
-    """CreateBucket takes tags."""
+    """CreateBucket, with the tags that moto ignores."""
     answer = _moto_bucket_put(response, request, bucket, query)
     if response.data.get("Action") == "CreateBucket" and response.current_account in FLEETS and response.body:
         tags = {
@@ -347,7 +347,9 @@ _moto_get_permission = FakeBucket.get_permission
 
 
 def _get_permission(bucket: FakeBucket, action: str, resource: str) -> Any:
-    """Loopback counts as TLS. moto knows no aws:SecureTransport, so a TLS-only policy would refuse everything."""
+    """A bucket policy's answer, with loopback counted as TLS: moto does not know aws:SecureTransport, so a TLS-only
+    policy would refuse everything.
+    """
     if bucket.account_id not in FLEETS or bucket.policy is None:
         return _moto_get_permission(bucket, action, resource)
     policy = json.loads(bucket.policy)

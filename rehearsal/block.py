@@ -17,7 +17,9 @@ NOT_BOUGHT = "cr-00000000000000000"  # stands for a block that the file only pri
 
 
 def begun(definition: StackDefinition, changed: Change | None, now: datetime) -> Change | None:
-    """Lays a block that is as long and began a minute ago over the tree, after `changed`; without one that alone."""
+    """A change of the definition that applies `changed` and then puts the block's begin a minute ago, with the same
+    length; `changed` alone when there is no block.
+    """
     block = definition.fleet.block
     if not block:
         return changed
@@ -32,7 +34,7 @@ def begun(definition: StackDefinition, changed: Change | None, now: datetime) ->
 
 
 def bought(definition: StackDefinition) -> Reservation | None:
-    """What the account has of it: room for the run's nodes. None without a block."""
+    """The reservation that the account has for the run's nodes; None without a block."""
     fleet = definition.fleet
     block = fleet.block
     if not block:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where the embedded AWS reads the time."""
+    """The clock from which the embedded AWS reads the time."""
 
     def now(self) -> datetime:
         """The present moment, aware, UTC."""

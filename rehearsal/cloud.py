@@ -11,7 +11,7 @@ a ManualClock it stands still until told:
     cloud.tick()
     cloud.kill(instance_id)  # gone without notice
     cloud.quotas["L-3819A6DF"] = 0  # or cloud.no_capacity(), cloud.deny("DeleteFleets", node=True), ...
-    cloud.leftovers()  # everything that exists beyond what an account comes with
+    cloud.leftovers()  # everything that exists in addition to what an account begins with
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from gpufleet.rehearsal.schedules import Schedules
 
 _ACCOUNTS = itertools.count(111_122_223_333)
 TICK_S = 0.1
-WORD = "rehearsal"  # what a secret holds whose value the shell does not give
+WORD = "rehearsal"  # the value of a secret that the shell does not give
 
 
 class Cloud:
@@ -85,8 +85,8 @@ class Cloud:
         )
         self.schedules = Schedules(self.account, self.fleets, self._tags_of)
         self.endpoint = ""
-        self.launch, self.end = launch, end  # called for every instance that starts and that is gone
-        self.trouble: OSError | None = None  # why an instance was launched and could not be started
+        self.launch, self.end = launch, end  # called for every instance that starts, and for every one that ends
+        self.trouble: OSError | None = None  # why a launched instance could not be started
         self._port = port
         self._clients: dict[tuple[str, str], Any] = {}
         self._imds: dict[str, Imds] = {}
@@ -155,7 +155,7 @@ class Cloud:
         }
 
     def client(self, service: str, region: str | None = None) -> Any:
-        """A boto3 client of this Cloud with the user's dummy credentials. Made once: that takes 50 ms, of EC2."""
+        """A boto3 client of this Cloud with the dummy credentials. It is cached: making one for EC2 takes 50 ms."""
         import boto3
 
         key = service, region or self.region
@@ -174,20 +174,20 @@ class Cloud:
         return list(self.fleets.instances.values())
 
     def interrupt(self, instance_id: str) -> None:
-        """AWS takes the instance back: the notice is there now, the end comes after the fleets' `notice_s`."""
+        """Interrupts the instance: it gets the notice now, and ends after the fleets' `notice_s`."""
         self.fleets.notice(instance_id)
 
     def kill(self, instance_id: str) -> None:
-        """The instance is gone without any notice."""
+        """Ends the instance without any notice."""
         self.launcher.terminate(instance_id)
         self.tick()
 
     def rebalance(self, instance_id: str) -> None:
-        """A rebalance recommendation."""
+        """Gives the instance a rebalance recommendation."""
         self.fleets.rebalance(instance_id)
 
     def shut_down(self, instance_id: str) -> None:
-        """The instance's own operating system shut down: what follows is what the launch template says."""
+        """Acts on a shutdown by the instance's operating system, as the launch template says."""
         if self.fleets.instances[instance_id].shutdown_behavior == "terminate":
             self.launcher.terminate(instance_id)
         else:
@@ -195,7 +195,7 @@ class Cloud:
         self.tick()
 
     def tick(self) -> None:
-        """Brings everything to where the clock says it must be."""
+        """Does everything that is due by the clock."""
         self.schedules.tick()
         self.fleets.tick()
 
@@ -210,21 +210,21 @@ class Cloud:
         self._gate.denied -= {(NODE_KEY, action), (USER_KEY, action)}
 
     def calls(self, action: str) -> int:
-        """How often the action was asked for, S3 left out."""
+        """How often the action was requested; actions of S3 are not counted."""
         assert self._gate is not None
         return sum(name == action for _, name in self._gate.calls)
 
     def no_capacity(self, instance_type: str = "*", zone: str = "*") -> None:
-        """From now on nothing launches there."""
+        """From now on there is no capacity for the type in the zone."""
         self.launcher.no_capacity.add((instance_type, zone))
 
     def deregister_ami(self, image: str) -> None:
-        """The AMI is gone; fleets that name it launch nothing more."""
+        """Deregisters the AMI, so that fleets that name it launch nothing more."""
         ec2_backends[self.account][self.region].amis.pop(image, None)
 
     def has(self, named: Account, secrets: Mapping[str, str] | None = None) -> None:
-        """From now on what a definition's `account` names is there, as if somebody had made it long ago; and what its
-        job's secrets name, with values of the shell: GPUFLEET_SECRET_NAME, else a word.
+        """Makes what a definition's `account` names, as if it had existed before, and the job's secrets. A secret's
+        value is that of the shell's variable GPUFLEET_SECRET_NAME, else WORD.
         """
         before = set(self.inventory())
         account.seed_named(self.account, self.region, named)
@@ -238,11 +238,11 @@ class Cloud:
         self._baseline |= set(self.inventory()) - before
 
     def has_block(self, block: Reservation) -> None:
-        """From now on the account has bought it."""
+        """Gives the account a bought Capacity Block."""
         self.launcher.blocks[block.id] = block
 
     def has_images(self, digests: Mapping[str, str]) -> None:
-        """From now on the registry gives these images their own digests."""
+        """Makes the registry answer with the real digests of these images."""
         assert self._gate is not None
         for image, digest in digests.items():
             name, _, tag = image.partition("/")[2].partition(":")
@@ -253,11 +253,11 @@ class Cloud:
         return self._imds[instance_id]
 
     def inventory(self) -> dict[account.Resource, dict[str, str]]:
-        """All that exists now, AWS's own furniture included."""
+        """Everything that exists now, including what AWS makes by itself."""
         return account.inventory(self.account, self._fleet_tags)
 
     def leftovers(self, tags: Mapping[str, str] | None = None) -> dict[account.Resource, dict[str, str]]:
-        """What exists beyond what the account came with; with `tags`, only what carries all of them."""
+        """Everything that exists beyond what the account began with; with `tags`, only what carries all of them."""
         wanted = dict(tags or {}).items()
         return {
             key: has for key, has in self.inventory().items() if key not in self._baseline and wanted <= has.items()
@@ -297,7 +297,7 @@ class Cloud:
         if self.launch is not None:
             try:
                 self.launch(instance)
-            except OSError as error:  # a full disk, say: the machine is what fails here, not AWS
+            except OSError as error:  # such as a full disk: this machine has failed, not AWS
                 self.trouble = error
 
     def _ended(self, instance: CloudInstance) -> None:
@@ -317,8 +317,8 @@ class Cloud:
 
 
 def loopback(number: int) -> str:
-    """An address of this machine for the rehearsed node of this number, from 0 on: as in a subnet, their order as text
-    is not that in which they were launched. Elsewhere than on Linux there is one for all.
+    """A loopback address for the rehearsed node with this number, from 0 on. As in a subnet, the order of addresses as
+    text is not the order of launches. On systems other than Linux all nodes share one address.
     """
     return f"127.0.0.{9 + number % 240}" if sys.platform == "linux" else "127.0.0.1"
 
@@ -339,4 +339,4 @@ def _of_one_ec2(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[b
 
 class _QuietHandler(MotoRequestHandler):
     def log(self, type: str, message: str, *args: Any) -> None:
-        """Nothing: a request is not news here."""
+        """Logs nothing."""

@@ -1,9 +1,9 @@
 """The fleets that moto lacks: a state machine on an injected clock.
 
-Follows the AWS column of the table in docs/rehearsal.md: a maintain fleet replaces what ends, ModifyFleet and expiry
-terminate with a notice, a deleted fleet settles, and everything that goes wrong at a launch is an event, not an error
-of CreateFleet. An instant fleet launches at once, tells its errors, and stays in `deleted_terminating`. Decides nothing
-about protocols: requests and answers are dicts in the EC2 API's own spelling.
+It follows the AWS column of the table in docs/rehearsal.md. A maintain fleet replaces nodes that end. ModifyFleet and
+expiry terminate nodes with a notice. A failed launch is an event, not an error of CreateFleet. An instant fleet
+launches at once, answers with its errors, and stays in `deleted_terminating`. Requests and answers are dicts in the EC2
+API's own spelling; protocols are decided elsewhere.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class FleetController:
         self.notice_s = notice_s
         self.relaunch_delay_s = relaunch_delay_s
         self.retry_s = retry_s
-        self.expired_state = "deleted"  # or "active": which one AWS gives an expired fleet is unverified
+        self.expired_state = "deleted"  # or "active": it is not verified which one AWS gives an expired fleet
         self.fleets: dict[str, CloudFleet] = {}
         self.instances: dict[str, CloudInstance] = {}
         self.lock = threading.RLock()
 
     def create(self, region: str, request: dict[str, Any]) -> dict[str, Any]:
-        """CreateFleet. Refuses what AWS refuses at once; everything else shows in the history."""
+        """CreateFleet. It refuses what AWS refuses at once; other errors appear in the history."""
         with self.lock:
             tags = refuse_at_create(self.launcher, region, request)
             now = self.clock.now()
@@ -78,7 +78,7 @@ class FleetController:
             return {"FleetId": fleet.id, "Errors": fleet.errors, "Instances": launched}
 
     def modify(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """ModifyFleet: total capacity (0 included), template configs, excess policy; maintain only, while active."""
+        """ModifyFleet: total capacity (also 0), template configs and excess policy of an active maintain fleet."""
         with self.lock:
             fleet = self._get(region, str(request.get("FleetId")))
             if fleet.type != "maintain":
@@ -102,7 +102,7 @@ class FleetController:
             return {"Return": True}
 
     def delete(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """DeleteFleets, one answer per fleet. Works also when the node is long dead."""
+        """DeleteFleets, with one answer for each fleet, also when its node ended long ago."""
         terminate = bool(request.get("TerminateInstances"))
         done: list[dict[str, Any]] = []
         failed: list[dict[str, Any]] = []
@@ -127,8 +127,8 @@ class FleetController:
             return {"SuccessfulFleetDeletions": done, "UnsuccessfulFleetDeletions": failed}
 
     def describe(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """DescribeFleets, deleted ones included while they linger; instant ones only by their ids (API reference,
-        2026-11-27). Unlike tags, states are always current.
+        """DescribeFleets, including deleted fleets for as long as AWS shows them. Instant fleets are described only by
+        id (API reference, 2026-11-27). Unlike tags, states are always current.
         """
         with self.lock:
             self.tick()
@@ -137,7 +137,7 @@ class FleetController:
             return {"Fleets": [fleet.data(self.living(fleet.id)) for fleet in wanted if fleet.region == region]}
 
     def described_tags(self, region: str) -> list[dict[str, str]]:
-        """What DescribeTags tells of the fleets."""
+        """The tags of fleets as DescribeTags gives them."""
         with self.lock:
             return [
                 {"Key": key, "Value": value, "ResourceId": fleet.id, "ResourceType": "fleet"}
@@ -198,7 +198,7 @@ class FleetController:
             return {"FleetId": fleet.id, "HistoryRecords": records[begin:end], "StartTime": start, **last}
 
     def tick(self) -> None:
-        """Brings every fleet to where the clock says it must be."""
+        """Does everything that is due in every fleet by the clock."""
         with self.lock:
             now = self.clock.now()
             for fleet in list(self.fleets.values()):
@@ -212,12 +212,12 @@ class FleetController:
                 self._settle(fleet, now)
 
     def notice(self, instance_id: str) -> None:
-        """An interruption notice now, the end after `notice_s`."""
+        """Gives the instance an interruption notice; it ends after `notice_s`."""
         with self.lock:
             self._notify(self.instances[instance_id], self.clock.now())
 
     def rebalance(self, instance_id: str) -> None:
-        """A rebalance recommendation now; nothing follows by itself."""
+        """Gives the instance a rebalance recommendation, after which nothing happens by itself."""
         with self.lock:
             self.instances[instance_id].rebalance_at = self.clock.now()
 
@@ -278,7 +278,7 @@ class FleetController:
             self._launched(fleet, node)
 
     def _launch_at_once(self, fleet: CloudFleet, now: datetime) -> None:
-        """As far as it goes; why no further is an error of the request."""
+        """Launches as many nodes of an instant fleet as possible; the answer has the errors of the others."""
         while len(self.living(fleet.id)) < fleet.target:
             try:
                 self._launched(fleet, self._launch(fleet, now))
@@ -296,7 +296,7 @@ class FleetController:
         self.on_launch(node)
 
     def _launch(self, fleet: CloudFleet, now: datetime) -> CloudInstance:
-        """Raises LaunchFailedError, also for a template or a subnet that is gone."""
+        """Launches a node. Raises LaunchFailedError, also when the template or the subnet no longer exists."""
         try:
             pools = self._pools(fleet)
         except EC2ClientError as gone:
@@ -316,13 +316,13 @@ class FleetController:
             del self.fleets[fleet.id]
 
     def _pools(self, fleet: CloudFleet) -> list[Pool]:
-        """The fleet's pools, cheapest first; those interrupted lately come last, as AWS prefers deeper pools."""
+        """The fleet's pools, cheapest first. Recently interrupted ones come last, as AWS prefers capacity."""
         pools = self.launcher.pools(fleet.region, fleet.configs)
         ended = [(i.type, i.zone) for i in self.instances.values() if i.fleet_id == fleet.id and i.notice_at]
         return sorted(pools, key=lambda pool: (ended.count((pool.type, pool.zone)), pool.price))
 
     def _release(self, node: CloudInstance, now: datetime) -> None:
-        """The fleet wants it no more: only spot nodes are told (EC2 User Guide, June 2023)."""
+        """Releases a node that the fleet no longer wants. Only spot nodes get a notice (EC2 User Guide, June 2023)."""
         if node.spot:
             self._notify(node, now)
         else:
@@ -358,7 +358,7 @@ USER_DATA_LIMIT = 16 * 1024  # bytes before base64 (EC2 User Guide, run commands
 
 
 def refuse_at_create(launcher: Launcher, region: str, request: dict[str, Any]) -> dict[str, str]:
-    """The fleet's own tags, after every check that makes CreateFleet itself fail."""
+    """Makes every check at which CreateFleet itself fails, and gives the fleet's own tags."""
     kind, capacity = str(request.get("Type") or "maintain"), request.get("TargetCapacitySpecification") or {}
     if kind != "instant" and capacity.get("DefaultTargetCapacityType") == "capacity-block":
         raise EC2ClientError("InvalidParameterValue", f"capacity-block is not supported by fleets of type {kind}")

@@ -30,12 +30,12 @@ from gpufleet.rehearsal.handlers import handler
 from gpufleet.rehearsal.handlers.table import Aws
 
 Say = Callable[[str], None]
-END_S = 20.0  # what the engine needs at most to finish the one resource it is at and to end its plugins
+END_S = 20.0  # the longest that the engine needs to finish its current resource and to end its plugins
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStep:
-    """One thing done to one resource: create, update, replace, delete, same, read, refresh ..."""
+    """One operation on one resource: create, update, replace, delete, same, read, refresh ..."""
 
     operation: str
     type: str
@@ -44,17 +44,19 @@ class EngineStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What one command did."""
+    """What one command of the engine did."""
 
     ok: bool
-    changes: Mapping[str, int]  # by operation; a resource left alone counts as `same`; InProcess: `kept`, at a destroy
+    changes: Mapping[
+        str, int
+    ]  # resources by operation; one that is left alone is `same`, in InProcess's destroy `kept`
     steps: tuple[EngineStep, ...]
     diagnostics: str  # what the user reads under Diagnostics
     outputs: Mapping[str, Any]  # of a preview: what is known before anything exists
     text: str = ""  # all that was printed
 
     def affected(self, operation: str) -> set[str]:
-        """Names of the resources to which it was done."""
+        """Names of the resources with this operation."""
         return {step.name for step in self.steps if step.operation == operation}
 
 
@@ -83,7 +85,9 @@ class Engine(ABC):
     def open(
         folder: Path, environment: Mapping[str, str], stack: str, *, say: Say | None = None, real: bool | None = None
     ) -> Iterator[Engine]:
-        """`real` None: the `pulumi` on PATH, else the in-process runner. `say` hears every line as it comes."""
+        """Opens an engine. `real` None: the `pulumi` on PATH if there is one, else the in-process runner. `say` gets
+        every line as it is printed.
+        """
         write_project(folder)
         say = say or (lambda line: None)
         if real if real is not None else shutil.which("pulumi") is not None:
@@ -94,7 +98,7 @@ class Engine(ABC):
 
 
 def write_project(folder: Path) -> None:
-    """What `gpufleet init` writes, run by the Python that runs this."""
+    """Writes the project files of `gpufleet init`, for the Python that runs this."""
     python = {"toolchain": "pip", "virtualenv": sys.prefix}
     for file, text in project.files(folder, "gpufleet", python).items():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +106,7 @@ def write_project(folder: Path) -> None:
 
 
 def settings(folder: Path, port: int) -> dict[str, str]:
-    """What makes a `pulumi` in any shell use the scratch folder's state and the embedded AWS, and nothing else."""
+    """Variables that make a `pulumi` in any shell use only the scratch folder's state and the embedded AWS."""
     state = folder / "state"
     state.mkdir(parents=True, exist_ok=True)
     return {
@@ -122,7 +126,7 @@ class Pulumi(Engine):
         self._folder = folder
         self._stack = stack
         self._say = say
-        # The event log is an option for programs that drive the engine, and hidden from people.
+        # The event log is a hidden option, meant for programs that drive the engine.
         self._environment = scratch({**environment, "NO_COLOR": "1", "PULUMI_DEBUG_COMMANDS": "1"})
         version = self._run(["pulumi", "version"]).strip()
         self.name = f"pulumi {version.removeprefix('v')}"
@@ -188,9 +192,10 @@ def _result(ok: bool, text: str, events: Iterable[dict[str, Any]]) -> Result:
 
 
 class InProcess(Engine):
-    """Without the engine: creates, records options, and deletes what is not retained. Nothing else, on purpose.
+    """Runs the program without the engine: creates resources, records options, deletes what is not retained, and no
+    more.
 
-    Second up, new run id, refresh and replacement are the engine's doing; here they are refused, not imitated.
+    A second up, a new run id, refresh and replacement need the real engine; here they are refused, not imitated.
     """
 
     name = "in-process runner (engine behaviour not tested)"
@@ -215,7 +220,7 @@ class InProcess(Engine):
         raise RuntimeError("refresh needs the Pulumi engine")
 
     def destroy(self) -> Result:
-        """In the reverse order of creation; what has gone meanwhile is passed over, as with `refresh: always`."""
+        """Deletes in the reverse order of creation and skips what no longer exists, as with `refresh: always`."""
         deleted, kept, regions = [], 0, dict[str, Aws]()
         created = json.loads(self._state.read_text())["resources"] if self._state.exists() else []
         for resource in reversed(created):
@@ -269,7 +274,7 @@ class InProcess(Engine):
 
 
 def streamed(command: list[str], *, folder: Path | None, environment: Mapping[str, str], say: Say) -> tuple[int, str]:
-    """Runs a command, says each line as it comes. Gives the exit code and all it printed."""
+    """Runs a command and passes each line to `say` as it comes; (exit code, everything that it printed)."""
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -294,7 +299,7 @@ def streamed(command: list[str], *, folder: Path | None, environment: Mapping[st
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Asked first: the engine's plugins are in process groups of their own, and only the engine knows them."""
+    """Ends the engine, at first by asking it: only the engine knows its plugins' process groups."""
     process.send_signal(signal.SIGINT)
     try:
         process.communicate(timeout=END_S)

@@ -1,6 +1,6 @@
-"""What of the user's environment would come between this machine and the embedded AWS.
+"""Keeps the user's environment from coming between this machine and the embedded AWS.
 
-Imports nothing, so that it can go before moto, which asks for AWS's configuration as it is imported.
+It imports nothing, so that it can be used before moto, which reads AWS's configuration when it is imported.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 
 def forget_account() -> None:
-    """Takes the user's AWS out of this process's own environment: boto3 does not start with a profile that is not
-    there, whatever keys and address it is given.
+    """Removes the user's AWS variables from this process's environment: with the name of a missing profile boto3 does
+    not start, whatever keys and address it gets.
     """
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         del os.environ[name]
@@ -19,15 +19,13 @@ def forget_account() -> None:
 
 
 def scratch(settings: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of a command in a scratch project: the user's, without a word about AWS or Pulumi, and
-    these.
-    """
+    """The environment of a command in a scratch project: the user's without AWS and Pulumi, and `settings`."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "PULUMI_", "GPUFLEET_"))}
     return {**mine, **settings}
 
 
 def past_proxies(environment: Mapping[str, str]) -> dict[str, str]:
-    """What keeps a user's HTTP_PROXY, which cannot reach a loopback address here, out of the way; else nothing."""
+    """Variables that bypass a user's HTTP_PROXY, which cannot reach a loopback address here; none without a proxy."""
     if not any(name.lower() in ("http_proxy", "https_proxy", "all_proxy") for name in environment):
         return {}
     said = environment.get("no_proxy") or environment.get("NO_PROXY") or ""

@@ -1,6 +1,6 @@
-"""What a rehearsal must have shown: every promise about the run with its figure.
+"""What a rehearsal must have shown: every promise about the run, with its figure.
 
-Reads only what a user gets: the results folder, the receipt, the timeline.
+It reads only what a user gets: the results folder, the receipt, the timeline.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gpufleet.rehearsal.watch import Begun, NodeView, Watch
 
 @dataclass(kw_only=True, slots=True)
 class Rehearsal:
-    """One rehearsal: where it works, what it works on, and what it has seen."""
+    """One rehearsal: its folders, its definition, and what it has observed."""
 
     definition: StackDefinition  # the rehearsal's form
     folder: Path  # rehearsals/<stack>/<run>.unfinished
@@ -45,8 +45,8 @@ class Rehearsal:
     engine: Engine
     runner: NodeRunner
     watch: Watch | None = None
-    stand_in: bool = False  # for the script of a command
-    until: str | None = None  # of one that is not interrupted: to its end, or to a limit
+    stand_in: bool = False  # a stand-in takes the place of a command's script
+    until: str | None = None  # for a run without interruptions: it goes on to its end, or to a limit
     torch_s: float = 0.0  # importing torch in a new process, on this machine
 
     @property
@@ -54,16 +54,16 @@ class Rehearsal:
         return self.definition.name
 
 
-NOTICE_SEEN_S = 5.0  # as often as the supervisor asks
-STAGE_KEYS = ("row", "candidate", "name", "what", "index")  # what names a result of a stage after training
+NOTICE_SEEN_S = 5.0  # the supervisor's polling interval
+STAGE_KEYS = ("row", "candidate", "name", "what", "index")  # keys that identify a result of a stage after training
 LEFT = "left after destroy"
-RECOVERY_S = 10.0  # beyond importing torch: bench/results/bars.md
+RECOVERY_S = 10.0  # the bar for a restart, without the import of torch: bench/results/bars.md
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
-    """One promise: what, the figure, and whether it held. `required` False: reported, and not failed for; `shown`
-    False: whether it holds is not known, and the figure says what would show it.
+    """One promise with its figure and whether it held. `required` False: it is reported but does not fail the
+    rehearsal. `shown` False: it is not known whether it holds, and the figure says what would show it.
     """
 
     name: str
@@ -74,30 +74,32 @@ class Promise:
 
     @property
     def is_broken(self) -> bool:
-        """It fails the rehearsal."""
+        """Whether it fails the rehearsal."""
         return self.required and self.shown and not self.held
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumption:
-    """From one node to the next: what was lost between them, and how long the next took."""
+    """The change from one node to the next: what was lost, and how long the next node took."""
 
     kind: str  # notice | loss
     last_step: int
     resumed_step: int
     started_s: float | None  # from its launch to the next node's first step
     signalled: bool  # a command was sent its signal
-    reason: str  # why the checkpoint was made that the next node goes on from; empty: there was none
-    observed: Observed = field(default_factory=Observed)  # of a command, by the next node
+    reason: str  # why the checkpoint was made from which the next node goes on; empty: there was none
+    observed: Observed = field(default_factory=Observed)  # what the next node has observed of a command
 
     def saved(self, every: int | None) -> bool | None:
-        """Whether the next node goes on from what a command has saved since its signal. None: that is not shown, no
-        signal was sent, or that save may be one of those that come every so many steps.
+        """Whether the next node goes on from what a command has saved after its signal. None: not shown, because no
+        signal was sent, or because the save may be one that comes every so many steps.
         """
         if self.signalled and self.reason != "stop":
             return False
         off = min(self.resumed_step % every, -self.resumed_step % every) if every else 2
-        as_usual = every is not None and off <= max(1, every // 10)  # a file without {step} is of the last line told
+        as_usual = every is not None and off <= max(
+            1, every // 10
+        )  # a file without {step} has the step of the last line
         return None if not self.signalled or as_usual else True
 
     @property
@@ -106,7 +108,7 @@ class Resumption:
 
 
 class Evidence:
-    """The run's files and what was watched, read once."""
+    """The run's files and what the rehearsal has observed, read once."""
 
     def __init__(self, rehearsal: Rehearsal) -> None:
         folder = rehearsal.folder / "results"
@@ -125,7 +127,7 @@ class Evidence:
         self.total_steps = batch.total_steps(config)
 
     def spans(self) -> Iterator[tuple[PhaseSize, int, int]]:
-        """Each phase that has steps, with the first and the last of them, counted over the whole run."""
+        """Each phase with steps, with its first and last step, counted over the whole run."""
         first = 1
         for phase in self.phases:
             if phase.steps:
@@ -170,7 +172,7 @@ class Evidence:
         return found
 
     def _of_several(self, view: NodeView, begun: Begun) -> Resumption:
-        """How the next generation went on."""
+        """How the next generation of several nodes went on."""
         watch = self.rehearsal.watch
         assert watch is not None
         assert view.interrupted is not None
@@ -238,7 +240,7 @@ def checks(evidence: Evidence) -> Iterator[Promise]:
 
 
 def _fallback(evidence: Evidence) -> Promise:
-    """That the last node alone was on demand, and that nothing begins another: no fleet, and no schedule."""
+    """The promise that only the last node was on demand, and that no fleet or schedule is left to begin another."""
     cloud, markets = evidence.rehearsal.cloud, [each.capacity for each in evidence.receipt.attempts]
     fleets = [each.state for each in cloud.fleets.fleets.values() if each.state != "deleted" and each.target]
     fired = [each.refused for each in cloud.schedules.fired if each.name.endswith(f"/{SWITCH}")]
@@ -253,7 +255,7 @@ def _fallback(evidence: Evidence) -> Promise:
 
 
 def _messages(rehearsal: Rehearsal) -> Promise:
-    """That people were told that the run trains, and how it ended. A node lost seconds after it began says nothing."""
+    """The promise of messages that the run trains and how it ended; a node lost in its first seconds sends none."""
     begun = f"gpufleet {rehearsal.name}, run {rehearsal.definition.run.id}: "
     told = [each.removeprefix(begun) for each in account.messages(rehearsal.cloud.account)]
     held = all(any(each.startswith(what) for each in told) for what in ("it trains", "it is over"))
@@ -261,7 +263,7 @@ def _messages(rehearsal: Rehearsal) -> Promise:
 
 
 def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
-    """What one interruption has cost, and that the next node went on from what was restored."""
+    """The promises about one interruption: what it has cost, and that the next node went on from what was restored."""
     rehearsal, config = evidence.rehearsal, evidence.rehearsal.definition.job.parameters
     ends = {last for _, _, last in evidence.spans()}
     # A phase that ended early is resumed after what would have been its last step; a command's lines may count from 0.
@@ -293,7 +295,7 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
 
 
 def _logged(rehearsal: Rehearsal) -> set[str]:
-    """Log streams that hold something: a container makes its stream before it prints, and by another right."""
+    """Log streams with content. An empty one shows nothing: a container makes it before it prints."""
     logs, group = rehearsal.cloud.client("logs"), str(rehearsal.engine.outputs()["log_group"])
     names = [stream["logStreamName"] for stream in logs.describe_log_streams(logGroupName=group)["logStreams"]]
     first = {"logGroupName": group, "startFromHead": True, "limit": 1}
@@ -301,8 +303,8 @@ def _logged(rehearsal: Rehearsal) -> set[str]:
 
 
 def _steps(evidence: Evidence, last: int) -> Promise:
-    """All of them; where a run may stop early, no more than those, and the last one published; of a command, as many as
-    its end was believed with.
+    """The promise that all steps were done. A run that may stop early has done no more than those, and has published
+    the last one. A command has done as many as the verdict on its end was based on.
     """
     watch, total = evidence.rehearsal.watch, evidence.total_steps
     assert watch is not None
@@ -333,7 +335,7 @@ def _figures(boundary: Mapping[str, Any]) -> str:
 
 
 def leftovers(rehearsal: Rehearsal) -> Promise:
-    """That what exists after the destroy is what the definition asks to keep."""
+    """The promise that only what the definition keeps exists after the destroy."""
     left, kept = rehearsal.cloud.leftovers(), rehearsal.definition.storage.keep.bucket
     names = ", ".join(f"{kind} {name}" for kind, name in left)
     if kept and not left:

@@ -1,4 +1,4 @@
-"""One EC2 Fleet: the request that made it, where it stands, and how DescribeFleets shows it."""
+"""One EC2 Fleet: the request that made it, its state, and how DescribeFleets shows it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Event:
 
 @dataclass(slots=True)
 class CloudFleet:
-    """One fleet: the request that made it, and where it stands."""
+    """One fleet: the request that made it, and its state."""
 
     id: str
     region: str
@@ -46,7 +46,7 @@ class CloudFleet:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing is left of it. An instant one stays in `deleted_terminating` when its nodes have gone."""
+        """Whether the fleet has ended. An instant fleet stays in `deleted_terminating` after its nodes have ended."""
         return self.state == "deleted" or (self.type, self.state) == ("instant", "deleted_terminating")
 
     @property
@@ -102,7 +102,7 @@ class CloudFleet:
         return {key: value for key, value in data.items() if value is not None}
 
     def told_instances(self, instances: Sequence[CloudInstance]) -> list[dict[str, Any]]:
-        """As CreateFleet and DescribeFleets tell what an instant fleet has launched."""
+        """The instances of an instant fleet in the form of CreateFleet and DescribeFleets."""
         kinds = dict.fromkeys((each.type, "capacity-block" if each.block else "on-demand") for each in instances)
         return [
             {"InstanceIds": [i.id for i in instances if i.type == kind], "InstanceType": kind, "Lifecycle": lifecycle}

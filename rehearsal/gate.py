@@ -1,8 +1,8 @@
-"""What stands before moto: nobody but the dummy account comes in, and a node does what its role allows.
+"""The gate before moto: it lets in only the dummy account, and lets a node do only what its role allows.
 
-The user may do everything. A node's session token is its instance's id, which leads to its role: each request of a
-node is held against the statements of its inline policies as IAM does, and a condition that cannot be judged is an
-error, never ignored. Tests may have an action refused to either.
+The user may do everything. A node's session token is its instance's id, which leads to its role. Each request of a node
+is checked against the statements of the role's inline policies as IAM does it; a condition that cannot be decided is an
+error and never ignored. Tests can have an action refused to user or node.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNNARROWED = ("DescribeFleets", "DescribeInstances")  # these know no resource (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A request as far as rights are concerned. `action` is the API's own name, empty for S3."""
+    """The parts of a request that rights depend on. `action` is the API's own name, empty for S3."""
 
     service: str
     region: str
@@ -42,8 +42,8 @@ class Request:
 def asked(
     request: Request, tags: Callable[[str], Mapping[str, str]], key_of: Callable[[str], str | None]
 ) -> list[AccessRequest]:
-    """Everything that the request needs. `tags`: those of a fleet or an instance, by its id; `key_of`: the customer's
-    key that encrypts a bucket, by its name.
+    """The rights that the request needs. `tags` gives the tags of a fleet or instance by its id; `key_of` gives the
+    customer key that encrypts a bucket by its name.
     """
     if request.service == "s3":
         wishes = list(_of_s3(request))
@@ -89,7 +89,7 @@ def asked(
 
 
 def _of_scheduler(request: Request, place: str) -> Iterator[AccessRequest]:
-    """The schedule, and the role that a request gives it."""
+    """The rights for a request to EventBridge Scheduler: on the schedule, and on the role that the request gives it."""
     told, name = json.loads(request.body or b"{}"), request.path.rpartition("/")[2]
     group = told.get("GroupName") or parse_qs(request.query).get("groupName", ["default"])[0]
     yield AccessRequest(
@@ -101,7 +101,7 @@ def _of_scheduler(request: Request, place: str) -> Iterator[AccessRequest]:
 
 
 def listing(request: Request) -> AccessRequest:
-    """The right without which S3 says 403 of an object that is not there. It is asked without a prefix."""
+    """The right to list the bucket; without it S3 answers 403 for a missing object. It is checked without a prefix."""
     bucket = request.path.lstrip("/").partition("/")[0]
     return AccessRequest(action="s3:ListBucket", resource=f"arn:aws:s3:::{bucket}")
 
@@ -117,7 +117,7 @@ def allowed(statements: Iterable[Statement], wish: AccessRequest) -> bool:
 def _of_key(
     request: Request, wishes: Iterable[AccessRequest], key_of: Callable[[str], str | None]
 ) -> Iterator[AccessRequest]:
-    """What S3 asks of the bucket's key in the name of whoever reads or writes; of each part of an upload both."""
+    """S3's requests to the bucket's key for whoever reads or writes; for each part of an upload it makes both."""
     needs = {
         "s3:GetObject": ["Decrypt"],
         "s3:PutObject": ["GenerateDataKey", *(["Decrypt"] * ("uploadId=" in request.query))],
@@ -175,8 +175,8 @@ class Gate:
         key_of: Callable[[str], str | None],
         clock: Clock,
     ) -> None:
-        """`statements`: of the role of a node, by its session token; None for a token that no node has. `tags` and
-        `key_of` as `rights.asked` takes them.
+        """`statements` gives the statements of a node's role by its session token, None for an unknown token. `tags`
+        and `key_of` are as in `asked`.
         """
         self.app = app
         self.account = account
@@ -213,7 +213,7 @@ class Gate:
         return self.app(environ, start)
 
     def _simulated(self, key: str, environ: dict[str, Any]) -> tuple[str, dict[str, str], bytes]:
-        """IAM's simulator, which moto lacks: all is allowed that is not refused here."""
+        """Answers for IAM's simulator, which moto lacks: it allows everything that is not refused here."""
         asked = parse_qs(_body(environ).decode())
         actions = [value for name, (value,) in asked.items() if name.startswith("ActionNames.member.")]
         members = "".join(
@@ -229,7 +229,7 @@ class Gate:
         return "200 OK", {"Content-Type": "text/xml"}, whole.encode()
 
     def _passed_moment(self, environ: dict[str, Any], action: str) -> str:
-        """What AWS says of a schedule whose moment has passed; empty where it has not."""
+        """AWS's error for a schedule whose hour has passed; empty when it has not."""
         if action not in ("CreateSchedule", "UpdateSchedule"):
             return ""
         expression = str(json.loads(_body(environ))["ScheduleExpression"])
@@ -239,7 +239,7 @@ class Gate:
     def _of_node(
         self, environ: dict[str, Any], start: Callable[..., Any], service: str, region: str, action: str
     ) -> Iterable[bytes]:
-        """AWS's answer to a node's role: what it may not do is refused, and what it may not list is not told apart."""
+        """The refusal for a node's request without a right. Without the right to list, a missing object is refused."""
         statements = self.statements(str(environ.get("HTTP_X_AMZ_SECURITY_TOKEN", "")))
         if statements is None:
             return _send(start, environ, *_refusal(service, NODE_KEY))
@@ -288,7 +288,7 @@ def _action(environ: dict[str, Any]) -> str:
 
 
 def _scheduler_action(environ: dict[str, Any]) -> str:
-    """The action of an API that names what is asked by method and path."""
+    """The action of an API that expresses it by method and path."""
     verbs = {"GET": "Get", "PUT": "Update", "POST": "Create", "DELETE": "Delete"}
     kind, _, name = str(environ["PATH_INFO"]).strip("/").partition("/")
     named = {"schedules": "Schedule", "schedule-groups": "ScheduleGroup"}.get(kind, "")

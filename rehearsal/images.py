@@ -1,8 +1,7 @@
-"""A command in its own image: this machine's docker in the place of the stand-in.
+"""Runs a command in its own image, with this machine's docker instead of the stand-in.
 
-It does what the node's own command line says, but for the log driver: the daemon has no keys for the embedded AWS, so
-the stand-in passes on what is printed (rehearsal/standins/docker.py). No GPU is asked for, as a rehearsal's device is
-the CPU.
+Docker gets the node's own command line except for the log driver: the daemon has no keys for the embedded AWS, so the
+stand-in passes on what is printed (rehearsal/standins/docker.py). No GPU is requested, since a rehearsal uses the CPU.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from gpufleet.job.node import container, jobs
 from gpufleet.job.node.outside import last_line
 
 ANSWERS_S = 120.0
-TORCHRUN_S = 30.0  # after which torchrun ends its workers, where its torch reads no other figure from the environment
+TORCHRUN_S = 30.0  # torchrun kills its workers after this, unless its torch reads another figure from the environment
 LAUNCHED = re.compile(r"torchrun|torch\.distributed|accelerate\s+launch")
-# Says which torch an image has and whether its launcher reads that variable; nothing where it has none.
+# Prints an image's torch version and whether its launcher reads that variable; nothing without torch.
 LOOK = """
 import importlib.util, pathlib, re
 found = importlib.util.find_spec("torch")
@@ -38,20 +37,20 @@ if found and found.origin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Docker:
-    """This machine's. `digests`: by image, of those that it has pulled; `supervisor`: gpufleet's own of them."""
+    """This machine's docker. `digests` are those of pulled images; `supervisor` is gpufleet's own image."""
 
     program: str
     digests: Mapping[str, str]
     supervisor: str
 
     def environment(self) -> dict[str, str]:
-        """For the stand-in: which docker, and the user's settings of it (its host, context, logins)."""
+        """Variables for the stand-in: which docker to run, with the user's settings (host, context, logins)."""
         own = {name: value for name, value in os.environ.items() if name.startswith("DOCKER_")}
         config = own.pop("DOCKER_CONFIG", "") or str(Path.home() / ".docker")
         return {**own, "GPUFLEET_DOCKER": self.program, "GPUFLEET_DOCKER_CONFIG": config}
 
     def require_reach(self, endpoint: str) -> None:
-        """Raises GpufleetError where a container in the host's network is elsewhere."""
+        """Raises GpufleetError when a container in the host's network is on another machine."""
         address = urlsplit(endpoint)
         look = f"import socket; socket.create_connection(({address.hostname!r}, {address.port}), 10)"
         words = ("run", "--rm", "--network", "host", "--entrypoint", "python", self.supervisor, "-c", look)
@@ -62,9 +61,9 @@ class Docker:
             )
 
     def impatience(self, definition: StackDefinition) -> str:
-        """That the image's torchrun ends its workers before `stop.grace_s` is over, in a sentence; empty: it does not.
+        """A sentence when the image's torchrun kills its workers before `stop.grace_s` is over; empty when it does not.
 
-        Whatever the definition says: the variable that the node sets is read by the torch of 2026 and newer.
+        The node sets a variable that only the torch of 2026 and newer reads.
         """
         config = definition.job.parameters
         if not LAUNCHED.search(getattr(config, "command", "")) or config.grace_s <= TORCHRUN_S:
@@ -103,23 +102,23 @@ class Docker:
         _refused(self.program, "rm", "-f", *named)
 
     def hold(self, instance: str) -> None:
-        """Stops all of a node's command until `go`."""
+        """Stops all processes of a node's command until `go`."""
         _refused(self.program, "pause", jobs.name(instance))
 
     def go(self, instance: str) -> None:
-        """Lets it go on."""
+        """Lets a node's command go on."""
         _refused(self.program, "unpause", jobs.name(instance))
 
     def give_back(self, folder: Path) -> None:
-        """What containers have written there as root is the user's, who can remove it."""
+        """Gives the user the files that containers have written there as root, so that the user can remove them."""
         owner = f"{os.getuid()}:{os.getgid()}"
         mounted = ("--rm", "-v", f"{folder}:/nodes", "--entrypoint", "chown")
         _refused(self.program, "run", *mounted, self.supervisor, "-R", owner, "/nodes")
 
 
 def require(definition: StackDefinition, out: Callable[[str], None]) -> Docker:
-    """This machine's docker, with the definition's images. Raises GpufleetError where there is none, or they cannot be
-    had.
+    """This machine's docker with the definition's images pulled. Raises GpufleetError without docker, or when an image
+    cannot be pulled.
     """
     if definition.job.parameters.processes != "own":
         raise GpufleetError(f"{definition.name} is a ready-made job, rehearsed without its image: leave out --image")
@@ -134,7 +133,7 @@ def require(definition: StackDefinition, out: Callable[[str], None]) -> Docker:
 
 
 def _pulled(program: str, image: str, out: Callable[[str], None]) -> str:
-    """The digest of an image, which is here now. What docker says of it goes to the terminal."""
+    """Pulls an image and gives its digest. Docker's output goes to the terminal."""
     out(f"docker pull {image}")
     pulled = subprocess.run([program, "pull", image], stderr=subprocess.PIPE, text=True, check=False)
     if pulled.returncode:
@@ -148,7 +147,7 @@ def _pulled(program: str, image: str, out: Callable[[str], None]) -> str:
 
 
 def _refused(program: str, *words: str) -> str:
-    """Nothing where docker does it, else its last words."""
+    """Runs docker; empty when it succeeds, else the end of its output."""
     try:
         done = subprocess.run([program, *words], capture_output=True, text=True, timeout=ANSWERS_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

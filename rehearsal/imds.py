@@ -1,6 +1,6 @@
 """A node's instance metadata service, version 2 only, with the faults a supervisor must survive.
 
-imds = Imds(instance)               # of a fleet's instance; Imds() is of one that nobody launched
+imds = Imds(instance)               # for a fleet's instance; Imds() is for one that no fleet launched
 imds.notice(at)                     # spot/instance-action from now on
 imds.fault = "500"                  # on the notice paths; see Fault
 imds.endpoint                       # for AWS_EC2_METADATA_SERVICE_ENDPOINT
@@ -57,15 +57,15 @@ class Imds:
         self._thread.start()
 
     def notice(self, at: datetime) -> None:
-        """From now on: the instance will be terminated at `at`."""
+        """From now on the service says that the instance will be terminated at `at`."""
         self.instance.notice_at, self.instance.terminate_at = self.clock.now(), at
 
     def rebalance(self, at: datetime) -> None:
-        """From now on: a rebalance recommendation made at `at`."""
+        """From now on the service gives a rebalance recommendation made at `at`."""
         self.instance.rebalance_at = at
 
     def close(self) -> None:
-        """Nobody answers from now on. Safe to call twice."""
+        """Stops answering. Safe to call twice."""
         if not self._closed.is_set():
             self._closed.set()
             self._server.shutdown()
@@ -79,7 +79,7 @@ class Imds:
         self.close()
 
     def new_token(self, seconds: str | None) -> str | None:
-        """None where AWS answers 400: a time to live must be given, 1 s to 6 h."""
+        """A new token; None when AWS would answer 400: a time to live of 1 s to 6 h is required."""
         if seconds is None or not seconds.isascii() or not seconds.isdigit() or not 1 <= int(seconds) <= TOKEN_S:
             return None
         self._closed.wait(self.token_s)
@@ -199,6 +199,6 @@ def _handler(imds: Imds) -> type[BaseHTTPRequestHandler]:
                 return  # the reader gave up, as a reader with a timeout must
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: a poll is not news."""
+            """Logs nothing."""
 
     return Handler

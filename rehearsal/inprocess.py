@@ -1,8 +1,8 @@
-"""The program without the Pulumi engine: `python -m gpufleet.rehearsal.inprocess preview|up FOLDER STACK REPORT`.
+"""Runs the program without the Pulumi engine: `python -m gpufleet.rehearsal.inprocess preview|up FOLDER STACK REPORT`.
 
-A process of its own, because the SDK's settings are global. The SDK's mock monitor stands where the engine would; a
-registration really creates the resource, through the same handlers as the gRPC provider. What was asked for, options
-and dependencies included, goes into REPORT.
+It is a process of its own because the SDK's settings are global. The SDK's mock monitor takes the engine's place. A
+registration really creates the resource, through the same handlers as the gRPC provider. REPORT gets all requests with
+their options and dependencies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STASH = "pulumi:index:Stash"  # the engine's own, in its state alone
 
 
 class Monitor(mocks.MockMonitor):
-    """Creates what the program registers, and remembers how it asked."""
+    """Creates what the program registers, and records the requests."""
 
     def __init__(self, environment: Mapping[str, str], *, preview: bool, previous: Mapping[str, Any]) -> None:
         super().__init__(_Invokes(previous))
@@ -86,7 +86,7 @@ class Monitor(mocks.MockMonitor):
 
 
 def options(request: Any) -> dict[str, Any]:
-    """The resource options that our program uses, as the engine would get them."""
+    """The resource options of a request that the program uses, as the engine would get them."""
     trigger = request.replacement_trigger
     return {
         "depends_on": sorted(request.dependencies),
@@ -99,7 +99,7 @@ def options(request: Any) -> dict[str, Any]:
 
 
 class _Invokes(mocks.Mocks):
-    """The two functions the program calls: what its own stack was before."""
+    """The two provider functions that the program calls to learn the earlier state of its stack."""
 
     def __init__(self, previous: Mapping[str, Any]) -> None:
         self._previous = dict(previous)
@@ -121,7 +121,7 @@ class _Invokes(mocks.Mocks):
 
 
 class _Diagnostics(logging.Handler):
-    """What the program logs: kept for the report, and printed as it comes."""
+    """Keeps what the program logs for the report, and prints it at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def _program() -> None:
 
 
 async def _outputs() -> dict[str, Any]:
-    """The stack's outputs as far as they are known."""
+    """The stack's outputs that are known."""
     root = settings.get_root_resource()
     assert root is not None
     found = {}

@@ -1,4 +1,4 @@
-"""How a fleet's instance comes to be in moto: pools, the checks that AWS makes at a launch, disks, tags, user-data."""
+"""Launches a fleet's instances in moto: pools, the checks that AWS makes at a launch, disks, tags, user-data."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from gpufleet.infra.market.reservation import BLOCK_ENDING
 from gpufleet.rehearsal.account import QUOTAS, quota_code, spot_price
 
 FLEET_ROLE = "AWSServiceRoleForEC2Fleet"
-NOT_TAGGABLE = "network-interface"  # by that role, of what a template may tag (AWSEC2FleetServiceRolePolicy, version 3)
+NOT_TAGGABLE = "network-interface"  # a template may tag it, the role may not (AWSEC2FleetServiceRolePolicy, version 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pool:
-    """One place where the fleet may launch: an instance type in a subnet, with the template's values merged in."""
+    """One pool of capacity: an instance type in a subnet, with the launch template's values merged in."""
 
     type: str
     zone: str
@@ -35,7 +35,7 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reservation:
-    """What somebody has bought of one type in one zone, for a time."""
+    """A Capacity Block: bought nodes of one type in one zone for a time."""
 
     id: str
     type: str
@@ -45,7 +45,7 @@ class Reservation:
     end: datetime
 
     def state(self, now: datetime) -> str:
-        """As AWS calls it."""
+        """The state in AWS's words."""
         return "scheduled" if now < self.start else "active" if now < self.end else "expired"
 
     def ends_nodes(self, now: datetime) -> bool:
@@ -64,7 +64,7 @@ class CloudInstance:
     zone: str
     image: str
     spot: bool
-    block: str  # that it runs in, by id; empty: none
+    block: str  # the id of the block in which it runs; empty: none
     spot_request: str | None
     user_data: str  # decoded
     profile: str | None  # instance profile name
@@ -80,7 +80,7 @@ class CloudInstance:
 
 
 class LaunchFailedError(Exception):
-    """AWS could not launch: (event type, sub-type, description) for the fleet's history, the pools tried first."""
+    """A launch failed. It carries (event type, sub-type, description) for the fleet's history, tried pools first."""
 
     def __init__(self, sub_type: str, description: str, tried: Sequence[str] = ()) -> None:
         super().__init__(description)
@@ -99,7 +99,7 @@ class Launcher:
         self.blocks: dict[str, Reservation] = {}  # by id
 
     def pools(self, region: str, configs: list[dict[str, Any]]) -> list[Pool]:
-        """Every pool the configs name. Raises EC2ClientError for a template or subnet that is not there."""
+        """Every pool that the configs name. Raises EC2ClientError for a missing template or subnet."""
         backend = ec2_backends[self.account][region]
         pools = []
         for config in configs:
@@ -124,7 +124,7 @@ class Launcher:
         return pools
 
     def launch(self, region: str, fleet_id: str, spot: bool, pools: list[Pool], now: datetime) -> CloudInstance:
-        """One instance in the first pool that has capacity. Raises LaunchFailedError with what the history will say."""
+        """Launches one instance in the first pool with capacity. Raises LaunchFailedError with the events."""
         launches = not any(_block(pool.spec) for pool in pools)  # that role; into a block the caller does
         if launches and FLEET_ROLE not in {role.name for role in iam_backends[self.account]["aws"].roles.values()}:
             raise LaunchFailedError("iamFleetRoleInvalid", f"The service-linked role {FLEET_ROLE} does not exist")
@@ -144,13 +144,13 @@ class Launcher:
         raise LaunchFailedError("allLaunchSpecsTemporarilyBlacklisted", failed, tried)
 
     def terminate(self, instance_id: str) -> None:
-        """Ends the instance in moto, its disks and interfaces with it."""
+        """Terminates the instance in moto together with its disks and interfaces."""
         instance = self._find(instance_id)
         if instance is not None and instance.state != "terminated":
             instance.terminate()
 
     def stop(self, instance_id: str) -> None:
-        """Stops the instance in moto: what an OS shutdown does where the template does not say terminate."""
+        """Stops the instance in moto, as an OS shutdown does unless the template says terminate."""
         instance = self._find(instance_id)
         if instance is not None and instance.state == "running":
             instance.stop()
@@ -161,12 +161,12 @@ class Launcher:
         return instance is not None and instance.state in ("pending", "running")
 
     def in_block(self, block: str) -> int:
-        """How many instances run in it."""
+        """The number of instances that run in a block."""
         every = (i for backend in ec2_backends[self.account].values() for i in backend.all_instances())
         return sum(i.state in ("pending", "running") and getattr(i, "capacity_block", "") == block for i in every)
 
     def _block_obstacle(self, pool: Pool, now: datetime) -> str | None:
-        """Why not into the block that the template names."""
+        """Why the pool's block takes no instance; None when it does."""
         block = self.blocks.get(_block(pool.spec))
         if block is None:
             return (
@@ -195,7 +195,7 @@ class Launcher:
         return None
 
     def _obstacle(self, region: str, pool: Pool, spot: bool, now: datetime) -> str | None:
-        """Why not in this pool, or None. Raises LaunchFailedError for what keeps it from every pool."""
+        """Why this pool takes no instance, or None. Raises LaunchFailedError for an obstacle in every pool."""
         backend = ec2_backends[self.account][region]
         if pool.spec.get("ImageId") not in backend.amis:
             return f"The image id '[{pool.spec.get('ImageId')}]' does not exist (InvalidAMIID.NotFound)"
@@ -278,7 +278,7 @@ class Launcher:
 
 
 def vcpus(instance_type: str) -> int:
-    """vCPUs of a type, as moto's own table says."""
+    """The vCPUs of a type by moto's table."""
     return int(INSTANCE_TYPES[instance_type]["VCpuInfo"]["DefaultVCpus"])
 
 
@@ -303,7 +303,7 @@ def _aws_tags(fleet_id: str, pool: Pool) -> dict[str, str]:
 
 
 def _attach_disks(backend: Any, instance: Any, spec: Mapping[str, Any], tags: dict[str, str]) -> dict[str, str | None]:
-    """The image's root disk and the template's over it. Spot volumes take no template tags (User Guide, June 2023)."""
+    """Attaches root and template disks. Those of spot nodes get no template tags (User Guide, June 2023)."""
     root = backend.amis[instance.image_id].root_device_name
     disks: dict[str, dict[str, Any]] = {root: {"VolumeSize": 40, "VolumeType": "gp3", "DeleteOnTermination": True}}
     for mapping in spec.get("BlockDeviceMappings") or []:

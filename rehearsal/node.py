@@ -1,9 +1,9 @@
 """Rehearsed nodes: each launched instance runs its user-data with bash, in a folder of its own.
 
-The script, the AWS CLI, curl and Python are real; stand-ins come first on the PATH for what a laptop must not do, and
-one for curl last, for a machine that has none (rehearsal/standins/README.md). A node has no keys in its environment:
-like on EC2, its role's come from the metadata service. Ending an instance kills every process of its node at once, as
-losing the machine would.
+The script, the AWS CLI, curl and Python are real. Stand-ins for what a laptop must not do come first on the PATH, and
+one for curl comes last, for machines without curl (rehearsal/standins/README.md). As on EC2, a node has no keys in its
+environment and gets its role's from the metadata service. Ending an instance kills every process of its node at once,
+as the loss of a machine would.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POLL_S = 0.05
 
 @dataclass(kw_only=True, slots=True)
 class RehearsalNode:
-    """A running node: its folder is the machine's root."""
+    """A running node, whose folder stands for the root of the machine."""
 
     instance: CloudInstance
     root: Path
@@ -62,8 +62,8 @@ class NodeRunner:
         programs: Callable[[Path], Path] | None = None,
         docker: Docker | None = None,
     ) -> None:
-        """`programs`: gives the folder that comes first on the PATH of a command of the user's own, for a node of this
-        root; `docker`: runs the containers, None: a stand-in does.
+        """`programs` gives, by the node's root, the folder that comes first on the PATH of a user's command. `docker`
+        runs the containers; None: a stand-in does.
         """
         missing = [name for name in NEEDED if shutil.which(name) is None]
         if missing:
@@ -104,7 +104,7 @@ class NodeRunner:
         self._watchers.append(watcher)
 
     def end(self, instance: CloudInstance) -> None:
-        """The machine is gone: no process of it runs after this returns."""
+        """Ends the machine: none of its processes runs when this returns."""
         node = self.nodes.get(instance.id)
         if node is None:  # it never started
             return
@@ -118,7 +118,7 @@ class NodeRunner:
         node.process.wait()
 
     def hold(self, instance: CloudInstance) -> None:
-        """Stops the trainer's processes, and its alone, until `go`. Linux only: elsewhere it trains on."""
+        """Stops only the trainer's processes until `go`. This works on Linux alone; elsewhere training goes on."""
         if self._docker is not None:
             return self._docker.hold(instance.id)
         self._signal_trainer(instance, signal.SIGSTOP)
@@ -150,7 +150,7 @@ class NodeRunner:
                     os.kill(pid, number)
 
     def _watch(self, node: RehearsalNode) -> None:
-        """Passes on to the cloud that the node's operating system shut down."""
+        """Tells the cloud when the node's operating system has shut down."""
         request = node.root / "run" / "shutdown"
         while not self._closed.wait(POLL_S) and node.instance.ended_at is None:
             if request.exists():
@@ -179,7 +179,7 @@ class NodeRunner:
 
 
 def _disks(root: Path, instance: CloudInstance) -> None:
-    """Disks are empty files: instance store by the instance type, the data volume by its device name."""
+    """Makes the node's disks as empty files: instance store by the type, the data volume by its device name."""
     store = INSTANCE_TYPES[instance.type].get("InstanceStorageInfo") or {}
     lines = []
     for number in range(1, 1 + sum(disk["Count"] for disk in store.get("Disks", []))):
@@ -195,7 +195,7 @@ def _disks(root: Path, instance: CloudInstance) -> None:
 
 
 def _marked(instance_id: str) -> list[int]:
-    """Processes whose environment names the node; some have left its process group. Linux only: elsewhere none do."""
+    """Ids of processes whose environment names the node; some may have left its group. Empty except on Linux."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):

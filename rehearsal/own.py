@@ -1,6 +1,6 @@
-"""What a rehearsal shows of a command of the user's own, beside what it shows of every run.
+"""What a rehearsal shows about a user's own command, in addition to what it shows about every run.
 
-Nothing is asked of the script but to run; what it does when it is told to leave is found out, and said.
+The script only has to run. The rehearsal finds out what it does when it is asked to stop, and reports it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from gpufleet.job.kind.command import CommandConfig
 from gpufleet.job.text import counted
 from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal, Resumption
 
-LEAST_GB = 0.0001  # that job.checkpoint.size_gb may be
-FEW = 5  # files that are named
-LATE = 3  # times its interval without any checkpoint, or checkpoints without any step
-Listing = Mapping[Path, str]  # by shipped file: the hash of its content, empty where it is gone
+LEAST_GB = 0.0001  # the smallest value of job.checkpoint.size_gb
+FEW = 5  # how many files a message names
+LATE = 3  # the rehearsal doubts a run after so many intervals without a checkpoint, or checkpoints without a step
+Listing = Mapping[Path, str]  # shipped files with the hash of their content, empty for a file that is gone
 
 
 def lacking(definition: StackDefinition) -> Iterator[str]:
-    """Inputs that no rehearsal can have."""
+    """Keys of inputs that no rehearsal can have."""
     for name, place in (definition.storage.inputs or {}).items():
         if place.startswith("s3://"):
             yield f"storage.inputs.{name}: a folder with a little of it"
@@ -39,8 +39,8 @@ def lacking(definition: StackDefinition) -> Iterator[str]:
 
 @contextmanager
 def secret_values(definition: StackDefinition) -> Iterator[None]:
-    """Values for the job's secrets where the shell gives none: nobody guesses them, so that whatever holds one has it
-    from the node.
+    """Sets random values for the job's secrets that the shell does not give. Nobody can guess them, so a place that
+    contains one must have it from the node.
     """
     names = [environment.SECRET + name for name in definition.job.parameters.demands.secrets]
     made = {name: f"{secrets.token_hex(12)}:{secrets.token_hex(12)}" for name in names if name not in os.environ}
@@ -53,18 +53,18 @@ def secret_values(definition: StackDefinition) -> Iterator[None]:
 
 
 def listing(definition: StackDefinition, root: Path) -> Listing:
-    """What is shipped of the code's folder; empty where nothing is."""
+    """The shipped files of the code's folder; empty when nothing is shipped."""
     tree = code.read(definition, root)
     return _contents([] if tree is None else tree.files.values())
 
 
 def _contents(files: Iterable[Path]) -> Listing:
-    """By content: git and its hooks write files anew that they do not change."""
+    """The files with hashes of their content: git and its hooks rewrite files without changing them."""
     return {path: atomic.sha256(path) if path.is_file() else "" for path in files}
 
 
 def code_is_untouched(before: Listing, root: Path) -> Promise:
-    """That what was shipped is still there. A commit is no matter, nor are new files and the rest of the repository."""
+    """The promise that the shipped files are unchanged. Commits and other files do not matter."""
     after = _contents(before)
     changed = sorted(
         os.path.relpath(path, root) + ("" if after[path] else " (gone)")
@@ -79,8 +79,8 @@ def code_is_untouched(before: Listing, root: Path) -> Promise:
 
 
 def doubts(config: CommandConfig) -> Callable[[Observed, int], str]:
-    """Why a command of this definition, of which so much was seen at a step, will not hold: said at once, with what did
-    come, in place of minutes later. Empty: it may hold.
+    """A function that gives the reason why the command will not hold, from what was observed at a step, so that it is
+    said at once instead of minutes later. Empty: it may hold.
     """
     every, patterns = config.steps_between_saves(), ", ".join(config.patterns)
 
@@ -113,7 +113,7 @@ def doubts(config: CommandConfig) -> Callable[[Observed, int], str]:
 
 
 def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
-    """Every promise about a command; nothing for a ready-made job."""
+    """The promises about a user's command; none for a ready-made job."""
     rehearsal, definition = evidence.rehearsal, evidence.rehearsal.definition
     config = definition.job.parameters
     if config.processes != "own":
@@ -148,7 +148,7 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
 
 
 def trains_together(nodes: Sequence[Observed]) -> Promise:
-    """Whether the ranks of several nodes met. Nodes that train alone have ended the run, where that shows."""
+    """The promise that the ranks of several nodes train together. A run that trains alone has ended."""
     name, figure = "nodes train together", next((each.met for each in nodes if each.met), "")
     if figure:
         return Promise(name=name, figure=figure, held=True)
@@ -160,8 +160,8 @@ def trains_together(nodes: Sequence[Observed]) -> Promise:
 
 
 def resumes(nodes: Sequence[Observed]) -> Promise:
-    """In one of three words whether it goes on from what its nodes were given. One that shows it is enough: a node that
-    shows the contrary has ended the run.
+    """The promise that the command goes on from its checkpoints: held, broken or not shown. One node that shows it is
+    enough, because a node that shows the contrary ends the run.
     """
     name, by_verdict = "goes on from its checkpoint", {each.resumes: each.why for each in nodes}
     if (why := by_verdict.get("goes on")) is not None:
@@ -186,7 +186,7 @@ def saves(evidence: Evidence) -> bool | None:
 
 
 def advice(notices: Sequence[Resumption], every: int | None, declared: bool | None) -> str:
-    """What the file should say of whether it saves on a signal."""
+    """What the definition should say about saving on a signal."""
     if not all(each.signalled for each in notices):
         why = "job.stop.saves is false" if declared is False else "there was no time for one"
         return f"not shown: no signal was sent, {why}"
@@ -216,7 +216,7 @@ def _secrets(rehearsal: Rehearsal) -> Iterator[Promise]:
 
 
 def _written(rehearsal: Rehearsal) -> Iterator[tuple[str, bytes]]:
-    """Everything that is kept anywhere, with its place."""
+    """The content of every file and object that the run has written, with its place."""
     for path in rehearsal.project.rglob("*"):
         with suppress(OSError):
             if path.is_file():

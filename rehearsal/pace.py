@@ -18,13 +18,13 @@ from gpufleet.job.kind.command import CommandConfig
 from gpufleet.rehearsal.evidence import Rehearsal
 from gpufleet.rehearsal.watch import Watch
 
-LEAST_MS = 0.5  # of a step: lines of faster ones come together, and tell no time
+LEAST_MS = 0.5  # lines of faster steps arrive together, so their times say nothing
 
 Change = Callable[[Mapping], Mapping]
 
 
 def ended(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
-    """Why the run did not do its work, or was over before all of its interruptions; None: neither."""
+    """An error when the run did not do its work, or ended before all of its interruptions; else None."""
     kept = {"Bucket": watch.bucket, "Key": f"{watch.run_id}/{bucket.DONE}"}
     done = Done.from_json(json.loads(rehearsal.cloud.client("s3").get_object(**kept)["Body"].read()))
     left = ", ".join(f"{planned.kind} at step {planned.step}" for planned in watch.planned)
@@ -59,6 +59,6 @@ def ended(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
 
 
 def step_ms(lines: list[bytes], otherwise: float) -> float:
-    """Milliseconds of a step by the lines of metrics.jsonl; `otherwise` where they tell no time."""
+    """Milliseconds of a step by the lines of metrics.jsonl; `otherwise` when they do not give it."""
     phases = measured.phases(metrics.records(lines))
     return max(LEAST_MS, phases[0]["step_ms"]["median"] if phases else otherwise)

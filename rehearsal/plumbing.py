@@ -1,5 +1,5 @@
-"""A rehearsal without the script: for a command that cannot run without a GPU a stand-in tells steps and writes files
-of the declared names, sizes and pace. It tests the definition file, not the script.
+"""A rehearsal without the user's script, for a command that needs a GPU. A stand-in prints steps and writes files with
+the declared names, sizes and pace. It tests the definition file, not the script.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from gpufleet.job.kind.command import CommandConfig
 from gpufleet.rehearsal.standins import command
 
 STEPS, TRAINS_S = 200, 45.0  # long enough for two interruptions
-MOST_BYTES = 200_000_000  # of one checkpoint: a larger one is cut, a laptop holds several
+MOST_BYTES = 200_000_000  # the largest checkpoint that the stand-in writes: a laptop must hold several
 LINE = r"plumbing step (?P<step>\d+)"
 
 
 def stand_in(definition: StackDefinition, folder: Path, tree: Mapping) -> Mapping:
-    """The tree with the stand-in, whose code is written into `folder`, in the place of its command. Raises
+    """The definition with the stand-in as its command; the stand-in's code is written into `folder`. Raises
     GpufleetError for a ready-made job.
     """
     if definition.job.parameters.processes != "own":
@@ -59,7 +59,7 @@ def stand_in(definition: StackDefinition, folder: Path, tree: Mapping) -> Mappin
 
 
 def _drop_keys(tree: Mapping, path: str, *keys: str) -> Mapping:
-    """The tree without these keys of the section at `path`."""
+    """The definition without these keys of the section at `path`."""
     first, _, rest = path.partition(".")
     section = tree.entries.get(first)
     if not isinstance(section, Mapping):

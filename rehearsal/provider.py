@@ -46,7 +46,7 @@ def _with_integers(value: Any) -> Any:
 
 
 def _explained(method: Any) -> Any:
-    """AWS's refusals and ours reach the user as one sentence; anything else is our mistake and keeps its traceback."""
+    """Turns refusals into one sentence for the user. Any other error is a fault and keeps its traceback."""
 
     @wraps(method)
     def call(self: Provider, request: Any, context: grpc.ServicerContext) -> Any:
@@ -59,7 +59,7 @@ def _explained(method: Any) -> Any:
 
 
 class Provider(provider_pb2_grpc.ResourceProviderServicer):
-    """One account. Each provider resource of the engine has its own connection, and with it its own region."""
+    """The provider for one account. Each provider resource has its own connection, and so its own region."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
@@ -75,7 +75,7 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
         return plugin_pb2.PluginInfo(version=importlib.metadata.version("pulumi-aws"))
 
     def GetSchema(self, request: Any, context: Any) -> Any:
-        """What `pulumi import` writes code by: the types that there are, with properties of any kind."""
+        """The schema for `pulumi import`: the existing types, with properties of any kind."""
         anything = {"$ref": "pulumi.json#/Any"}
         resources = {
             kind: {
@@ -189,7 +189,7 @@ def _failures(failures: list[tuple[str, str]]) -> list[Any]:
 
 
 def _diff_response(changed: Mapping[str, bool]) -> Any:
-    """Detailed, or the engine would show an update without saying of what."""
+    """A detailed diff; otherwise the engine would show an update without saying of what."""
     kinds = {True: provider_pb2.PropertyDiff.Kind.UPDATE_REPLACE, False: provider_pb2.PropertyDiff.Kind.UPDATE}
     return provider_pb2.DiffResponse(
         changes=provider_pb2.DiffResponse.DIFF_SOME if changed else provider_pb2.DiffResponse.DIFF_NONE,

@@ -1,4 +1,4 @@
-"""The public image registry, as far as resolving a tag to a digest goes (OCI distribution specification 1.1)."""
+"""The part of the public image registry that resolves a tag to a digest (OCI distribution specification 1.1)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def digest(name: str, tag: str) -> str:
 
 
 def answer(path: str, authorization: str, endpoint: str, real: Digests) -> tuple[str, dict[str, str], bytes]:
-    """(status, headers, body) for a GET or HEAD under /v2/ or /token/. `real`: digests of images that there are."""
+    """(status, headers, body) for a GET or HEAD under /v2/ or /token/. `real` has digests of images that exist."""
     if path.startswith("/token"):
         return "200 OK", {"Content-Type": "application/json"}, json.dumps({"token": "anonymous"}).encode()
     if not authorization.startswith("Bearer "):

@@ -1,7 +1,7 @@
 """`gpufleet rehearse STACK`: a whole run on this machine, from definition file to receipt, against the embedded AWS.
 
-The steps are a user's own, in a user's order, each through the command that a user would type. What only an AWS account
-can do is stood in for by rehearsal.cloud; what only a GPU can do is made small by the definition's `rehearsal` section.
+The steps are those of a user, in the same order, each by the command that a user would type. rehearsal.cloud takes the
+place of the AWS account; the definition's `rehearsal` section makes the job small enough for a CPU.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from gpufleet.rehearsal.timeline import Timeline, say
 from gpufleet.rehearsal.undisturbed import Until
 from gpufleet.rehearsal.watch import Watch, plan, possible
 
-QUIET_S = 8.0  # after a notice the node has saved and only waits: a good moment to measure something
-TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # the packages of `job` that no ready-made one does without
-RELAUNCH_S = 1.0  # AWS takes minutes; nobody learns anything from waiting for them
+QUIET_S = 8.0  # seconds after a notice at which the node has saved and only waits: a good moment to measure
+TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # packages that every ready-made job needs
+RELAUNCH_S = 1.0  # seconds until a replacement node; AWS takes minutes, but waiting for them would show nothing
 _REASON = re.compile(r"^(?:gpufleet: |error: | +PROBLEM )", re.MULTILINE)  # begins what a command says is wrong
-LONGEST = 400  # characters of the last line's reason; all of it is above
-NOT_SHOWN = 3  # of an attempt: nothing failed, and not all of it was shown
+LONGEST = 400  # the last line cuts a reason to this many characters; the whole reason stands above it
+NOT_SHOWN = 3  # exit code of an attempt in which nothing failed but not everything was shown
 
 
 INSTALLS = (
@@ -59,7 +59,7 @@ INSTALLS = (
 
 
 class StepFailedError(GpufleetError):
-    """A step of the rehearsal failed. Carries which, and why."""
+    """A step of the rehearsal failed; it carries the step and the reason."""
 
     def __init__(self, step: str, why: str) -> None:
         self.step, self.why = step, why
@@ -67,7 +67,7 @@ class StepFailedError(GpufleetError):
 
 
 class AnswerError(GpufleetError):
-    """A command, or the engine, has answered no. Its text is the reason; carries all that was printed."""
+    """A command or the engine has failed. The text is the reason; it also carries everything that was printed."""
 
     def __init__(self, printed: str, what: str = "") -> None:
         self.printed = f"{what}\n{printed.rstrip()}".strip()
@@ -86,9 +86,10 @@ def rehearse(
     stand_in: bool = False,
     again: Sequence[Until] = (),
 ) -> int:
-    """0 when all of it held, and was shown to. Otherwise says which step did not and why, and keeps the scratch
-    project. `image`: a command runs in its own; `stand_in`: for the script of a command, which does not run; `again`:
-    once more without interruptions, for each of these. `quiet`: nothing on the way.
+    """Rehearses a stack; 0 when everything was shown and held. Otherwise it prints which step failed and why, and keeps
+    the scratch project. `image`: a command runs in its own image. `stand_in`: a stand-in runs instead of the
+    command's script. `again`: for each of these, run once more without interruptions. `quiet`: print nothing on the
+    way.
     """
     way = (lambda line: None) if quiet else out
     root = root or project_root(Path.cwd())
@@ -131,7 +132,7 @@ def rehearse(
 
 
 def _lacking(definition: StackDefinition, *, stand_in: bool = False) -> list[str]:
-    """What a definition needs for its rehearsal and does not say, as keys of the file with their values."""
+    """Keys with values that the definition lacks for its rehearsal."""
     config = definition.job.parameters
     phases = sum(1 for size in config.phases() if size.steps)
     if stand_in:
@@ -239,8 +240,8 @@ def _attempt(
 
 
 def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[str], None]) -> bool:
-    """The rehearsal itself; `way` gets what is said before the report. Whether all that it promises was shown. Raises
-    GpufleetError where a step fails, and after the report where a promise did not hold.
+    """Runs the steps of the rehearsal; whether everything was shown. `way` gets the lines before the report. Raises
+    GpufleetError when a step fails, and after the report when a promise did not hold.
     """
     name, timeline = rehearsal.name, rehearsal.timeline
     with step(rehearsal, "prepare"):
@@ -291,8 +292,9 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
 def _programs_of(
     definition: StackDefinition, project: Path, programs: Path | None, python: Path | None
 ) -> Callable[[Path], Path] | None:
-    """By a node's root the folder of programs of the user's command there. Where it installs, each node has an
-    environment of its own over the user's, as each has a container of its own: what the one before installed is gone.
+    """A function from a node's root to the folder of programs of the user's command there. If the set-up installs
+    packages, each node has an environment of its own on top of the user's, as each has its own container on AWS: the
+    packages of an earlier node are gone.
     """
     if programs is None or python is None:
         return None
@@ -302,7 +304,7 @@ def _programs_of(
 
 
 def _end(error: GpufleetError, seconds: float, project: Path, root: Path) -> Iterator[str]:
-    """What is printed of a failure: all that is known, where the rest is, and the reason in the last line."""
+    """The lines about a failure: all that is known, where the rest is, and the reason in the last line."""
     cause = error.__cause__ if isinstance(error, StepFailedError) else error
     where, why = (f"at {error.step}, ", error.why) if isinstance(error, StepFailedError) else ("", str(error))
     reason = headline(why)
@@ -314,8 +316,8 @@ def _end(error: GpufleetError, seconds: float, project: Path, root: Path) -> Ite
 
 
 def headline(why: str) -> str:
-    """The reason first, in one line that ends at a word: an error before how the command ended of it, and without the
-    last lines of a log, which stand above.
+    """One line with the reason first, cut at a word: an error comes before the words on how the command ended, and
+    lines of a log, which stand above, are left out.
     """
     if missing := re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", why):
         return (
@@ -330,7 +332,7 @@ def headline(why: str) -> str:
 
 @contextmanager
 def step(rehearsal: Rehearsal, name: str) -> Iterator[None]:
-    """Names the step in whatever goes wrong in it, and keeps how long it took."""
+    """Adds the step's name to any error inside it, and records how long it took."""
     began = rehearsal.timeline.seconds
     try:
         yield
@@ -345,14 +347,14 @@ def step(rehearsal: Rehearsal, name: str) -> Iterator[None]:
 
 
 def command(rehearsal: Rehearsal, *words: str) -> str:
-    """Runs `gpufleet WORDS` in the scratch project as a user would; its standard output. Raises when it says no."""
+    """Runs `gpufleet WORDS` in the scratch project; its standard output. Raises AnswerError when it fails."""
     with _started(rehearsal, *words) as process:
         return _answer(rehearsal, process, words)
 
 
 @contextmanager
 def _started(rehearsal: Rehearsal, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """`gpufleet WORDS`, running until the block ends at the latest."""
+    """Runs `gpufleet WORDS` in the background, at most until the block ends."""
     with subprocess.Popen(
         [sys.executable, "-m", "gpufleet.infra.cli", *words],
         cwd=rehearsal.project,
@@ -378,7 +380,7 @@ def _answer(rehearsal: Rehearsal, process: subprocess.Popen[str], words: Sequenc
 
 
 def _follow(rehearsal: Rehearsal) -> None:
-    """Watches the run to its end, with `gpufleet wait` beside it as a user would have it."""
+    """Watches the run to its end, with `gpufleet wait` in the background, as a user would."""
     outputs = rehearsal.engine.outputs()
     definition = rehearsal.definition
     counted = as_prepared(definition, rehearsal.project).job.parameters
@@ -417,7 +419,7 @@ def _follow(rehearsal: Rehearsal) -> None:
 
 
 def import_torch_s() -> float:
-    """Seconds to import torch in a new process: the part of a restart that is not ours."""
+    """Seconds that a new process takes to import torch: the part of a restart that gpufleet cannot shorten."""
     program = "import time; began = time.perf_counter(); import torch; print(time.perf_counter() - began)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return float(done.stdout)
@@ -446,7 +448,7 @@ def _shown(path: Path, root: Path) -> str:
 
 
 def rehearse_all(*, root: Path | None = None, out: Callable[[str], None] = say, quiet: bool = False) -> int:
-    """Every stack in turn, then one table. 0 when all of them held, 1 otherwise, 130 on Ctrl-C."""
+    """Rehearses every stack in turn and prints a table. 0 when all held, 1 otherwise, 130 on Ctrl-C."""
     root = root or project_root(Path.cwd())
     rows, failed = [], False
     paths = [root / "stacks" / f"{name}.yaml" for name in stacks_of(root)]

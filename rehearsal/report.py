@@ -1,4 +1,4 @@
-"""The closing report of a rehearsal, and what is saved of one that failed."""
+"""The closing report of a rehearsal, and what a failed one keeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.evidence import Evidence, Promise
 from gpufleet.rehearsal.timeline import clock
 
-BAR_S = 300.0  # of a whole rehearsal, on two cores that do nothing else: the bar that the project sets itself
+BAR_S = 300.0  # seconds: the project's bar for a whole rehearsal on two idle cores
 TOLD = ("up", "launched", "training", "notice", "seen", "loss", "ended", "results", "destroy")
 
 
@@ -28,9 +28,7 @@ def write(
     *,
     checks: Sequence[Promise],
 ) -> None:
-    """Writes the page, receipt.json and summary.json beside the results, and prints the report, whether or not all of
-    it has held.
-    """
+    """Writes the page, receipt.json and summary.json beside the results, and prints the report."""
     rehearsal, folder = evidence.rehearsal, evidence.rehearsal.folder
     (folder / RECEIPT).write_bytes((folder / "results" / RECEIPT).read_bytes())
     (folder / NAME).write_text(report.html(report.read(folder / "results")), encoding="utf-8")
@@ -59,15 +57,13 @@ def write(
 
 
 def duration_check(seconds: float) -> Promise:
-    """How long all of it took; a busy machine fails nothing."""
+    """How long the rehearsal took. On a busy machine it takes longer, so this fails no rehearsal."""
     figure = f"{seconds:.0f} s (bar {BAR_S:.0f})"
     return Promise(name="the whole rehearsal", figure=figure, held=seconds <= BAR_S, required=False)
 
 
 def closing(checks: Sequence[Promise], seconds: float) -> str:
-    """The last line: nothing that was promised has failed, or this would not be printed; something may not have been
-    shown, and how fast it was may still miss a bar.
-    """
+    """The last line when no promise was broken: what was not shown, and which times miss their bar."""
     if unshown := [f"{check.name}: {check.figure}" for check in checks if not check.shown]:
         return f"NOT SHOWN, after {seconds:.0f} s: {'; '.join(unshown)}. All else held."
     slow = [f"{check.name}, {check.figure}" for check in checks if not check.held]
@@ -117,7 +113,7 @@ def losses(evidence: Evidence) -> Iterator[str]:
 
 
 def save_bucket(cloud: Cloud, folder: Path) -> None:
-    """The small objects of every bucket, for whoever looks into a failure: the bucket itself dies with the process."""
+    """Saves the small objects of every bucket for whoever looks into a failure: the buckets end with the process."""
     s3 = cloud.client("s3")
     for bucket in s3.list_buckets()["Buckets"]:
         for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket["Name"]):

@@ -1,7 +1,7 @@
-"""The schedules that moto keeps and never fires: one-time ones, at their hour by the Cloud's clock, as their role may.
+"""Fires one-time schedules at their hour by the Cloud's clock, with the rights of their role; moto only stores them.
 
-EventBridge Scheduler acts with a role's rights, if that trusts it for the schedule's group; an hour that has passed is
-refused where it is set. A state machine that it or a node starts goes through its steps, with the rights of its own
+EventBridge Scheduler acts with a role's rights if the role trusts it for the schedule's group. Setting an hour that has
+passed is refused. A state machine that a schedule or a node starts goes through its steps with the rights of its own
 role.
 """
 
@@ -32,7 +32,7 @@ _TARGET, _STEP = "arn:aws:scheduler:::aws-sdk:", "arn:aws:states:::aws-sdk:"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fired:
-    """A schedule that has fired, and what kept its target from being done: nothing, if that is empty."""
+    """A schedule that has fired, and why its target failed; empty when it did not."""
 
     name: str  # GROUP/NAME
     at: datetime
@@ -40,25 +40,25 @@ class Fired:
 
 
 def moment(expression: str) -> datetime | None:
-    """When a one-time schedule fires; None: it is none."""
+    """When a one-time schedule fires; None for any other expression."""
     found = _AT.fullmatch(expression)
     return datetime.fromisoformat(found[1]).replace(tzinfo=UTC) if found else None
 
 
 class Schedules:
-    """Those of one Cloud."""
+    """The schedules of one Cloud."""
 
     def __init__(self, account_id: str, fleets: FleetController, tags: Callable[[str], Mapping[str, str]]) -> None:
-        """`tags`: those of a fleet or an instance, by its id."""
+        """`tags` gives the tags of a fleet or instance by its id."""
         self._account, self._fleets, self._tags = account_id, fleets, tags
         self._done: set[tuple[str, str]] = set()  # ARN and expression
         self.fired: list[Fired] = []
-        # Of machines that wait: until when, in which region, before which state, and what they were given.
+        # State machines that wait: until when, in which region, before which state, and with which input.
         self._waiting: list[tuple[datetime, str, Any, str, Mapping[str, Any]]] = []
         self._begun: set[str] = set()  # executions that a node has started
 
     def bring_forward(self, name: str) -> None:
-        """The hour of the schedules of this name is now: nobody waits for it in a rehearsal."""
+        """Makes the schedules of this name due now, because a rehearsal does not wait for their hour."""
         for backend in list(scheduler_backends[self._account].values()):
             for group in backend.schedule_groups.values():
                 for each in group.schedules.values():
@@ -67,7 +67,7 @@ class Schedules:
         self.tick()
 
     def tick(self) -> None:
-        """Fires what is due."""
+        """Fires the schedules that are due."""
         now = self._fleets.clock.now()
         for region, backend in list(scheduler_backends[self._account].items()):
             for group in list(backend.schedule_groups.values()):
@@ -123,7 +123,7 @@ class Schedules:
         return "; ".join(each["Error"]["Message"] for each in answer["UnsuccessfulFleetDeletions"])
 
     def _execute(self, region: str, machine_arn: str, given: Mapping[str, Any]) -> str:
-        """What kept the steps of such a machine from being done, up to the first wait; nothing, if that is empty."""
+        """Runs the steps of a state machine up to the first wait; why they failed, empty when they did not."""
         machines = stepfunctions_backends[self._account][region].state_machines
         machine = next((each for each in machines if each.arn == machine_arn), None)
         if machine is None:
@@ -131,8 +131,8 @@ class Schedules:
         return self._go_on(region, machine, json.loads(machine.definition)["StartAt"], given)
 
     def _go_on(self, region: str, machine: Any, state: str | None, given: Mapping[str, Any]) -> str:
-        """Does its steps from this one on, as its role may; a wait, and what Retry has of those, are the clock's. What
-        cannot be done is caught as it says.
+        """Runs its steps from `state` on with the rights of its role. Waits and Retry follow the clock; failures are
+        handled by its Catch.
         """
         steps, now = json.loads(machine.definition)["States"], self._fleets.clock.now()
         while state is not None:
@@ -189,7 +189,7 @@ class Schedules:
     def _refused(
         self, role_arn: str, of: Mapping[str, str], wishes: list[AccessRequest], service: str = SERVICE
     ) -> str:
-        """Why the role may not; empty: it may. `of`: what the service says of whom it acts for."""
+        """Why the role may not do it; empty when it may. `of` are the service's statements on whom it acts for."""
         roles = iam_backends[self._account]["aws"].roles.values()
         role = next((each for each in roles if each.arn == role_arn), None)
         if role is None:
@@ -201,7 +201,7 @@ class Schedules:
 
 
 def trusts(policy: dict[str, Any], of: Mapping[str, str], service: str = SERVICE) -> bool:
-    """Whether a role's trust policy lets the service act with it, for whom it says."""
+    """Whether a role's trust policy allows the service to use it for the source that the service states."""
     for_service = [
         {key: value for key, value in each.items() if key != "Principal"}
         for each in policy["Statement"]

@@ -1,7 +1,7 @@
-"""A scratch project: what a user's own checkout would be, in a folder that lives and dies with one embedded AWS.
+"""A scratch project: the equivalent of a user's checkout, in a folder that exists as long as one embedded AWS.
 
-The program is the same; the definitions, the engine's state and its settings are the scratch's own, and so are its
-prices: those of the project from which it is made. Nothing of the user's environment that names AWS or Pulumi gets in.
+The program is the same. The scratch has its own definitions, engine state and settings, and a copy of the prices of the
+user's project. No variable of the user's environment that names AWS or Pulumi reaches it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FULL_BYTES = 100_000_000  # a rehearsal writes 10 to 60 MB, and its bucket lies 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """`folder` for this process alone. Raises GpufleetError: another one rehearses in it, or it cannot be written."""
+    """Locks `folder`. Raises GpufleetError when another process rehearses in it, or it cannot be written."""
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def make(folder: Path, definitions: Mapping[str, str]) -> Path:
-    """A project in a new `folder`, with these definition files (text by stack name)."""
+    """Makes a project in a new `folder` with these definition files (texts by stack name)."""
     (folder / "stacks").mkdir(parents=True)
     for name, text in definitions.items():
         (folder / "stacks" / f"{name}.yaml").write_text(text, encoding="utf-8")
@@ -58,7 +58,7 @@ def make(folder: Path, definitions: Mapping[str, str]) -> Path:
 
 
 def full_disks(*folders: Path) -> Iterator[str]:
-    """What a failure may come from without saying so: a node fetches a file, and it is short."""
+    """Sentences about full disks: a failure may come from one without saying so, when a file is cut."""
     for folder in folders:
         free = shutil.disk_usage(folder).free
         if free < FULL_BYTES:

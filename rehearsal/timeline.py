@@ -13,7 +13,7 @@ from typing import Any
 
 
 def say(line: str) -> None:
-    """One line of progress, at once."""
+    """Prints one line of progress at once."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -30,7 +30,7 @@ class Moment:
 
 
 class Timeline:
-    """Moments as they are learned. `log` is written line by line, so that a rehearsal that dies leaves what it saw."""
+    """The moments of a rehearsal. `log` is written line by line, so that a rehearsal that dies leaves it."""
 
     def __init__(self, log: Path, *, out: Callable[[str], None] = say) -> None:
         self._log = log
@@ -40,7 +40,7 @@ class Timeline:
         self.moments: list[Moment] = []
 
     def add(self, what: str, text: str, *, at: datetime | None = None, quiet: bool = False, **facts: Any) -> Moment:
-        """Records and prints, under the time of now. `at` for what was learned later than it happened."""
+        """Records and prints a moment, with the time of now; `at` is for what was learned later than it happened."""
         t = self.seconds if at is None else self.since_began(at)
         when = at or datetime.now(UTC)
         moment = Moment(t=round(t, 3), at=when.isoformat(timespec="milliseconds"), what=what, text=text, facts=facts)
@@ -54,7 +54,7 @@ class Timeline:
         return moment
 
     def sort(self) -> None:
-        """Puts the log in time order, once nothing more is to come."""
+        """Puts the log in time order, when nothing more will come."""
         moments = sorted(self.moments, key=lambda m: m.t)
         self._log.write_text("".join(json.dumps(asdict(moment)) + "\n" for moment in moments), encoding="utf-8")
 
@@ -64,11 +64,11 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Since the rehearsal began."""
+        """Seconds since the rehearsal began."""
         return time.monotonic() - self._began
 
     def since_began(self, moment: datetime) -> float:
-        """A wall-clock time as seconds after the beginning."""
+        """A wall-clock time as seconds after the rehearsal began."""
         return moment.timestamp() - self._epoch
 
 

@@ -1,4 +1,4 @@
-"""A user's script once more, which nothing interrupts: to its end, by which the interrupted one is compared
+"""Runs a user's script once more without interruptions: to its end, to compare the interrupted run with it
 (`gpufleet rehearse --exact`), or until it meets a limit midway (`--limit`).
 """
 
@@ -22,16 +22,16 @@ from gpufleet.rehearsal import pace
 from gpufleet.rehearsal.evidence import Evidence, Promise
 
 Until = Literal["end", "limit"]
-MIDWAY = 0.5  # of its training
+MIDWAY = 0.5  # the share of its training at which it should meet the limit
 
 
 def without_interruptions(definition: StackDefinition) -> StackDefinition:
-    """The definition of a run that is not interrupted."""
+    """The definition without planned interruptions."""
     return replace(definition, interruptions=replace(definition.interruptions, with_notice=0, without_notice=0))
 
 
 def limited(definition: StackDefinition, held: Path, changed: pace.Change | None) -> pace.Change:
-    """Lays a limit over the tree that a run as fast as the one in `held` meets midway. Raises GpufleetError."""
+    """Sets a limit that a run as fast as the one in `held` meets midway. Raises GpufleetError."""
     config = cast(CommandConfig, definition.job.parameters)
     moments = [json.loads(line) for line in (held / "timeline.jsonl").read_text(encoding="utf-8").splitlines()]
     launched, trains = (
@@ -47,7 +47,7 @@ def limited(definition: StackDefinition, held: Path, changed: pace.Change | None
 
 
 def limit_checks(evidence: Evidence) -> Iterator[Promise]:
-    """What a run leaves that has met its limit."""
+    """The promises about a run that has met its limit."""
     watch = evidence.rehearsal.watch
     assert watch is not None
     reason = evidence.done.reason
@@ -62,7 +62,7 @@ def limit_checks(evidence: Evidence) -> Iterator[Promise]:
 
 
 def compare(interrupted: Path, undisturbed: Path, out: Callable[[str], None]) -> None:
-    """Says how far apart two runs have ended, by their results: no failure."""
+    """Prints how far apart the results of the two runs are; a difference is no failure."""
     ends = [_last_loss(folder / "results" / METRICS) for folder in (interrupted, undisturbed)]
     if None in ends:
         return out("exact: not shown: its lines tell no loss")

@@ -1,6 +1,6 @@
 """Follows a run from outside while it trains, and interrupts it as planned: where the definition's seed has it.
 
-Looks where a person could: the fleet, the nodes' own logs and metrics, the bucket. Drives nothing but interruptions.
+It looks where a person could: the fleet, the nodes' own logs and metrics, the bucket. It causes only interruptions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Kind = Literal["notice", "loss"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """One interruption: as soon as the job has logged `step` or a later one, and is at the place asked for.
+    """One interruption. It comes when the job has logged `step` or a later one and is at the planned place.
 
     A loss also waits for the first checkpoint in the bucket.
     """
@@ -45,18 +45,18 @@ class Planned:
 
 
 def possible(definition: StackDefinition) -> Interruptions:
-    """The definition's, as far as AWS makes such."""
+    """The definition's interruptions that AWS can cause in its way of buying."""
     none: dict[str, Any] = dict.fromkeys(definition.fleet.market.never, 0)
     return replace(definition.interruptions, **none)
 
 
 def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Planned, ...]:
-    """In the order in which they come, a node each.
+    """The interruptions in their order, one for each node.
 
-    In the first phase: in its second to fourth fifth. At a step, or while saving: spread over all phases but the first,
-    so that a phase boundary has been crossed, each in the second to fourth fifth of its share of the steps: there is
-    something to lose before it, and something to do after it. Between phases: at the last step of a phase. In a stage:
-    after the last step.
+    One in the first phase comes in its second to fourth fifth. Those at a step, or while saving, are spread over the
+    other phases, so that a phase boundary has been crossed. Each comes in the second to fourth fifth of its share of
+    the steps, so that there is something to lose before it and something to do after it. One between phases comes at
+    the last step of a phase; one in a stage comes after the last step.
     """
     seeded = random.Random(interruptions.seed)
     places: list[tuple[Kind, Place]] = [("notice", interruptions.notice_at)] * interruptions.with_notice
@@ -82,11 +82,11 @@ def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Plan
 
 
 POLL_S = 0.05
-TAIL = 15  # lines of a failed container's log that are shown
+TAIL = 15  # how many lines of a failed container's log are shown
 BUCKET_S = 0.5
 HELD_S = 6.0  # longer than a notice may take to be seen
-PATIENCE_S = 3.0  # that something must look wrong before it counts
-STALLED_S = 150.0  # nothing new for so long: something hangs
+PATIENCE_S = 3.0  # something must look wrong for so long before it counts
+STALLED_S = 150.0  # when there is nothing new for so long, something hangs
 WORK_FOLDERS = ("opt/dlami/nvme/gpufleet/run", "scratch/run", "opt/gpufleet/run")  # job/node/disks.py
 _TOLD = re.compile(r"attempt failed|the run is over|fleet .* deleted|starting the container|timer:")
 _STEP = re.compile(r"^step \d+/\d+ \|")
@@ -95,31 +95,31 @@ _ASKED = re.compile(r" host: SIG[A-Z0-9]+ to \d+ processes$")
 
 
 class RunFailedError(GpufleetError):
-    """The run did not do what a run must do."""
+    """The run failed, or hangs."""
 
 
 @dataclass(kw_only=True, slots=True)
 class NodeView:
-    """What has been seen of one node."""
+    """What has been observed of one node."""
 
     node: RehearsalNode
     number: int
-    lines: int = 0  # of the container's log
+    lines: int = 0  # lines of the container's log that were read
     boot_lines: int = 0
     logged_at: datetime  # of the newest line of metrics.jsonl
     first_step_at: datetime | None = None
     first_step: int | None = None
     last_step: int = 0
     results: int = 0  # lines of stages/*.jsonl
-    stage_lines: int | None = None  # of stages/*.jsonl when it began
+    stage_lines: int | None = None  # lines of stages/*.jsonl when the node began
     seen: bool = False  # its supervisor has read the notice
     ended: bool = False
     interrupted: Planned | None = None
-    is_setting_up: bool = False  # its command's set-up runs
-    signalled: bool = False  # its command was sent a signal
+    is_setting_up: bool = False  # whether its command's set-up is running
+    signalled: bool = False  # whether its command was sent a signal
     held_until: float | None = None  # time.monotonic() at which its trainer goes on at the latest
-    observed: Observed = field(default_factory=Observed)  # of a command's start
-    doubted_at: float | None = None  # time.monotonic() since when something looks wrong of it
+    observed: Observed = field(default_factory=Observed)  # what the host has observed of its command
+    doubted_at: float | None = None  # time.monotonic() since when something looks wrong
 
     @property
     def name(self) -> str:
@@ -139,7 +139,7 @@ class Begun(NamedTuple):
 
 
 class Watch:
-    """One run, from `up` to its end. `run` returns when the run has ended by itself."""
+    """Watches one run from `up` to its end. `run` returns when the run has ended by itself."""
 
     def __init__(
         self,
@@ -155,9 +155,9 @@ class Watch:
         saves: bool = True,
         doubts: Callable[[Observed, int], str] = lambda observed, step: "",
     ) -> None:
-        """`stage_lines`: results of a stage after which a node is taken away in it. `falls_back`: after the last
-        interruption spot never comes back, and the run has to go on on demand. `saves`: the job has checkpoints.
-        `doubts`: why a command of which so much was seen, and which is so far, will not hold; empty: it may.
+        """`stage_lines`: a node is taken away within a stage after so many results. `falls_back`: spot never comes back
+        after the last interruption, so the run must go on on demand. `saves`: the job has checkpoints. `doubts`
+        gives the reason why a command will not hold, from what was observed and its step; empty: it may hold.
         """
         self.cloud = cloud
         self.runner = runner
@@ -174,7 +174,9 @@ class Watch:
         self._bucket_at = 0.0
 
     def run(self, *, check: Callable[[], None] = lambda: None) -> None:
-        """Raises RunFailedError when a node fails or the run hangs. What is left of `planned` never came."""
+        """Watches to the end. Raises RunFailedError when a node fails or the run hangs. Interruptions that are then
+        still in `planned` did not happen.
+        """
         while not self._all_ended():
             check()
             for instance in self.cloud.instances():
@@ -191,7 +193,7 @@ class Watch:
         self._checkpoints(at_once=True)
 
     def _all_ended(self) -> bool:
-        """Every node has ended and the fleet wants none."""
+        """Whether every node has ended and the fleet wants none."""
         fleets = [f for f in self.cloud.fleets.fleets.values() if not f.is_gone]
         return (
             bool(self.views) and all(view.ended for view in self.views.values()) and all(f.target == 0 for f in fleets)
@@ -244,12 +246,12 @@ class Watch:
         return planned.place != "save" or self._saving(view)
 
     def _saving(self, view: NodeView) -> bool:
-        """A checkpoint is being written, or is written and on its way to the bucket."""
+        """Whether a checkpoint is being written, or is on its way to the bucket."""
         local = {int(path.name.rpartition("_")[2]) for path in _job_files(view, f"{CHECKPOINTS}/{STEPS}")}
         return bool(local - self.manifests.keys()) or any(_job_files(view, f"{CHECKPOINTS}/.{STEPS}"))
 
     def _written(self, view: NodeView) -> int:
-        """Lines that the stages after training have added on this node."""
+        """The number of lines that the stages after training have added on this node."""
         after = (
             path for path in _job_files(view, f"{STAGES}/*.jsonl") if "tried" not in path.name
         )  # a curriculum's: within
@@ -341,7 +343,7 @@ class Watch:
             self._news = time.monotonic()
 
     def _observe(self, view: NodeView) -> None:
-        """What a command's host says of it. Raises RunFailedError for what will not hold, once that is sure."""
+        """Reads what a command's host has observed. Raises RunFailedError when the run certainly fails."""
         for path in _job_files(view, Observed.FILE):
             view.observed = Observed.read(path.parent) or view.observed
         doubt, now = self._doubts(view.observed, view.last_step), time.monotonic()
@@ -386,7 +388,7 @@ class Watch:
     def _new_objects(
         self, prefix: str, key: re.Pattern[str], known: Collection[int]
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The run's objects there whose number is not known yet, with their content."""
+        """The new objects of the run below a prefix, by number, with their content."""
         listed = self._s3.list_objects_v2(Bucket=self.bucket, Prefix=f"{self.run_id}/{prefix}").get("Contents", [])
         for entry in listed:
             match = key.fullmatch(entry["Key"].removeprefix(f"{self.run_id}/"))
@@ -400,7 +402,7 @@ class Watch:
 
 
 def _job_files(view: NodeView, pattern: str) -> list[Path]:
-    """Files of the job's work folder, wherever the node put it."""
+    """Files in the job's work folder, wherever the node has put it."""
     return [path for folder in WORK_FOLDERS for path in (view.node.root / folder).glob(pattern)]
 
 

@@ -147,6 +147,16 @@ def test_the_sdist_makes_the_same_package(tmp_path: Path) -> None:
     assert "LICENSE" in {Path(name).name for name in held[0]}
 
 
+def test_no_link_of_its_readme_leads_to_a_file_that_an_index_does_not_have() -> None:
+    (wheel,) = (ROOT / "dist").glob("gpufleet-*.whl")
+    with zipfile.ZipFile(wheel) as package:
+        (name,) = (name for name in package.namelist() if name.endswith("/METADATA"))
+        text = package.read(name).decode()
+    linked = re.findall(r"\]\(([^)\s]*)\)", text)
+    assert "https://example.org/gpufleet/raw/v0.1.0/docs/parts.svg" in linked
+    assert [link for link in linked if not link.startswith(("https://", "#"))] == []
+
+
 def test_without_extras_it_is_under_half_a_gigabyte_and_has_no_torch(base: User) -> None:
     (packages,) = (base.folder / ".venv").glob("lib/python*/site-packages")
     files = [path for path in packages.rglob("*") if path.suffix != ".pyc"]

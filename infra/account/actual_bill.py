@@ -1,4 +1,4 @@
-"""What AWS charged for a run, from Cost Explorer, beside what its receipt counted, for `gpufleet receipts --aws`.
+"""What AWS charged for a run, by Cost Explorer, next to its receipt's lines: for `gpufleet receipts --aws`.
 
 A run's resources carry its tags; Cost Explorer sees a tag once the account that pays has activated it. Credits, refunds
 and taxes are left out: the question is what was used.
@@ -21,9 +21,9 @@ from gpufleet.job.contract.receipt import Receipt, ReceiptLine
 
 REGION = "us-east-1"  # Cost Explorer has no other
 TAGS = (STACK_TAG, RUN_TAG)
-BEFORE = 31  # days before its end in which a run may have begun
-AFTER = 2  # days in which what its end uses is charged
-DELAY = 1  # days that AWS may take to tell
+BEFORE = 31  # a run may have begun this many days before its end
+AFTER = 2  # charges of a run's end may have dates up to this many days later
+DELAY = 1  # days after which a charge may appear in Cost Explorer
 CENT = Decimal("0.01")
 # Lines of the bill by AWS's usage type, which begins with the region in most.
 _LINES = (
@@ -56,7 +56,7 @@ ACTIVATE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Charged:
-    """What AWS told of a run, USD by line of the bill; what no line names, by AWS's own names."""
+    """AWS's charges for a run: USD by line of the bill, and by AWS's own names for what no line covers."""
 
     usd: Mapping[str, Decimal]
     estimated: bool  # AWS may still change it
@@ -67,15 +67,15 @@ class Charged:
 
 
 def require_tags(ce: Any) -> None:
-    """Raises AwsRefused with how, where the account has not activated the tags."""
-    told = ce.list_cost_allocation_tags(TagKeys=list(TAGS), Type="UserDefined")["CostAllocationTags"]
-    status = {each["TagKey"]: each["Status"] for each in told}
+    """Raises AwsRefused, with instructions, when the account has not activated the tags."""
+    tags = ce.list_cost_allocation_tags(TagKeys=list(TAGS), Type="UserDefined")["CostAllocationTags"]
+    status = {each["TagKey"]: each["Status"] for each in tags}
     if lacking := [f"{tag} ({status.get(tag, 'not seen yet')})" for tag in TAGS if status.get(tag) != "Active"]:
         raise AwsRefused(f"the cost allocation tags {', '.join(lacking)} are not active; {ACTIVATE}")
 
 
 def charged(ce: Any, receipt: Receipt, today: date) -> Charged:
-    """What Cost Explorer tells of the receipt's run until today. A request costs 0.01 USD, a run one of them."""
+    """The charges for the receipt's run until today, from Cost Explorer: one request, which costs 0.01 USD."""
     ended = date.fromisoformat(receipt.at[:10])
     wanted = {
         "TimePeriod": {
@@ -109,28 +109,30 @@ def charged(ce: Any, receipt: Receipt, today: date) -> Charged:
 
 
 def line_of(service: str, usage_type: str) -> str:
-    """The line of the bill that a service's usage type belongs to; else their own names."""
+    """The line of the bill to which a service's usage type belongs; AWS's own names when there is none."""
     if "CloudWatch" in service:
         return "logs"
     return next((name for name, pattern in _LINES if re.search(pattern, usage_type)), f"{service}, {usage_type}")
 
 
-def compared(receipt: Receipt, told: Charged, today: date) -> Iterator[str]:
-    """The lines of the receipt with what AWS charged, and what differs why."""
+def compared(receipt: Receipt, charges: Charged, today: date) -> Iterator[str]:
+    """The lines of the receipt next to AWS's charges, and reasons for the differences."""
     counted = dict[str, Decimal]()
     for line in receipt.lines:
         name = _MERGED.get(line.name, line.name)
         counted[name] = counted.get(name, Decimal(0)) + line.actual
     yield f"{receipt.stack}, run {receipt.run}, counted until {receipt.at}:"
-    if not told.usd:
+    if not charges.usd:
         late = "AWS tells a day later" if today <= date.fromisoformat(receipt.at[:10]) + timedelta(days=DELAY) else ""
         yield f"  nothing is tagged with it: {late or 'its tags were not active then, or it cost nothing'}"
         return
-    rows = [_compared(name, counted.get(name), told.usd.get(name, Decimal(0))) for name in {**counted, **told.usd}]
-    total = ReceiptLine(name="total", estimate=receipt.actual, actual=told.total)
+    rows = [
+        _compared(name, counted.get(name), charges.usd.get(name, Decimal(0))) for name in {**counted, **charges.usd}
+    ]
+    total = ReceiptLine(name="total", estimate=receipt.actual, actual=charges.total)
     for row in Sheet.build(_COLUMNS, [*rows, total]).text():
         yield f"  {row}"
-    if told.estimated:
+    if charges.estimated:
         yield "  AWS calls some of it estimated: it may still change."
 
 

@@ -1,4 +1,4 @@
-"""Every run of the account and the project: what AWS has of any stack, and what the project's files know beside it."""
+"""Every run of the account and the project: what AWS has of any stack, and what the project's files add."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = ("stack", "run", "region", "owner", "state", "since")
 
 
 class ListedRun(NamedTuple):
-    """One run. `since`: when its fleet was made or it ended, UTC; empty for one that has not begun."""
+    """One run. `since` is when its fleet was made or when it ended, UTC; empty for a run that has not begun."""
 
     stack: str
     run: str
@@ -34,22 +34,22 @@ def all_runs(
     client: Callable[[str, str], Any],
     now: datetime,
 ) -> list[ListedRun]:
-    """Those with a fleet or a node in the `regions` first, then those that ended, then files that were not launched."""
-    found = [run for region in regions for run in _in_region(client("ec2", region), region, now)]
-    known = {(run.stack, run.run) for run in found}
+    """First the runs with a fleet or a node in `regions`, then those that ended, then files that were not launched."""
+    runs = [run for region in regions for run in _in_region(client("ec2", region), region, now)]
+    known = {(run.stack, run.run) for run in runs}
     for receipt in sorted(receipts, key=lambda receipt: receipt.at, reverse=True):
         if (receipt.stack, receipt.run) not in known:
             known.add((receipt.stack, receipt.run))
             state = f"ended: {receipt.reason}, {receipt.actual:.2f} USD"
-            found.append(ListedRun(receipt.stack, receipt.run, "", "", state, receipt.at[:16].replace("T", " ")))
+            runs.append(ListedRun(receipt.stack, receipt.run, "", "", state, receipt.at[:16].replace("T", " ")))
     for each in definitions:
         if (each.name, each.run.id) not in known:
-            found.append(ListedRun(each.name, each.run.id, each.fleet.region, each.run.owner, "not launched", ""))
-    return found
+            runs.append(ListedRun(each.name, each.run.id, each.fleet.region, each.run.owner, "not launched", ""))
+    return runs
 
 
 def _in_region(ec2: Any, region: str, now: datetime) -> Iterable[ListedRun]:
-    """By the tags of fleets and instances; newest first."""
+    """The runs of one region, found by the tags of fleets and instances; newest first."""
     runs: dict[tuple[str, str, str], tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {}
     nodes = [node for node in find_instances(ec2, [("tag-key", [STACK_TAG])]) if node["State"]["Name"] not in GONE]
     for at, resources in enumerate((pages(ec2, "describe_fleets", "Fleets"), nodes)):

@@ -1,4 +1,4 @@
-"""How the commands ask AWS: clients with bounded waits, listings to their end, and whose a thing is by its tags."""
+"""How the commands ask AWS: clients with bounded waits, whole listings, and the owner of a resource by its tags."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONFIG = Config(
     retries={"mode": "standard", "total_max_attempts": 4},
     user_agent_extra="gpufleet",
 )
-# What decides who we are; the rest of the environment is read for each client.
+# These variables decide whose credentials are used; the rest of the environment is read for each client.
 _IDENTITY = (
     "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
     "AWS_PROFILE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE",
@@ -28,7 +28,7 @@ _IDENTITY = (
 
 
 def client(service: str, region: str) -> Any:
-    """A boto3 client with bounded waits. The environment counts as it is now: AWS_ENDPOINT_URL too."""
+    """A boto3 client with bounded waits. It uses the environment as it is now, AWS_ENDPOINT_URL included."""
     try:
         return _client(service, region, tuple(os.environ.items()))
     except ValueError as error:  # botocore's own, for an address that is none
@@ -40,7 +40,7 @@ def client(service: str, region: str) -> Any:
 
 @lru_cache(maxsize=32)
 def _client(service: str, region: str, environment: tuple[tuple[str, str], ...]) -> Any:
-    """Made once in an environment: a sweep asks for 20 at each of its looks, and making one takes 10 ms."""
+    """A client, cached for each environment: a sweep asks for 20 clients each time it looks, and each takes 10 ms."""
     made = _session(*map(os.environ.get, _IDENTITY)).client(service, region_name=region, config=_CONFIG)
     urlsplit(made.meta.endpoint_url).port  # noqa: B018 - else a wrong one is found out within the first request
     return made
@@ -67,5 +67,5 @@ def pages(api: Any, operation: str, key: str, **arguments: Any) -> Iterator[dict
 
 
 def owner_of(resource: dict[str, Any]) -> str:
-    """Whom its tag names; empty without one."""
+    """The owner in the resource's tag; empty without one."""
     return tags_of(resource).get(OWNER_TAG, "")

@@ -21,8 +21,8 @@ DLAMI_OWNER = "898082745236"  # the account that publishes the Deep Learning AMI
 GRANT_OPERATIONS = (
     "Decrypt Encrypt GenerateDataKey GenerateDataKeyWithoutPlaintext ReEncryptFrom ReEncryptTo CreateGrant DescribeKey"
 )
-# What EBS asks of a key in the name of whoever launches (EBS User Guide, requirements for encryption, read 2026-11-25);
-# the last three not of every disk.
+# The requests that EBS makes to a key for whoever launches (EBS User Guide, requirements for encryption, read
+# 2026-11-25). It does not make the last three for every disk.
 LAUNCH_OPERATIONS = ("CreateGrant", "Decrypt", "GenerateDataKeyWithoutPlaintext")
 SOME_OPERATIONS = ("DescribeKey", "ReEncryptFrom", "ReEncryptTo")
 
@@ -38,7 +38,7 @@ class Check:
 
 
 def identity(sts: Any) -> Check:
-    """Who we are. Anything that stops this stops everything."""
+    """Whether the credentials work, and whose they are. Without them no other check can run."""
     try:
         who = sts.get_caller_identity()
     except Exception as error:
@@ -50,7 +50,7 @@ def identity(sts: Any) -> Check:
 
 
 def service_roles(definition: StackDefinition, iam: Any) -> Iterator[Check]:
-    """A fleet made through the API does not create the roles it launches with."""
+    """Whether the service-linked roles of fleets exist: making a fleet by the API creates none."""
     for role, service in definition.fleet.market.roles.items():
         try:
             iam.get_role(RoleName=role)
@@ -100,21 +100,21 @@ def offerings(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
 
 
 def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
-    """The block is the account's, is what the file says, and has room for the run's nodes."""
-    fleet, said = definition.fleet, definition.fleet.block
-    if said is None or said.reservation is None:
+    """Whether the Capacity Block belongs to the account, is as the file says, and has room for the run's nodes."""
+    fleet, declared = definition.fleet, definition.fleet.block
+    if declared is None or declared.reservation is None:
         return
-    name, place = said.reservation, f"in {fleet.region}, for this account"
+    name, place = declared.reservation, f"in {fleet.region}, for this account"
     try:
-        found = ec2.describe_capacity_reservations(CapacityReservationIds=[name])["CapacityReservations"][0]
+        reservation = ec2.describe_capacity_reservations(CapacityReservationIds=[name])["CapacityReservations"][0]
     except ClientError as error:
         if not refusals.code(error).startswith("InvalidCapacityReservationId"):
             raise
         fix = "Put fleet.block.reservation or fleet.region right."
         yield Check(name="block", state="problem", found=f"{name} does not exist {place}", fix=fix)
         return
-    state = str(found["State"])
-    if found.get("ReservationType") != "capacity-block":
+    state = str(reservation["State"])
+    if reservation.get("ReservationType") != "capacity-block":
         fix = "Write fleet.capacity: on-demand: nodes use a reservation that is open by themselves."
         yield Check(name="block", state="problem", found=f"{name} is another reservation than a block", fix=fix)
         return
@@ -122,22 +122,22 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
         fix = "Name another block, or write another fleet.capacity."
         yield Check(name="block", state="problem", found=f"{name} is {state}", fix=fix)
         return
-    zone = str(found["AvailabilityZoneId" if fleet.zone_ids else "AvailabilityZone"])
-    told = {
-        "fleet.block.start": (stamp(said.start), stamp(found["StartDate"])),
-        "fleet.block.end": (stamp(said.end), stamp(found["EndDate"])),
-        "fleet.instance_types": (", ".join(fleet.instance_types), str(found["InstanceType"])),
+    zone = str(reservation["AvailabilityZoneId" if fleet.zone_ids else "AvailabilityZone"])
+    both = {
+        "fleet.block.start": (stamp(declared.start), stamp(reservation["StartDate"])),
+        "fleet.block.end": (stamp(declared.end), stamp(reservation["EndDate"])),
+        "fleet.instance_types": (", ".join(fleet.instance_types), str(reservation["InstanceType"])),
         "fleet.zones": (", ".join(fleet.zones), zone),
     }
-    wrong = {key: theirs for key, (ours, theirs) in told.items() if ours != theirs}
+    wrong = {key: theirs for key, (ours, theirs) in both.items() if ours != theirs}
     for key, theirs in wrong.items():
-        said_so = f"{key} says {told[key][0]}, {name} is of {theirs}"
+        said_so = f"{key} says {both[key][0]}, {name} is of {theirs}"
         yield Check(name="block", state="problem", found=said_so, fix=f"Write {theirs}.")
     own = sum(
         each.get("InstanceLifecycle") == "capacity-block" and each["State"]["Name"] in ("pending", "running")
         for each in nodes_of(ec2, definition)
     )
-    total, free = int(found["TotalInstanceCount"]), int(found["AvailableInstanceCount"]) + own
+    total, free = int(reservation["TotalInstanceCount"]), int(reservation["AvailableInstanceCount"]) + own
     if total < definition.nodes or (state == "active" and free < definition.nodes):
         room = (
             f"{name} has {counted(total, 'instance')}, {free} of them free or its own; the run wants {definition.nodes}"
@@ -145,12 +145,14 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
         fix = "End what runs in it (what has ended counts for minutes more), or write fewer fleet.nodes."
         yield Check(name="block", state="problem", found=room, fix=fix)
     elif not wrong:
-        what = f"{total} x {fleet.instance_types[0]} in {fleet.zones[0]}, {stamp(said.start)} to {stamp(said.end)}"
+        what = (
+            f"{total} x {fleet.instance_types[0]} in {fleet.zones[0]}, {stamp(declared.start)} to {stamp(declared.end)}"
+        )
         yield Check(name="block", found=f"{name}, {state}: {what}")
 
 
 def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
-    """The AMI exists, boots this architecture, comes from whom one expects and fits on the root disk."""
+    """Whether the AMI exists, has the right architecture and publisher, and fits on the root disk."""
     wanted, repin = definition.fleet.ami, f"gpufleet doctor {definition.argument} --pin"
     if wanted == "unpinned":
         yield Check(name="AMI", state="problem", found="fleet.ami is unpinned", fix=repin)
@@ -187,8 +189,9 @@ def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
 
 
 def disk_key(definition: StackDefinition, ec2: Any, kms: Any, iam: Any) -> Iterator[Check]:
-    """Disks are encrypted with the file's key or the account's default, one from a snapshot as the snapshot is. A key
-    of your own must let the fleet's role use it, and the file's the nodes too, whose bucket it encrypts.
+    """Whether the fleet can use the key that encrypts the disks. That is the file's key or the account's default; for a
+    disk from a snapshot it is the snapshot's. A customer key must allow the fleet's role, and the file's key also
+    the nodes, because it encrypts their bucket.
     """
     own = definition.account.kms_key
     yield from _key("new disks are", own or str(ec2.get_ebs_default_kms_key_id()["KmsKeyId"]), definition, kms, iam)
@@ -259,18 +262,20 @@ def _key(what: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
 
 
 def _bucket_key(key: str, definition: StackDefinition, kms: Any) -> Check:
-    """The nodes' role is made by `up`: only a policy that leaves the key to the account's own policies is certain."""
+    """Whether nodes can use the bucket's key. Their role does not exist before `up`, so the answer is certain only when
+    the key's policy leaves the decision to the account's own policies.
+    """
     policy = json.loads(kms.get_key_policy(KeyId=key, PolicyName="default")["Policy"])["Statement"]
     root = f"arn:aws:iam::{key.split(':')[4]}:root"
     context = {"kms:ViaService": f"s3.{definition.fleet.region}.amazonaws.com", "kms:CallerAccount": key.split(":")[4]}
-    left = [
+    delegated = [
         iam_policy.allowed(
             policy,
             iam_policy.AccessRequest(action=action, resource=key, principal=root, context=context, complete=False),
         )
         for action in ("kms:Decrypt", "kms:GenerateDataKey")
     ]
-    if all(left):
+    if all(delegated):
         return Check(name="bucket key", found=f"{key} is yours, and its policy leaves it to IAM who may use it")
     return Check(
         name="bucket key",
@@ -281,7 +286,7 @@ def _bucket_key(key: str, definition: StackDefinition, kms: Any) -> Check:
 
 
 def _launching(operation: str, role: str, key: str, region: str) -> iam_policy.AccessRequest:
-    """What the role asks of the key when it launches: through EC2, whose own grants are for AWS resources."""
+    """The role's request to the key at a launch. It comes through EC2, whose grants are for AWS resources."""
     account = role.split(":")[4]
     context = {
         "kms:ViaService": f"ec2.{region}.amazonaws.com",
@@ -296,7 +301,9 @@ def _launching(operation: str, role: str, key: str, region: str) -> iam_policy.A
 
 
 def _as_statement(grant: dict[str, Any]) -> iam_policy.Statement:
-    """A grant as a statement. Its constraints are about the encryption context, which only EC2 knows: cannot tell."""
+    """A grant as a policy statement. Its constraints concern the encryption context, which only EC2 knows, so a
+    constrained grant decides nothing here.
+    """
     constraints = grant.get("Constraints")
     return {
         "Effect": "Allow",
@@ -308,7 +315,7 @@ def _as_statement(grant: dict[str, Any]) -> iam_policy.Statement:
 
 
 def inputs(definition: StackDefinition, s3: Any, ec2: Any, kms: Any) -> Iterator[Check]:
-    """What s3:// prefixes must hold is there for a node, and a snapshot exists."""
+    """Whether nodes can read what the definition expects below its s3:// prefixes, and whether its snapshot exists."""
     places = {
         "dataset": (definition.storage.dataset, DATASET),
         "base_weights": (definition.storage.base_weights, WEIGHTS),
@@ -335,18 +342,18 @@ def inputs(definition: StackDefinition, s3: Any, ec2: Any, kms: Any) -> Iterator
 
 
 def _snapshot(name: str, ec2: Any) -> dict[str, Any] | None:
-    """What EC2 says of it; None where there is none."""
+    """EC2's description of the snapshot; None when it does not exist."""
     try:
-        found: dict[str, Any] = ec2.describe_snapshots(SnapshotIds=[name])["Snapshots"][0]
+        snapshot: dict[str, Any] = ec2.describe_snapshots(SnapshotIds=[name])["Snapshots"][0]
     except ClientError as error:
         if not refusals.code(error).startswith("InvalidSnapshot"):
             raise
         return None
-    return found
+    return snapshot
 
 
 def _first(place: str, s3: Any) -> str:
-    """The name of an object at a prefix that is listed, not named by a file of its own; a made-up one without any."""
+    """The key of some object below a prefix that has no manifest; a made-up key when nothing is there."""
     bucket, _, path = place.removeprefix("s3://").partition("/")
     prefix = f"{path.strip('/')}/" if path.strip("/") else ""
     try:
@@ -360,7 +367,7 @@ def _first(place: str, s3: Any) -> str:
 
 
 def secrets(definition: StackDefinition, client: Callable[[str, str], Any]) -> Iterator[Check]:
-    """What the job is to know is kept where the file says. No value is read."""
+    """Whether the job's secrets exist where the file says. Their values are not read."""
     region, own = definition.fleet.region, definition.account.kms_key or ""
     for reference in dict.fromkeys(definition.job.parameters.demands.secrets.values()):
         service, _, name = reference.partition(":")
@@ -376,34 +383,32 @@ def secrets(definition: StackDefinition, client: Callable[[str, str], Any]) -> I
 
 
 def _parameter(name: str, ssm: Any) -> str | None:
-    """The key of the user's that a parameter is encrypted with; empty: none of theirs. None: there is no parameter."""
+    """The customer key that encrypts a parameter; empty for AWS's own key, None when there is no such parameter."""
     wanted = {"Key": "Name", "Option": "Equals", "Values": [name]}
-    found = next(iter(pages(ssm, "describe_parameters", "Parameters", ParameterFilters=[wanted])), None)
-    if found is None:
+    parameter = next(iter(pages(ssm, "describe_parameters", "Parameters", ParameterFilters=[wanted])), None)
+    if parameter is None:
         return None
-    key = str(found.get("KeyId") or "")
+    key = str(parameter.get("KeyId") or "")
     return "" if key == "alias/aws/ssm" else key
 
 
 def _secret(name: str, manager: Any) -> str | None:
-    """The key of the user's that a secret is encrypted with, as _parameter says it; None also while it is being
-    deleted.
-    """
+    """The customer key that encrypts a secret, as for _parameter; None also while the secret is being deleted."""
     try:
-        found = manager.describe_secret(SecretId=name)
+        secret = manager.describe_secret(SecretId=name)
     except ClientError as error:
         if refusals.code(error) != "ResourceNotFoundException":
             raise
         return None
-    key = str(found.get("KmsKeyId") or "")
-    return None if found.get("DeletedDate") else "" if key == "alias/aws/secretsmanager" else key
+    key = str(secret.get("KmsKeyId") or "")
+    return None if secret.get("DeletedDate") else "" if key == "alias/aws/secretsmanager" else key
 
 
 def _prefix(key: str, place: str, listing: str, own: str | None, s3: Any, kms: Any) -> Check:
-    """The list of files is what a node reads first; as `prepare` writes it, it lies beside them."""
+    """Whether the list of files at a prefix exists, which a node reads first; `prepare` writes it there."""
     bucket, _, prefix = place.removeprefix("s3://").partition("/")
     try:
-        found = s3.head_object(Bucket=bucket, Key=f"{prefix}/{listing}".lstrip("/"))
+        listed = s3.head_object(Bucket=bucket, Key=f"{prefix}/{listing}".lstrip("/"))
     except ClientError as error:
         if refusals.code(error) not in ("NoSuchBucket", "NoSuchKey", "404"):
             raise
@@ -411,7 +416,7 @@ def _prefix(key: str, place: str, listing: str, own: str | None, s3: Any, kms: A
         if listing in (DATASET, WEIGHTS):
             fix = f"Put storage.{key} right; what `gpufleet prepare` lists goes there whole, {listing} included."
         return Check(name=key, state="problem", found=f"{place}/{listing} is not there", fix=fix)
-    used = found.get("SSEKMSKeyId")
+    used = listed.get("SSEKMSKeyId")
     manager = _manager(used, kms) if used and used != own else "AWS"
     if manager != "AWS":
         doubt = "" if manager else "cannot tell whose key that is, and "
@@ -425,7 +430,7 @@ def _prefix(key: str, place: str, listing: str, own: str | None, s3: Any, kms: A
 
 
 def _manager(key: str, kms: Any) -> str:
-    """AWS or CUSTOMER; empty where KMS does not say."""
+    """Who manages a key, AWS or CUSTOMER; empty when KMS does not tell."""
     try:
         return str(kms.describe_key(KeyId=key)["KeyMetadata"]["KeyManager"])
     except ClientError:

@@ -1,7 +1,7 @@
-"""The checks of `gpufleet doctor` in their order: all about the account that else fails in silence after `pulumi up`.
+"""The checks of `gpufleet doctor` in their order: whatever in the account would fail silently after `pulumi up`.
 
-They change nothing in AWS. `pin` writes the newest AMI and the image's digest into the definition file: a fleet that
-maintains a node resolves no parameters, and a tag can move under a run.
+They change nothing in AWS. `pin` writes the newest AMI and the image's digest into the definition file. A fleet that
+replaces nodes cannot look up the newest AMI, and a tag of an image can move during a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gpufleet.infra.program import ecr
 # Deep Learning Base AMI with the open Nvidia driver, Amazon Linux 2023, x86_64: the name as used in public code on
 # 2026-11-21, for example for the build of 2026-09-25. Driver, container toolkit and docker are in it.
 AMI_PARAMETER = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-amazon-linux-2023/latest/ami-id"
-SKIPPED = "not checked"  # the name of what AWS did not answer
+SKIPPED = "not checked"  # the name of a check that AWS did not answer
 
 
 def pin(definition: StackDefinition, ssm: Any, say: Callable[[str], None] = print) -> None:
@@ -49,7 +49,7 @@ def pin(definition: StackDefinition, ssm: Any, say: Callable[[str], None] = prin
 
 
 def _pinned(image: str, login: str | None = None) -> str:
-    """The image with the digest of its tag; as it is where a `login` that is read on nodes alone hides it."""
+    """The image with the digest of its tag. An image behind a `login` is returned unchanged: only nodes can read it."""
     if login is not None and not ecr.repository(image):
         if "@" in image:
             return image
@@ -61,7 +61,7 @@ def _pinned(image: str, login: str | None = None) -> str:
 
 
 def examine(definition: StackDefinition, root: Path, client: Callable[[str, str], Any]) -> Iterator[Check]:
-    """Every check in turn. Without working credentials the first is the only one."""
+    """Every check in turn. Without working credentials only the first one is made."""
     region = definition.fleet.region
     ec2, iam, kms, service_quotas = (client(service, region) for service in ("ec2", "iam", "kms", "service-quotas"))
     who = checks.identity(client("sts", region))
@@ -89,7 +89,7 @@ def examine(definition: StackDefinition, root: Path, client: Callable[[str, str]
 
 
 def guarded(group: Callable[[], Iterator[Check]]) -> Iterator[Check]:
-    """A check that AWS does not answer is a warning, and the others still run."""
+    """The checks of a group. One that AWS does not answer becomes a warning, so that the others still run."""
     try:
         yield from group()
     except (ClientError, BotoCoreError) as error:
@@ -145,7 +145,7 @@ def _image(name: str, definition: StackDefinition, sts: Any) -> Iterator[Check]:
 
 
 def readiness(definition: StackDefinition, root: Path) -> Iterator[Check]:
-    """What else `up` needs of the project itself, and refuses without. AMI and image have checks of their own."""
+    """What else `up` would refuse to start without; AMI and image have their own checks."""
     for sentence in [*map(str, code_problems(definition, root)), *not_ready(definition, root)]:
         if sentence.startswith("storage.") or ".code." in sentence:
             found, _, fix = sentence.partition(": ")

@@ -1,4 +1,4 @@
-"""A run's fleet and its nodes: which there are, and what a fleet may still launch."""
+"""A run's fleets and nodes: which exist, and what a fleet may still launch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gpufleet.infra.program.resources.tags import RUN_TAG, STACK_TAG
 from gpufleet.job.contract.done import Done
 from gpufleet.job.contract.reading import epoch
 
-ENDED = ("deleted", "deleted_running", "deleted_terminating")  # fleet states that launch nothing more
+ENDED = ("deleted", "deleted_running", "deleted_terminating")  # states in which a fleet launches nothing more
 GONE = ("shutting-down", "terminated")  # states of an instance
-ENDING_S = 300.0  # from done.json to a fleet at 0, or to a node's last try
+ENDING_S = 300.0  # how long after done.json a node may take to end its fleet
 
 
 def fleets_of(ec2: Any, definition: StackDefinition, *, every_run: bool = False) -> list[dict[str, Any]]:
     """The fleets of a run, or of every run of the stack: those of the file's owner first, then those that may launch,
-    newest first. DescribeFleets has no filter by tag, and tells of an instant fleet, as one into a block is, only by
-    its id: that comes from the tags.
+    newest first. DescribeFleets has no filter by tag, and it describes an instant fleet (one into a Capacity Block)
+    only by its id, so the ids come from the tags.
     """
     wanted = {STACK_TAG: definition.name, **({} if every_run else {RUN_TAG: definition.run.id})}
     there = {fleet["FleetId"]: fleet for fleet in pages(ec2, "describe_fleets", "Fleets")}
@@ -42,7 +42,7 @@ def fleets_of(ec2: Any, definition: StackDefinition, *, every_run: bool = False)
 
 
 def _described(ec2: Any, fleet_id: str) -> list[dict[str, Any]]:
-    """The fleet; none where its tags have outlived it."""
+    """The fleet's description; empty when only its tags still exist."""
     try:
         return list(ec2.describe_fleets(FleetIds=[fleet_id])["Fleets"])
     except ClientError as error:
@@ -52,7 +52,7 @@ def _described(ec2: Any, fleet_id: str) -> list[dict[str, Any]]:
 
 
 def may_launch(fleet: dict[str, Any], now: datetime) -> bool:
-    """Whether it can launch a node at any time."""
+    """Whether the fleet may still launch a node."""
     return _wants_nodes(fleet) and not has_expired(fleet, now)
 
 
@@ -61,7 +61,7 @@ def _wants_nodes(fleet: dict[str, Any]) -> bool:
 
 
 def replaces(fleet: dict[str, Any]) -> bool:
-    """Whether it launches another node where one has gone; one into a block does not."""
+    """Whether the fleet replaces a lost node; a fleet into a block does not."""
     return fleet.get("Type") != "instant"
 
 
@@ -71,26 +71,24 @@ def market(fleet: dict[str, Any]) -> str:
 
 
 def too_many(fleets: list[dict[str, Any]], definition: StackDefinition) -> list[dict[str, Any]]:
-    """Those of a run's fleets that may launch of which it needs no second: it has one, with a fallback one of each
-    market.
-    """
+    """The fleets that may launch although the run needs only one: one in all, or with a fallback one in each market."""
     stands_by = definition.fleet.market.stands_by
     kinds = [market(each) if market(each) in stands_by else "" for each in fleets]
     return [each for each, kind in zip(fleets, kinds, strict=True) if kinds.count(kind) > 1]
 
 
 def wants(fleet: dict[str, Any]) -> int:
-    """How many nodes it is to have."""
+    """The number of nodes that the fleet should have."""
     return int(fleet["TargetCapacitySpecification"]["TotalTargetCapacity"])
 
 
 def is_over(fleet: dict[str, Any], now: datetime) -> bool:
-    """Whether it launches nothing more, whatever its owner asks: one at a target of 0 is not."""
+    """Whether the fleet can never launch again. A fleet whose target is 0 can, when its target is raised."""
     return fleet["FleetState"] in ENDED or has_expired(fleet, now)
 
 
 def why_needless(fleet: dict[str, Any], done: Done, now: datetime) -> str:
-    """What to say of a fleet that goes on launching nodes for a run that is over; empty while its node ends it."""
+    """A sentence about a fleet that launches nodes for a run that is over; empty while its node may yet end it."""
     at = epoch(done.at)
     if (at is not None and now.timestamp() - at <= ENDING_S) or not may_launch(fleet, now):
         return ""
@@ -106,7 +104,7 @@ def end_command(fleet: dict[str, Any], region: str) -> str:
 
 
 def has_expired(fleet: dict[str, Any], now: datetime) -> bool:
-    """Whether its time is over, in whatever state AWS shows it then: which one that is, is not known."""
+    """Whether the fleet has expired. It is not known in which state AWS shows such a fleet, so the hour decides."""
     until: datetime | None = fleet.get("ValidUntil")
     return until is not None and until <= now
 
@@ -114,8 +112,8 @@ def has_expired(fleet: dict[str, Any], now: datetime) -> bool:
 def find_instances(ec2: Any, filters: Iterable[tuple[str, list[str]]]) -> list[dict[str, Any]]:
     """Instances by filter, oldest first."""
     named = [{"Name": name, "Values": values} for name, values in filters]
-    found = [i for r in pages(ec2, "describe_instances", "Reservations", Filters=named) for i in r["Instances"]]
-    return sorted(found, key=lambda instance: instance["LaunchTime"])
+    instances = [i for r in pages(ec2, "describe_instances", "Reservations", Filters=named) for i in r["Instances"]]
+    return sorted(instances, key=lambda instance: instance["LaunchTime"])
 
 
 def nodes_of(ec2: Any, definition: StackDefinition) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""What policy statements say of one request, by IAM's own rules and as far as these are certain.
+"""Whether policy statements allow one request, by IAM's rules as far as they are certain.
 
-Three answers: True, False, and None for *cannot tell*, where a condition asks what is not known of the request, or asks
-it in a way that is not here. IAM's simulator gives no better one for a service-linked role: it takes only users as
-callers of a resource policy (API reference, SimulateCustomPolicy, CallerArn), and KMS's DryRun only answers for whoever
-asks. Both read 2026-11-25.
+There are three answers: True, False, and None for *cannot tell*. None means that a condition depends on something
+unknown, or uses an operator that is not implemented here. IAM's simulator cannot answer for a service-linked role: it
+accepts only users as callers of a resource policy (API reference, SimulateCustomPolicy, CallerArn), and KMS's DryRun
+answers only for its caller. Both pages were read on 2026-11-25.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Statement = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccessRequest:
-    """One thing that a request asks for. A key of `context` whose value is None is not in the request; whether one that
-    `context` does not name is there, is unknown, unless `complete`.
+    """One action that a request asks for. A key of `context` whose value is None is not in the request. Whether the
+    request has keys that `context` does not name is unknown, unless `complete` is set.
     """
 
     action: str
@@ -30,9 +30,9 @@ class AccessRequest:
 
 
 def allowed(statements: Iterable[Statement], wish: AccessRequest) -> bool | None:
-    """Whether a statement allows it and none denies it."""
-    said = [(str(each["Effect"]), speaks_of(each, wish)) for each in statements]
-    denied, permitted = ({answer for effect, answer in said if effect == which} for which in ("Deny", "Allow"))
+    """Whether a statement allows the request and no statement denies it."""
+    answers = [(str(each["Effect"]), speaks_of(each, wish)) for each in statements]
+    denied, permitted = ({answer for effect, answer in answers if effect == which} for which in ("Deny", "Allow"))
     if True in denied or not permitted - {False}:
         return False
     return None if None in denied or True not in permitted else True
@@ -66,8 +66,8 @@ def _named(statement: Statement, key: str, text: str, spelled: Callable[[str], s
 
 
 def _principal(statement: Statement, wish: AccessRequest) -> bool | None:
-    """An account as principal allows a role nothing by itself: it lets the role's own policies decide. It does deny.
-    Sessions of roles, and everybody but somebody (NotPrincipal), are not judged here.
+    """Whether the statement's principal is the caller. An account as principal allows a role nothing by itself (the
+    role's own policies decide), but it can deny. Sessions of roles and NotPrincipal are not decided here.
     """
     if "Principal" not in statement:
         return None

@@ -1,4 +1,4 @@
-"""What of a stack is still in the account: of each thing what it is, what it costs, how it is removed. Reads only.
+"""What is still in the account from a stack: what each thing is, what it costs, and how it is removed. Reads only.
 
 Tags alone are not enough: a maintained fleet tags neither its spot nodes' disks nor their network interfaces, so this
 walks from instances to their disks, and from the VPC to what is in it. What lies in the stack's VPC is the stack's,
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Left:
-    """One thing that is still there."""
+    """One thing that is still in the account."""
 
     kind: str
     id: str
@@ -39,11 +39,13 @@ class Left:
     usd_per_month: Decimal = Decimal(0)
     asked_for: bool = False  # the definition keeps it
     ours: bool = True  # False: it looks like ours, but nothing proves it
-    foreign: bool = False  # somebody else's, in the stack's VPC, which does not go before it
-    steps: tuple[removal.Step, ...] = ()  # what removes it; empty for what goes with something else, or is going
-    owner: str = ""  # as its tag says, where that is another than the definition's
-    launches: bool = False  # costs nothing now, and may launch a node at any time
-    unseen: bool = False  # AWS does not show it; id or note is its answer
+    foreign: bool = False  # somebody else's thing in the stack's VPC; the VPC cannot be deleted before it
+    steps: tuple[
+        removal.Step, ...
+    ] = ()  # how to remove it; empty when it goes with something else, or is going already
+    owner: str = ""  # the owner in its tag, when that is not the definition's
+    launches: bool = False  # it costs nothing now but may launch a node at any time
+    unseen: bool = False  # AWS does not show it; its id or note has AWS's answer
 
     @property
     def bills(self) -> bool:
@@ -51,25 +53,25 @@ class Left:
 
     @property
     def unwanted(self) -> bool:
-        """Whether it is the stack's own, and nobody asked for it."""
+        """Whether it belongs to the stack and the definition does not keep it."""
         return self.ours and not (self.asked_for or self.foreign or self.owner or self.unseen)
 
 
 def look(definition: StackDefinition, client: Callable[[str, str], Any], now: datetime) -> Iterator[Left]:
-    """Everything found, dearest kinds first and within the network in the order in which AWS takes it, and last what
-    AWS would not show: one right that is missing must not hide a node that runs.
+    """Everything found: the dearest kinds first, the network's parts in the order in which AWS deletes them, and last
+    what AWS would not show. A missing right must not hide a node that runs.
     """
     region, unseen = definition.fleet.region, list[Left]()
     ec2 = client("ec2", region)
 
     def collect_visible(what: str, part: Callable[[], Iterable[_T]]) -> list[_T]:
-        """What `part` yields, as far as AWS shows it; a refusal is noted in `unseen`."""
-        found = list[_T]()
+        """What `part` yields, as far as AWS shows it. A refusal goes into `unseen`."""
+        visible = list[_T]()
         try:
-            found.extend(part())
+            visible.extend(part())
         except ClientError as error:
             unseen.append(Left(kind=what, id=str(refusals.refusal(error)), unseen=True))
-        return found
+        return visible
 
     vpcs = collect_visible("VPCs", lambda: aws.pages(ec2, "describe_vpcs", "Vpcs", Filters=_tagged(definition)))
     subnets = collect_visible("subnets", lambda: _resources_in(ec2, "describe_subnets", "Subnets", "vpc-id", vpcs))
@@ -106,7 +108,7 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Within:
-    """Whose a fleet or a node is."""
+    """Tells to whom a fleet or a node belongs."""
 
     vpcs: frozenset[str]  # of the stack and of the file's owner
     subnets: dict[str, str]  # of the stack's VPCs, with the VPC of each
@@ -177,7 +179,9 @@ def _volumes(ec2: Any, within: _Within, nodes: dict[str, dict[str, Any]]) -> Ite
 
 
 def _resembles(volume: dict[str, Any], definition: StackDefinition) -> bool:
-    """A loose, untagged disk in one of our zones, of exactly one of our sizes: a node's disk that outlived it."""
+    """Whether a disk may be one that a node left: it is detached and untagged, in one of the definition's zones, and
+    exactly of one of its sizes.
+    """
     disks = [definition.storage.root, *([definition.storage.data] if definition.storage.data else [])]
     sizes = {(disk.size_gib, disk.iops, disk.throughput_mibps) for disk in disks}
     size = (volume["Size"], volume.get("Iops"), volume.get("Throughput"))
@@ -276,7 +280,7 @@ def _log_groups(logs: Any, definition: StackDefinition) -> Iterator[Left]:
 
 
 def _schedules(scheduler: Any, definition: StackDefinition) -> Iterator[Left]:
-    """Groups with what is in them: schedules themselves bear no tags."""
+    """Schedule groups and the schedules in them, which have no tags of their own."""
     prefix = name_prefix(definition.name)
     for group in aws.pages(scheduler, "list_schedule_groups", "ScheduleGroups", NamePrefix=prefix):
         tagged = scheduler.list_tags_for_resource(ResourceArn=group["Arn"])
@@ -302,7 +306,7 @@ def _machines(states: Any, definition: StackDefinition) -> Iterator[Left]:
 
 
 class _Part(NamedTuple):
-    """A kind of thing that a network is made of."""
+    """One kind of network resource."""
 
     kind: str
     name: str  # in describe_NAMEs and delete_NAME
@@ -320,7 +324,7 @@ class _Part(NamedTuple):
         return removal.ec2(f"delete_{self.name}", **{self.id: identifier})
 
 
-_PARTS = (  # in the order in which AWS takes them
+_PARTS = (  # in the order in which AWS lets them be deleted
     _Part("launch template", "launch_template", "LaunchTemplates", "LaunchTemplateId"),
     _Part("VPC endpoint", "vpc_endpoint", "VpcEndpoints", "VpcEndpointId", "vpc-id"),
     _Part("network interface", "network_interface", "NetworkInterfaces", "NetworkInterfaceId", "vpc-id"),
@@ -333,7 +337,7 @@ _PARTS = (  # in the order in which AWS takes them
 
 
 def _network(ec2: Any, definition: StackDefinition, vpcs: list[dict[str, Any]], nodes: set[str]) -> Iterator[Left]:
-    """What carries the stack's tag, and what else is in its VPCs."""
+    """Network resources with the stack's tag, and everything else in the stack's VPCs."""
     owners = {vpc["VpcId"]: _other_owner(vpc, definition) for vpc in vpcs}
     for part in _PARTS:
         tagged = list(aws.pages(ec2, part.describe, part.key, Filters=_tagged(definition)))
@@ -360,14 +364,14 @@ def _network(ec2: Any, definition: StackDefinition, vpcs: list[dict[str, Any]], 
 def _resources_in(
     ec2: Any, operation: str, key: str, by_vpc: str, vpcs: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Everything of a kind in the VPCs."""
+    """Every resource of one kind in the VPCs."""
     if vpcs:
         within = [{"Name": by_vpc, "Values": [vpc["VpcId"] for vpc in vpcs]}]
         yield from aws.pages(ec2, operation, key, Filters=within)
 
 
 def _goes_with_its_vpc(item: dict[str, Any]) -> bool:
-    """A VPC's main route table and its default security group: AWS makes them, and takes them with it."""
+    """Whether AWS made it with the VPC and deletes it with the VPC: its main route table or default security group."""
     return item.get("GroupName") == "default" or any(each.get("Main") for each in item.get("Associations", []))
 
 
@@ -403,18 +407,18 @@ def _profiles(iam: Any, definition: StackDefinition) -> Iterator[Left]:
 
 
 def _tagged(definition: StackDefinition) -> list[dict[str, Any]]:
-    """Filters: what carries the stack's tag."""
+    """EC2 filters for resources with the stack's tag."""
     return [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name]}]
 
 
 def _other_owner(resource: dict[str, Any], definition: StackDefinition) -> str:
-    """Whose it is by its tag, where that is another than the file's: two people may run the same file."""
+    """The owner in the tag when it is not the file's owner (two people may run the same file); else empty."""
     owner = aws.owner_of(resource)
     return "" if owner == definition.run.owner else owner
 
 
 def _hourly(instance_type: str, region: str) -> Decimal:
-    """On demand; where the region has no such price, the dearest that is known of the type must stand in."""
+    """USD per hour on demand; without such a price in the region, the highest known price of the type."""
     catalog = load_catalog()
     try:
         return catalog.on_demand(instance_type, region).amount

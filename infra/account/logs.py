@@ -130,8 +130,10 @@ class Reader:
     def _group(self) -> str | None:
         """The stack's log group, of the file's owner where several people have it up."""
         groups = find_log_groups(self.logs, self.definition.name)
-        found = [(aws.owner_of(group) != self.definition.run.owner, str(group["logGroupName"])) for group in groups]
-        return min(found)[1] if found else None
+        candidates = [
+            (aws.owner_of(group) != self.definition.run.owner, str(group["logGroupName"])) for group in groups
+        ]
+        return min(candidates)[1] if candidates else None
 
     def _folder(self) -> RunFolder | None:
         return find_folder(self.s3, self.definition)

@@ -1,4 +1,4 @@
-"""The checks of `gpufleet doctor` of what the definition's `account` names: network, boundary. Reads only."""
+"""The checks of `gpufleet doctor` for the network and the boundary in the definition's `account`. Reads only."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gpufleet.infra.definition.model import StackDefinition, is_zone_id
 
 
 def network(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
-    """Each zone's subnet: there, in that VPC and zone, with room, and with a way out to port 443."""
+    """Whether each zone's subnet exists in that VPC and zone, has free addresses, and reaches port 443 outside."""
     if (vpc := definition.account.vpc) is None:
         return
     wanted = [{"Name": "subnet-id", "Values": list(vpc.subnets.values())}]
-    found = {each["SubnetId"]: each for each in pages(ec2, "describe_subnets", "Subnets", Filters=wanted)}
+    subnets = {each["SubnetId"]: each for each in pages(ec2, "describe_subnets", "Subnets", Filters=wanted)}
     inside = [{"Name": "vpc-id", "Values": [vpc.id]}]
     tables = list(pages(ec2, "describe_route_tables", "RouteTables", Filters=inside))
     for zone, name in vpc.subnets.items():
-        subnet = found.get(name)
+        subnet = subnets.get(name)
         if wrong := _misplaced(subnet, vpc.id, zone):
             fix = "Put account.vpc right."
             yield Check(name="network", state="problem", found=f"{name} {wrong}", fix=fix)
@@ -139,7 +139,7 @@ _ANY_ACCOUNT = "000000000000"
 
 
 def _wishes(statement: dict[str, Any]) -> Iterator[iam_policy.AccessRequest]:
-    """What the statement allows, as requests: each action on one resource, under the statement's own conditions."""
+    """The requests that the statement allows: each action on one resource, under the statement's own conditions."""
     actions, resources = (
         [named] if isinstance(named := statement[key], str) else named for key in ("Action", "Resource")
     )

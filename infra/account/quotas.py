@@ -27,13 +27,13 @@ VPCS_PER_REGION = "L-F678F1CE"  # 5 by default; that of internet gateways goes w
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """What a fleet needs of one quota."""
+    """What a fleet needs from one quota."""
 
     code: str
     types: tuple[str, ...]
-    least: int  # vCPUs of the run's nodes, of the smallest of `types`
-    vcpu: int  # of the largest
-    recommended: int  # with one node more: after a node ends, its vCPUs stay counted until EC2 has noticed
+    least: int  # vCPUs of the run's nodes when all are of the smallest of `types`
+    vcpu: int  # vCPUs when all are of the largest
+    recommended: int  # with one more node: EC2 counts the vCPUs of a node for a while after its end
 
 
 _CODES = (  # family, and by market the quota that counts it; capacity blocks count apart
@@ -44,7 +44,7 @@ _CODES = (  # family, and by market the quota that counts it; capacity blocks co
 
 
 def quota_code(instance_type: str, capacity: str) -> str | None:
-    """The quota's code; None where it is not known (P6)."""
+    """The quota's code; None when it is not known (P6)."""
     for family, codes in _CODES:
         if re.match(rf"({family})[0-9a-z-]*\.", instance_type):
             return codes.get(capacity)
@@ -52,7 +52,7 @@ def quota_code(instance_type: str, capacity: str) -> str | None:
 
 
 def needs(fleet: Fleet, capacity: str) -> tuple[list[Need], list[str]]:
-    """The quotas a fleet is counted against in a market, and the types whose quota is not known."""
+    """The quotas that limit a fleet in a market, and the types whose quota is not known."""
     by_code: dict[str, list[str]] = {}
     unknown = []
     for name in fleet.instance_types:
@@ -62,12 +62,12 @@ def needs(fleet: Fleet, capacity: str) -> tuple[list[Need], list[str]]:
         else:
             by_code.setdefault(code, []).append(name)
     catalog = load_catalog()
-    found = []
+    needed = []
     for code, names in by_code.items():
         sizes = [kind.vcpu for name in names if (kind := catalog.instances.get(name))]
         least, most = min(sizes, default=0), max(sizes, default=0)
         count = fleet.nodes
-        found.append(
+        needed.append(
             Need(
                 code=code,
                 types=tuple(names),
@@ -76,18 +76,18 @@ def needs(fleet: Fleet, capacity: str) -> tuple[list[Need], list[str]]:
                 recommended=(count + 1) * most,
             )
         )
-    return found, unknown
+    return needed, unknown
 
 
 def vcpu_quotas(definition: StackDefinition, service_quotas: Any, ec2: Any = None) -> Iterator[Check]:
-    """vCPUs of one node, better two, of what other machines leave free. `ec2`: made here unless given."""
+    """Whether the quota has vCPUs for one node more than the run's, after other machines' use."""
     if not (counted_in := definition.fleet.market.quotas):
         return
     others = _others(definition, ec2 or aws.client("ec2", definition.fleet.region))
     unknown = list[str]()
     for market in counted_in:
-        found, unknown = needs(definition.fleet, market)
-        checks = [_quota(definition, need, others.get(need.code, {}), service_quotas) for need in found]
+        needed, unknown = needs(definition.fleet, market)
+        checks = [_quota(definition, need, others.get(need.code, {}), service_quotas) for need in needed]
         if all(check.state == "problem" for check in checks):
             yield from checks
         else:  # one type that can launch is enough for a fleet
@@ -100,9 +100,7 @@ def vcpu_quotas(definition: StackDefinition, service_quotas: Any, ec2: Any = Non
 
 
 def vpc_quota(definition: StackDefinition, ec2: Any, service_quotas: Any) -> Iterator[Check]:
-    """Each stack that is up has a VPC of its own, and a region takes few. With one that the file names
-    nothing is to be counted.
-    """
+    """Whether the region has room for one more VPC, which each stack makes unless the file names one."""
     if definition.account.vpc:
         return
     vpcs = list(aws.pages(ec2, "describe_vpcs", "Vpcs"))
@@ -122,19 +120,19 @@ def vpc_quota(definition: StackDefinition, ec2: Any, service_quotas: Any) -> Ite
 
 
 def _granted(service_quotas: Any, service: str, code: str) -> dict[str, Any]:
-    """A quota as it is for this account, which has only AWS's default where it never asked for more."""
+    """A quota's value for this account: AWS's default, unless the account has asked for more."""
     arguments = {"ServiceCode": service, "QuotaCode": code}
     try:
-        found: dict[str, Any] = service_quotas.get_service_quota(**arguments)["Quota"]
+        quota: dict[str, Any] = service_quotas.get_service_quota(**arguments)["Quota"]
     except ClientError as error:
         if refusals.code(error) != "NoSuchResourceException":
             raise
-        found = service_quotas.get_aws_default_service_quota(**arguments)["Quota"]
-    return found
+        quota = service_quotas.get_aws_default_service_quota(**arguments)["Quota"]
+    return quota
 
 
 def _increase(definition: StackDefinition, service: str, code: str, wanted: int) -> str:
-    """The command that asks for more."""
+    """The command that asks AWS for a higher quota."""
     return (
         f"aws service-quotas request-service-quota-increase --region {definition.fleet.region} "
         f"--service-code {service} --quota-code {code} --desired-value {wanted}"
@@ -142,8 +140,8 @@ def _increase(definition: StackDefinition, service: str, code: str, wanted: int)
 
 
 def _others(definition: StackDefinition, ec2: Any) -> dict[str, dict[str, int]]:
-    """By quota the vCPUs that each machine in the region takes of it, by its id and type. This stack's own are left
-    out: a new run takes their place.
+    """For each quota, the vCPUs that each machine of the region uses, by its id and type. This stack's own machines are
+    left out, because a new run takes their place.
     """
     states = [("instance-state-name", ["pending", "running"])]
     machines = [
@@ -157,12 +155,12 @@ def _others(definition: StackDefinition, ec2: Any) -> dict[str, dict[str, int]]:
         for start in range(0, len(types), TYPES_PER_CALL)
         for each in ec2.describe_instance_types(InstanceTypes=types[start : start + TYPES_PER_CALL])["InstanceTypes"]
     }
-    found: dict[str, dict[str, int]] = {}
+    vcpus_by_quota: dict[str, dict[str, int]] = {}
     for each in machines:
         kind, capacity = each["InstanceType"], each.get("InstanceLifecycle", "on-demand")
         if code := quota_code(kind, capacity):
-            found.setdefault(code, {})[f"{each['InstanceId']} ({kind})"] = vcpus[kind]
-    return found
+            vcpus_by_quota.setdefault(code, {})[f"{each['InstanceId']} ({kind})"] = vcpus[kind]
+    return vcpus_by_quota
 
 
 def _quota(definition: StackDefinition, need: Need, others: dict[str, int], service_quotas: Any) -> Check:

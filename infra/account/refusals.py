@@ -1,4 +1,4 @@
-"""What AWS or the way to it refused, as a sentence: what was asked, why not, and what to do."""
+"""Turns an error of AWS, or of the connection to it, into a sentence: what was asked, why it failed, and what to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SKEW = timedelta(minutes=5)  # AWS refuses a signature that is older or newer (
 
 
 def refusal(error: Exception) -> AwsRefused | None:
-    """The sentence for a botocore error: what was refused, and what to do. None for any other error."""
+    """The sentence for a botocore error: what was refused and what to do. None for any other error."""
     if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
         return AwsRefused(
             "there are no AWS credentials. Run `aws configure sso` or `aws configure`, or set AWS_PROFILE; "
@@ -52,17 +52,17 @@ def refusal(error: Exception) -> AwsRefused | None:
 
 
 def code(error: exceptions.ClientError) -> str:
-    """NoSuchKey, UnauthorizedOperation, ..."""
+    """The error's code, such as NoSuchKey or UnauthorizedOperation."""
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
 def denied(error: exceptions.ClientError) -> bool:
-    """Whether the caller's own rights are what is missing."""
+    """Whether AWS refused because the caller lacks rights."""
     return code(error) in _DENIED
 
 
 def client_refusal(error: exceptions.ClientError) -> AwsRefused:
-    """The sentence for what AWS answered."""
+    """The sentence for an error that AWS answered."""
     message = str(error.response.get("Error", {}).get("Message", "")).strip()
     action = error.operation_name
     if denied(error):
@@ -87,8 +87,8 @@ def client_refusal(error: exceptions.ClientError) -> AwsRefused:
 
 
 def _clocks(error: exceptions.ClientError, message: str) -> tuple[datetime, datetime] | None:
-    """(this computer's time, AWS's) where they are too far apart: as the message names them ("expired: OURS is now
-    earlier than LIMIT (THEIRS - 15 min.)"), else by the date of the answer.
+    """(this computer's time, AWS's time) when they differ too much, else None. They come from the message ("expired:
+    OURS is now earlier than LIMIT (THEIRS - 15 min.)"), or from the date of the answer.
     """
     named = [datetime.strptime(each, "%Y%m%dT%H%M%S%z") for each in re.findall(r"\d{8}T\d{6}Z", message)]
     answered = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")

@@ -1,7 +1,7 @@
 """From an image's tag to its digest, without docker.
 
-Of a private repository of Amazon ECR by its own API; of any other over the registry's HTTP API (OCI distribution
-specification 1.1), with the token that a stranger gets, since a node has no login there.
+A private repository of Amazon ECR is asked by its own API, any other registry by HTTP (OCI distribution specification
+1.1) with an anonymous token, because a node has no login there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpufleet.infra.account import aws, refusals
 from gpufleet.infra.errors import AwsRefused
 from gpufleet.infra.program import ecr
 
-# Index types first: the digest of the index is what `docker pull` of a tag resolves.
+# Index types come first, because `docker pull` of a tag resolves to the digest of the index.
 _ACCEPT = ", ".join(
     (
         "application/vnd.oci.image.index.v1+json",
@@ -52,10 +52,10 @@ def digest(image: str) -> str:
         raise AwsRefused(
             f"the registry of {image} cannot be asked ({error}). Check the network and the image's name."
         ) from None
-    found = headers.get("Docker-Content-Digest") or pinned
-    if not re.fullmatch(r"sha256:[0-9a-f]{64}", found):
+    answered = headers.get("Docker-Content-Digest") or pinned
+    if not re.fullmatch(r"sha256:[0-9a-f]{64}", answered):
         raise AwsRefused(f"the registry of {image} gives no digest for it; write it by hand: {name}@sha256:...")
-    return found
+    return answered
 
 
 def _of_ecr(image: str, repository: ecr.Repository) -> str:

@@ -1,4 +1,5 @@
-"""How a leftover is removed: each step once, as the command a person runs and the call `sweep --delete` makes."""
+"""How a leftover is removed. Each step is written once and serves as a command for people and as a call of
+`sweep --delete`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ Client = Callable[[str], Any]  # boto3's client of a service, in the stack's reg
 
 
 class Step(Protocol):
-    """One command."""
+    """One step of a removal."""
 
     @property
     def command(self) -> str: ...
@@ -32,7 +33,7 @@ class Call:
 
     @property
     def command(self) -> str:
-        """For the AWS CLI, which names both after the API; the region is left out."""
+        """The command of the AWS CLI, without the region; it names command and options after the API."""
         words = ["aws", self.service, self.operation.replace("_", "-")]
         for name, value in self.arguments.items():
             values = [] if value is True else value if isinstance(value, list) else [value]
@@ -40,7 +41,7 @@ class Call:
         return shlex.join(words)
 
     def do(self, client: Client) -> None:
-        """Raises ClientError, also where AWS answers a call for several things with those it refuses."""
+        """Makes the call. Raises ClientError, also when AWS refuses some of several things in one call."""
         answer = getattr(client(self.service), self.operation)(**self.arguments)
         for refused in answer.get("UnsuccessfulFleetDeletions") or answer.get("Unsuccessful") or []:
             raise ClientError({"Error": refused["Error"]}, "".join(map(str.title, self.operation.split("_"))))
@@ -48,7 +49,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """A bucket with all that is in it."""
+    """The removal of a bucket with everything in it."""
 
     name: str
 
@@ -66,7 +67,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnfinishedUpload:
-    """A multipart upload that nobody has finished."""
+    """The removal of a multipart upload that nobody has finished."""
 
     bucket: str
     key: str

@@ -1,12 +1,12 @@
 """Brings what a run left in its bucket to results/<stack>/<run>/, and keeps its receipt for later bills in
 receipts/<stack>/.
 
-Transfer out of AWS has a price, so it is said first.
+Transfer out of AWS costs money, so the price is printed first.
 
-Where no supervisor has seen the run's end, there is no receipt yet, and it is made here, of the same records and by the
-same code. Then the node wrote the end, by its timer or after the third failed boot in a row: the supervisor, which
-writes every other receipt, was hung, or never began; and what a bare node has (Python 3.9, no container) does not run
-the job's code. Or nobody wrote it: the fleet was deleted, or expired while no node was there.
+The supervisor writes a run's receipt. If it has not seen the run's end, the receipt is made here, from the same records
+and by the same code. There are two such cases. The node ended the run, by its timer or after the third failed boot in
+a row, while the supervisor was hung or had not begun; a bare node (Python 3.9, no container) cannot run the job's code.
+Or nobody recorded an end: the fleet was deleted, or it expired while it had no node.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ WEIGHTS = (".safetensors", ".pt", ".bin")  # what else lies beside them is small
 
 
 def keep(definition: StackDefinition, s3: Any, receipt: Path, root: Path) -> str:
-    """Keeps the receipt of a run on AWS in the project, and says so; a rehearsal's would spoil the score."""
+    """Keeps the receipt of a run on AWS in the project and gives a sentence about it. A rehearsal's receipt is not
+    kept: it would spoil the score.
+    """
     host = urlsplit(s3.meta.endpoint_url).hostname or ""
     if not host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
         return "The receipt is not kept for later bills: the run was not on AWS."
@@ -70,12 +72,12 @@ def fetch(
     exports: bool,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Downloads, checks sizes, and says what is missing: 0 when the run left what its end leaves, else 1.
+    """Downloads the results, checks their sizes and prints what is missing. 0 when all that belongs to this kind of end
+    is there, else 1.
 
-    Every end leaves a receipt, or what it is made of here; one by a limit or by `gpufleet stop` need not leave
-    results.json.
-
-    What it brings unasked is what the bill's `transfer of results` prices.
+    Every end leaves a receipt, or the records from which one is made here. A run ended by a limit or by `gpufleet stop`
+    may have no results.json. The files downloaded by default are those that the bill's line `transfer of results`
+    prices.
     """
     folder = find_folder(s3, definition)
     if folder is None:
@@ -87,7 +89,7 @@ def fetch(
         if not each.name.startswith((CHECKPOINTS, bucket.FLEETS)) and _is_file(each.name, say)
     ]
     wanted = [each for each in objects if not (each.name.startswith(folders) and each.name.endswith(WEIGHTS))]
-    left = sum(each.bytes for each in objects) - sum(each.bytes for each in wanted)
+    remaining = sum(each.bytes for each in objects) - sum(each.bytes for each in wanted)
     missing = [each for each in wanted if not _same(target / each.name, each)]
     total = sum(each.bytes for each in missing)
     cost = Decimal(total) / 10**9 * load_catalog().price("transfer_out", definition.fleet.region).amount
@@ -96,8 +98,8 @@ def fetch(
     if folder.others:
         say(f"A run of this name lies elsewhere too: {folder.others}, {definition.run.owner}.")
     say(f"{counted(len(missing), 'file')}, {_readable(total)}; transfer out of AWS costs about ${cost:.2f}")
-    if left:
-        say(f"left in the bucket: {_readable(left)} of weights{'' if light else ' (--exports brings them)'}")
+    if remaining:
+        say(f"left in the bucket: {_readable(remaining)} of weights{'' if light else ' (--exports brings them)'}")
     with progress.shown("downloading", total) as advance:
         for each in missing:
             _download(folder, each, target / each.name, advance)
@@ -143,8 +145,8 @@ def _late(
     done: Done | None,
     say: Callable[[str], None],
 ) -> tuple[Done | None, bool]:
-    """How a run without a receipt ended, from done.json or from its fleet (None: AWS does not say whether it goes on),
-    and whether its receipt could be made; it lies in `target` then.
+    """How a run without a receipt ended, by done.json or by its fleet (None: AWS does not tell whether it goes on), and
+    whether its receipt could be made; the receipt is then in `target`.
     """
     done = done or cut_off(definition, folder.owner, objects, ec2, datetime.now(UTC))
     if done is None:  # a receipt made earlier may be all there is
@@ -166,14 +168,16 @@ def _late(
 
 
 def earlier_receipt(path: Path) -> Receipt | None:
-    """The one at `path`, if it is one."""
+    """The receipt at `path`; None when there is none that can be read."""
     with suppress(FileNotFoundError, ValueError):
         return parse(path.read_bytes())
     return None
 
 
 def _download(folder: RunFolder, each: StoredObject, target: Path, advance: progress.Advance) -> None:
-    """Through a temporary name: a file that is there is whole. It gets the object's time, by which `_same` knows it."""
+    """Downloads an object under a temporary name, so that a file with the final name is whole. The file gets the
+    object's time, which `_same` compares.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     try:
@@ -181,31 +185,31 @@ def _download(folder: RunFolder, each: StoredObject, target: Path, advance: prog
     except OSError as error:  # a write to a full disk names no file, and it need not be the project's
         error.filename = error.filename or str(part.parent)
         raise
-    found = part.stat().st_size
-    if found != each.bytes:  # a run that goes on writes its logs anew each minute: is it the object as it is now?
+    size = part.stat().st_size
+    if size != each.bytes:  # a run that goes on writes its logs anew each minute: is it the object as it is now?
         each = next((now for now in folder.objects(each.name) if now.name == each.name), each)
-    if found != each.bytes:
+    if size != each.bytes:
         part.unlink()
         raise AwsRefused(
-            f"{each.name} came with {found} bytes instead of {each.bytes}: it changed meanwhile. Run the command again."
+            f"{each.name} came with {size} bytes instead of {each.bytes}: it changed meanwhile. Run the command again."
         )
     os.utime(part, (each.written.timestamp(),) * 2)
     part.replace(target)
 
 
 def _is_file(name: str, say: Callable[[str], None]) -> bool:
-    """Whether an object may be brought here: else its name is said, and it stays in the bucket."""
+    """Whether an object's name can be a file here. If not, its name is printed and it stays in the bucket."""
     if why := refusal(name):
         say(f"left in the bucket: an object whose name {why}")
     return not why
 
 
 def _same(path: Path, each: StoredObject) -> bool:
-    """Whether a model is there already. Size alone does not tell: after a destroy, another run may have the same id."""
+    """Whether the file is there already. Size alone is not enough: another run may have had the same id."""
     if path.suffix not in WEIGHTS or not path.is_file():
         return False
-    found = path.stat()
-    return found.st_size == each.bytes and int(found.st_mtime) == int(each.written.timestamp())
+    status = path.stat()
+    return status.st_size == each.bytes and int(status.st_mtime) == int(each.written.timestamp())
 
 
 def _readable(size: int) -> str:
@@ -219,9 +223,9 @@ GOES_ON = Done("", "", "", "")
 def cut_off(
     definition: StackDefinition, owner: str, objects: Iterable[StoredObject], ec2: Any, now: datetime
 ) -> Done | None:
-    """What done.json would be of a run without one that nothing goes on with: no fleet that launches, no node, of its
-    bucket's `owner`; another's have a bucket of their own. It ended when its nodes last wrote. Without a reason while
-    it may go on, and of a run that no node has begun; None where AWS does not say.
+    """The end of a run that has no done.json, when its owner has neither a node nor a fleet that launches; another
+    owner's run has its own bucket. The run ended when its nodes last wrote. The result has no reason while the run
+    may go on, and when no node has begun it. None: AWS does not tell.
     """
     written = [each.written for each in objects if each.name.startswith(SIGNS)]
     if not written:
@@ -247,8 +251,9 @@ def make_receipt(
     before: Receipt | None,
     say: Callable[[str], None],
 ) -> Receipt:
-    """The receipt, `now` in epoch seconds; run.json is in `target`. `before`: one made earlier of this end. What the
-    fleet said then stands, since AWS forgets. Raises ValueError with what keeps it from being made.
+    """Makes the receipt; run.json is in `target`, and `now` is in epoch seconds. `before` is a receipt made earlier for
+    this end: its facts about the fleet are kept, because AWS forgets them. Raises ValueError with the reason when it
+    cannot be made.
     """
     try:
         run, store = load(target / RUN), S3Store(f"s3://{folder.bucket}/{folder.run}", client=folder.s3)

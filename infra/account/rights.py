@@ -1,8 +1,8 @@
-"""The rights that `up`, `refresh` and `destroy` themselves need of whoever runs them, and whether they are there.
+"""The rights that whoever runs `up`, `refresh` and `destroy` needs, and whether the caller has them.
 
-By the types of what the program declares: rights.csv has the calls that the provider makes for each. AWS's policy
+For each resource type that the program declares, rights.csv lists the calls that the provider makes. AWS's policy
 simulator tells whether the caller may make them. It knows the organisation's policies and the caller's boundary, but
-neither policies of a session nor what is allowed on certain EC2 resources alone.
+not the policies of a session, nor rights that are limited to certain EC2 resources.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMMANDS = "gpufleet's own"  # in the column `when`: what gpufleet's commands as
 
 
 def declared(definition: StackDefinition) -> dict[str, list[str]]:
-    """The types that the program declares for it, each with the actions that the provider needs."""
+    """The resource types that the program declares, each with the actions that the provider needs."""
     own_network = definition.account.vpc is None
     holds = {
         "": True,
@@ -39,7 +39,7 @@ def declared(definition: StackDefinition) -> dict[str, list[str]]:
 
 
 def needed(definition: StackDefinition) -> list[str]:
-    """Every action, sorted."""
+    """Every action that is needed, sorted."""
     actions = {action for each in declared(definition).values() for action in each}
     if definition.account.kms_key:
         actions |= {"kms:Decrypt", "kms:GenerateDataKey"}  # of the bucket's objects
@@ -54,7 +54,7 @@ def _rows() -> list[dict[str, str]]:
 
 
 def policy(definition: StackDefinition) -> str:
-    """They and those of the commands as an IAM policy, for whoever grants them."""
+    """An IAM policy with these actions and those of gpufleet's own commands, to give to whoever grants rights."""
     (commands,) = (row["actions"] for row in _rows() if row["when"] == COMMANDS)
     statements = [
         {"Sid": sid, "Effect": "Allow", "Action": actions, "Resource": "*"}
@@ -64,7 +64,7 @@ def policy(definition: StackDefinition) -> str:
 
 
 def check(definition: StackDefinition, sts: Any, iam: Any) -> Iterator[Check]:
-    """Whether the caller has them. Raises botocore's errors where the caller may not ask."""
+    """Whether the caller has these rights. Raises botocore's errors when the caller may not ask."""
     who = str(sts.get_caller_identity()["Arn"])
     account, name = who.split(":")[4], who.rpartition(":")[2]
     if name == "root":
@@ -113,7 +113,7 @@ def check(definition: StackDefinition, sts: Any, iam: Any) -> Iterator[Check]:
 
 
 def _resource(definition: StackDefinition, action: str, account: str) -> str:
-    """What the action is asked for: something called as the stack's own. EC2's resources have ids alone."""
+    """The resource for which the action is checked: one with a name as the stack's resources have. EC2 has only ids."""
     service, _, verb = action.partition(":")
     made, place = f"gpufleet-{definition.name}-0000000", f"{definition.fleet.region}:{account}"
     of_profile = "InstanceProfile" in verb and verb != "ListInstanceProfilesForRole"

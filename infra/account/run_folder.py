@@ -1,4 +1,4 @@
-"""What a stack leaves in its buckets and log groups, found by name and tag: the folder of a run, and its objects."""
+"""A stack's buckets and log groups, found by name and tag, and the folder of a run in them with its objects."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Buckets(NamedTuple):
     """The buckets whose names begin as the stack's do."""
 
     ours: list[dict[str, Any]]  # with their tags, newest first: more than one when a kept one was left behind
-    closed: dict[str, AwsRefused]  # those that do not show their tags, and what AWS answered
-    untagged: list[str]  # by their names ours
+    closed: dict[str, AwsRefused]  # buckets whose tags cannot be read, with AWS's answer
+    untagged: list[str]  # buckets without tags whose names look like the stack's
 
 
 def find_buckets(s3: Any, stack: str) -> Buckets:
     """The stack's buckets, by name prefix and tag."""
-    found = Buckets([], {}, [])
+    buckets = Buckets([], {}, [])
     for bucket in pages(s3, "list_buckets", "Buckets", Prefix=name_prefix(stack), PaginationConfig={"PageSize": 1000}):
         name = str(bucket["Name"])
         of_longer_name = "-" in name.removeprefix(name_prefix(stack))
@@ -53,7 +53,7 @@ def find_buckets(s3: Any, stack: str) -> Buckets:
         except exceptions.ClientError as error:
             if refusals.denied(error):
                 if not of_longer_name:
-                    found.closed[name] = refusals.client_refusal(error)
+                    buckets.closed[name] = refusals.client_refusal(error)
                 continue
             if refusals.code(error) == "NoSuchBucket":  # a deleted one stays listed for a while
                 continue
@@ -61,11 +61,11 @@ def find_buckets(s3: Any, stack: str) -> Buckets:
                 raise
             tagged = bucket
         if tags_of(tagged).get(STACK_TAG) == stack:
-            found.ours.append(tagged)
+            buckets.ours.append(tagged)
         elif STACK_TAG not in tags_of(tagged) and not of_longer_name:
-            found.untagged.append(name)
-    found.ours.sort(key=lambda bucket: bucket["CreationDate"], reverse=True)
-    return found
+            buckets.untagged.append(name)
+    buckets.ours.sort(key=lambda bucket: bucket["CreationDate"], reverse=True)
+    return buckets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,12 +84,12 @@ class RunFolder:
     s3: Any
     bucket: str
     run: str
-    owner: str  # of the bucket, as its tag says
-    others: str = ""  # where else a run of this name lies, in words
+    owner: str  # the owner in the bucket's tag
+    others: str = ""  # a sentence on where else there is a run of this name
 
     def is_of(self, owner: str) -> bool:
-        """Whether the run in it is `owner`'s, as far as anybody can tell: where its own bucket is gone, the newest one
-        with a run of this name may be another's, whose end says nothing of it.
+        """Whether the run in the folder is `owner`'s, as far as can be known. When the owner's bucket is gone, the
+        newest bucket with a run of this name may be another owner's, and its end says nothing about the run.
         """
         return self.owner in ("", owner)
 
@@ -103,7 +103,7 @@ class RunFolder:
         ]
 
     def read(self, name: str, *, last_bytes: int | None = None) -> bytes | None:
-        """An object's bytes, or None when it is not there."""
+        """The object's bytes; None when it does not exist."""
         limit = {"Range": f"bytes=-{last_bytes}"} if last_bytes else {}
         try:
             answer = self.s3.get_object(Bucket=self.bucket, Key=f"{self.run}/{name}", **limit)
@@ -119,23 +119,23 @@ class RunFolder:
         return ends.read(self.read(DONE))
 
     def asked(self) -> Asked | None:
-        """Who asked it to end; None: nobody."""
+        """Who asked the run to end; None: nobody."""
         return ends.read_asked(self.read(ASKED))
 
 
 def find_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:
-    """The run's folder in the newest of the stack's buckets that has one, of the file's owner where possible; None when
-    no bucket has. A destroy, or a second person with the same file, leaves several. Raises AwsRefused where the only
-    ones that could have it do not show their tags.
+    """The run's folder in the newest of the stack's buckets that has one, if possible one of the file's owner; None
+    when no bucket has it. There are several buckets after a destroy, or when a second person uses the same file.
+    Raises AwsRefused when the only buckets that could have it do not show their tags.
     """
     run = definition.run
-    found, closed, _ = find_buckets(s3, definition.name)
+    buckets, closed, _ = find_buckets(s3, definition.name)
     holds = [
         bucket
-        for bucket in found
+        for bucket in buckets
         if s3.list_objects_v2(Bucket=bucket["Name"], Prefix=f"{run.id}/", MaxKeys=1).get("KeyCount")
     ]
-    if closed and not found:
+    if closed and not buckets:
         raise AwsRefused(f"cannot tell whether a bucket belongs to {definition.name}: {_closed(closed)}")
     if not holds:
         return None
@@ -146,12 +146,12 @@ def find_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:
 
 
 def no_run(s3: Any, definition: StackDefinition) -> AwsRefused:
-    """There is no such run; the stack's buckets say which there are."""
+    """The error for a run that does not exist; it names the runs that the stack's buckets have."""
     name, run = definition.name, definition.run.id
-    found, closed, _ = find_buckets(s3, name)
+    buckets, closed, _ = find_buckets(s3, name)
     folders = {
         item["Prefix"].removesuffix("/")
-        for bucket in found
+        for bucket in buckets
         for item in pages(s3, "list_objects_v2", "CommonPrefixes", Bucket=bucket["Name"], Delimiter="/")
     }
     ids = sorted(folder for folder in folders if folder not in NO_RUN)
@@ -161,5 +161,5 @@ def no_run(s3: Any, definition: StackDefinition) -> AwsRefused:
 
 
 def _closed(closed: dict[str, AwsRefused]) -> str:
-    """Buckets that do not show their tags, and the first one's reason."""
+    """A sentence naming the buckets that do not show their tags, with the reason of the first."""
     return f"{', '.join(closed)} ({next(iter(closed.values()))})"

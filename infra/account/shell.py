@@ -1,6 +1,6 @@
 """A shell on a run's node through Session Manager, for `gpufleet shell`: nothing listens on a node.
 
-Asks AWS for a session as its command line does, and gives it to AWS's own plugin, which talks to the node.
+It asks AWS for a session as the AWS CLI does, and hands it to AWS's own plugin, which talks to the node.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Start = Callable[[Sequence[str], Mapping[str, str]], int]  # a program with this
 
 
 def open_shell(definition: StackDefinition, ec2: Any, ssm: Any, *, on_node: bool, start: Start) -> int:
-    """A shell in the job's container on the newest node, or beside it (`on_node`): its exit code when it is left.
-    Raises GpufleetError with what is missing: the plugin, a node, its agent.
+    """Opens a shell in the job's container on the newest node, or on the node itself (`on_node`); the shell's exit
+    code. Raises GpufleetError with what is missing: the plugin, a node, its agent.
     """
     if shutil.which(PLUGIN) is None:
         raise GpufleetError(f"a shell needs AWS's {PLUGIN} on this machine, and it is not installed: {INSTALL}")
@@ -50,9 +50,11 @@ def open_shell(definition: StackDefinition, ec2: Any, ssm: Any, *, on_node: bool
         raise
     answer = {key: session[key] for key in ("SessionId", "TokenValue", "StreamUrl")}
     region, profile = definition.fleet.region, os.environ.get("AWS_PROFILE", "")
-    told = "AWS_SSM_START_SESSION_RESPONSE"  # the plugin looks there: an argument is seen by everybody on this machine
-    words = (PLUGIN, told, region, "StartSession", profile, json.dumps(asked), ssm.meta.endpoint_url)
-    return start(words, {told: json.dumps(answer)})
+    variable = (
+        "AWS_SSM_START_SESSION_RESPONSE"  # the plugin looks there: an argument is seen by everybody on this machine
+    )
+    words = (PLUGIN, variable, region, "StartSession", profile, json.dumps(asked), ssm.meta.endpoint_url)
+    return start(words, {variable: json.dumps(answer)})
 
 
 def _newest(definition: StackDefinition, ec2: Any) -> str:

@@ -36,14 +36,14 @@ from gpufleet.job.contract.reading import epoch, iso
 from gpufleet.job.contract.receipt import network, start_up
 from gpufleet.job.text import counted
 
-AWAY_S = 120.0  # a node of several that has not told of itself for so long is not there
-STALE_HEARTBEATS = 5  # this many intervals without one is worth a word
+AWAY_S = 120.0  # one of several nodes counts as away when its last sign of life is older than this
+STALE_HEARTBEATS = 5  # the report warns after this many intervals without a heartbeat
 DETAILS = ("attempt", "bucket", "done", "gang", "gpu", "progress", "spent")  # of a report: not in its short form
 
 
 def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, scheduler: Any = None) -> Iterator[str]:
-    """The lines; without `scheduler` none of when the run goes on on demand. Raises AwsRefused when neither a fleet nor
-    a folder of the run exists.
+    """The lines of the report. Without `scheduler` it does not say when the run goes on on demand. Raises AwsRefused
+    when the run has neither a fleet nor a folder.
     """
     name, run_id = definition.name, definition.run.id
     fleets = fleets_of(ec2, definition)
@@ -100,25 +100,25 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, schedu
 
 
 def headline(lines: Sequence[str]) -> str:
-    """The answer in front of the lines of a report: how the run ended, or what it does, and what it has spent."""
-    told = {line[:12].strip(): line[12:] for line in reversed(lines[1:])}  # the first of each kind
-    state = told.get("done") or told.get("progress") or "a node is there, and has not told of itself yet"
-    if told["node"] == "none" and "done" not in told:
-        state = f"no node; last {told['progress']}" if "progress" in told else "no node"
-    spent = "" if "spent" not in told else f", {told['spent'].replace('$', '')} USD spent"
+    """The answer that stands above a report's lines: how the run ended or what it is doing, and what it has spent."""
+    texts = {line[:12].strip(): line[12:] for line in reversed(lines[1:])}  # the first of each kind
+    state = texts.get("done") or texts.get("progress") or "a node is there, and has not told of itself yet"
+    if texts["node"] == "none" and "done" not in texts:
+        state = f"no node; last {texts['progress']}" if "progress" in texts else "no node"
+    spent = "" if "spent" not in texts else f", {texts['spent'].replace('$', '')} USD spent"
     return f"{lines[0]}: {state.removesuffix('.')}{spent}"
 
 
 def short(lines: Sequence[str], command: str) -> Iterator[str]:
-    """Those lines of a report that say more than its headline and matter now. `command` shows all with --all."""
-    matters, left = False, 0
+    """The lines of a report that matter now and add to its headline. `command` with --all shows all of them."""
+    matters, hidden = False, 0
     for line in lines:
         matters = line[:12].strip() not in DETAILS if line[:1] != " " else matters
-        left += not matters
+        hidden += not matters
         if matters:
             yield line
-    if left:
-        yield f"all         {counted(left, 'more line')}: `{command} --all`"
+    if hidden:
+        yield f"all         {counted(hidden, 'more line')}: `{command} --all`"
 
 
 def _fleet(fleets: list[dict[str, Any]], owner: str, now: datetime) -> Iterator[str]:
@@ -137,7 +137,7 @@ def _fleet(fleets: list[dict[str, Any]], owner: str, now: datetime) -> Iterator[
 
 
 def _switch(scheduler: Any, definition: StackDefinition, now: datetime) -> Iterator[str]:
-    """When AWS begins on demand, as the schedule stands."""
+    """When AWS will start the on-demand fleet, by the schedule as it is now."""
     try:
         for group in aws.pages(
             scheduler, "list_schedule_groups", "ScheduleGroups", NamePrefix=name_prefix(definition.name)
@@ -145,10 +145,10 @@ def _switch(scheduler: Any, definition: StackDefinition, now: datetime) -> Itera
             tagged = scheduler.list_tags_for_resource(ResourceArn=group["Arn"])
             if aws.tags_of(tagged).get(STACK_TAG) != definition.name or aws.owner_of(tagged) != definition.run.owner:
                 continue
-            found = scheduler.get_schedule(GroupName=group["Name"], Name=SWITCH)
-            at = epoch(found["ScheduleExpression"][3:-1] + "Z") or 0.0
+            schedule = scheduler.get_schedule(GroupName=group["Name"], Name=SWITCH)
+            at = epoch(schedule["ScheduleExpression"][3:-1] + "Z") or 0.0
             hour = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
-            if found["State"] == "DISABLED":
+            if schedule["State"] == "DISABLED":
                 yield "switch      to on demand: off, as the run is over or its limits do not pay for it"
             elif at <= now.timestamp():
                 yield f"switch      to on demand: since {hour}, unless it has no capacity"
@@ -187,7 +187,9 @@ def _attempts(folder: RunFolder, alive: set[str]) -> Iterator[str]:
 
 
 def _gang(folder: RunFolder, definition: StackDefinition, now: datetime) -> Generator[str, None, str]:
-    """Which of several nodes train together, who waits, and since when. Gives the instance that leads; empty: none."""
+    """Lines on which of several nodes train together, which ones wait, and since when. Returns the leading instance;
+    empty when there is none.
+    """
     made, waiting = dict[int, GangGeneration](), list[Presence]()
     for each in folder.objects(bucket.GANG):
         content = folder.read(each.name) or b""
@@ -213,7 +215,7 @@ def _gang(folder: RunFolder, definition: StackDefinition, now: datetime) -> Gene
 
 
 def _set_aside(each: StoredObject, odd: list[str]) -> attempt.Aside:
-    """Keeps what is said of an object that does not say what it should."""
+    """A callback that collects the sentences about damaged objects."""
     return lambda why: odd.append(f"            {each.name}: set aside: {why}")
 
 

@@ -1,4 +1,4 @@
-"""Asks a run to end as a limit would end it, with what it has trained. Writes one object."""
+"""Asks a run to end as a limit would end it, so that it saves what it has trained. Writes one object."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gpufleet.job.text import stamp
 
 
 def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, say: Callable[[str], None] = print) -> None:
-    """Asks the run to end, unless it is over already, and says what comes of it. Raises AwsRefused where nothing of the
-    file's owner could hear it.
+    """Asks the run to end, unless it is over already, and prints what will happen. Raises AwsRefused when the file's
+    owner has no node or fleet that could obey.
     """
     name, run, owner = definition.name, definition.run.id, definition.run.owner
     again = definition.run_argument

@@ -1,5 +1,5 @@
-"""What is left over, as `gpufleet sweep` shows it, and its removal: what carries the stack's tags and nobody asked for
-is deleted, and nothing else.
+"""Shows what is left over for `gpufleet sweep`, and removes it. Only things that carry the stack's tags and that the
+definition does not keep are deleted.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from gpufleet.infra.account.leftovers import Left
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.text import counted
 
-# Nodes end within minutes, p5's the slowest, and what they used is free only then.
+# Nodes take minutes to end, those of p5 the longest, and what they use cannot be deleted before.
 TIMEOUT_S, POLL_S = 1800, 10
-# What AWS answers while something else still uses it, or is about to end.
+# AWS's answers when something else still uses the resource, or is about to end.
 IN_USE = (
     "DependencyViolation", "DeleteConflict", "BucketNotEmpty", "VolumeInUse", "IncorrectState", "OperationAborted",
     "IncorrectInstanceState", "ConcurrentModification", "fleetNotInDeletableState", "RequestLimitExceeded",
@@ -28,9 +28,9 @@ Found = Callable[[], list[Left]]
 def delete(
     found: Found, client: Callable[[str], Any], *, pause: Callable[[float], None], say: Callable[[str], None] = print
 ) -> None:
-    """Deletes what is unwanted, looking anew until nothing of it is left: what ends only slowly, and what a fleet has
-    launched meanwhile, is found again. Says what it deletes, and of what stays, why. Gives up after TIMEOUT_S, or when
-    nothing that AWS refuses is about to become free.
+    """Deletes what is unwanted, and looks again until nothing is left: some things end slowly, and a fleet may have
+    launched more. It prints what it deletes, and why anything stays. It gives up after TIMEOUT_S, or when AWS
+    refuses the rest and nothing that blocks it is ending.
     """
     gone, waited = set[tuple[str, str]](), 0.0
     while True:
@@ -96,11 +96,11 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
     where = f"{definition.name} in {definition.fleet.region}"
     own = " of its own" if foreign else ""
     nothing = f"nothing billable{own} is " + ("in sight, of what could be looked at." if unseen else "left over.")
-    said = f"{_monthly(billed)} nobody asked for." if billed else nothing
-    said += f" {counted(len(free), 'part')} free of charge still there." if free else ""
-    said += f" {counted(len(foreign), 'part')} of others in its VPC, perhaps billed." if foreign else ""
-    said += _may_launch(billed)
-    yield f"{where}: {said}" + (f" Another owner's: {_monthly(theirs)}.{_may_launch(theirs)}" if theirs else "")
+    summary = f"{_monthly(billed)} nobody asked for." if billed else nothing
+    summary += f" {counted(len(free), 'part')} free of charge still there." if free else ""
+    summary += f" {counted(len(foreign), 'part')} of others in its VPC, perhaps billed." if foreign else ""
+    summary += _may_launch(billed)
+    yield f"{where}: {summary}" + (f" Another owner's: {_monthly(theirs)}.{_may_launch(theirs)}" if theirs else "")
 
 
 def _monthly(group: list[Left]) -> str:

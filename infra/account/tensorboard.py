@@ -1,5 +1,5 @@
-"""TensorBoard of a run on this machine, for `gpufleet tensorboard`: the lines of metrics.jsonl in its bucket, as they
-come. So a command's job has one too, and a run that has ended, and no node has to be reached.
+"""TensorBoard on this machine for a run, for `gpufleet tensorboard`. It follows metrics.jsonl in the run's bucket, so
+it also works for a command's job and for a run that has ended, and it needs no connection to a node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EVERY_S = 30.0  # between two looks; a node sends its lines with each heartbeat
 
 
 class Board:
-    """An event file in `folder` that follows lines of metrics.jsonl."""
+    """An event file in `folder` with the figures of metrics.jsonl."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -33,8 +33,8 @@ class Board:
         self._step = -1
 
     def follow(self, content: bytes) -> int:
-        """Writes what is new in the file as it is now; how many lines that was. Steps that a later node repeats
-        take the place of those before.
+        """Writes the new lines of `content`, the whole file as it is now, and gives their number. Steps that a later
+        node repeats replace the earlier ones.
         """
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -53,7 +53,7 @@ class Board:
         return len(new)
 
     def close(self) -> None:
-        """The file is complete."""
+        """Closes the event file."""
         self._writer.close()
 
 
@@ -65,7 +65,7 @@ def serve(
     say: Callable[[str], None] = print,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """TensorBoard at localhost until Ctrl-C, or its own end, whose exit code this is. Raises GpufleetError without the
+    """Runs TensorBoard at localhost until Ctrl-C or until it ends; its exit code. Raises GpufleetError without the
     package, AwsRefused without such a run.
     """
     if find_spec("tensorboard") is None:

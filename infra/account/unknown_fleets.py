@@ -1,8 +1,8 @@
-"""Fleets of a stack that its state does not know of: an `up` that was killed has made them, and the engine forgot.
+"""Fleets of a stack that are not in its Pulumi state: an `up` that was killed made them, and the engine forgot them.
 
-Asked before anything is declared, with the shell's credentials: by the whole program, not by a component, whose
-provider may have others. A second fleet of the run is refused: both would train it, and each is billed. One of another
-run is a warning: it may be that of another Pulumi stack with the same file.
+The whole program asks for them before anything is declared, with the shell's credentials. A component does not, because
+its provider may have other credentials. A second fleet of the run is refused: both would train it, and both would be
+billed. A fleet of another run is only a warning, since it may belong to another Pulumi stack with the same file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def look(
     *,
     preview: bool,
 ) -> list[str]:
-    """What is to be warned of. `known`: the ids in the stack's state. Raises GpufleetError where `up` would make a
+    """Warnings about such fleets. `known` are the ids in the stack's state. Raises GpufleetError when `up` would make a
     second fleet of the run.
     """
     try:
@@ -38,21 +38,21 @@ def look(
         return []
     except (ClientError, BotoCoreError) as error:
         return [f"Whether there are fleets that this stack's state does not know of was not seen: {refusal(error)}"]
-    found = [
+    unknown = [
         fleet
         for fleet in fleets
         if fleet["FleetId"] not in known and owner_of(fleet) == definition.run.owner and not is_over(fleet, now)
     ]
-    said = [
+    warnings = [
         f"{fleet['FleetId']} of run {_run(fleet)} is in {definition.fleet.region}, and this stack's state does not "
         f"know of it: an `up` that was killed has made it, or another Pulumi stack. End it and its nodes: "
         f"`{end_command(fleet, definition.fleet.region)}`; or all that a killed command has left: "
         f"`gpufleet sweep {definition.argument} --delete`."
-        for fleet in found
+        for fleet in unknown
     ]
-    if not preview and any(_run(fleet) == definition.run.id for fleet in found):
-        raise GpufleetError("\n".join(said))
-    return said
+    if not preview and any(_run(fleet) == definition.run.id for fleet in unknown):
+        raise GpufleetError("\n".join(warnings))
+    return warnings
 
 
 def _run(fleet: dict[str, Any]) -> str:

@@ -1,11 +1,11 @@
-"""Waits for a node: `pulumi up` ends when the fleet is accepted, not when it has one.
+"""Waits for a node: `pulumi up` ends when AWS has accepted the fleet, not when it has a node.
 
-Reads the fleet's history and says each new thing once, with what to do. Gives up at once where waiting cannot help.
-The last lines are what keeps the node away: what is known, and in AWS's words what is not.
+It reads the fleet's history, prints each new event once with what to do, and gives up at once when waiting cannot help.
+The last lines say what keeps the node away, in AWS's words where the cause is not known.
 
-Event names: EC2 API, EventInformation (botocore 1.44.5). Error names inside descriptions: EC2 API, error codes, read
-2026-11-25; that descriptions hold them, and in these words: public reports. Unknown events are shown as they are: a
-wrong guess costs more than none.
+Sources: event names are those of the EC2 API's EventInformation (botocore 1.44.5); error names inside descriptions are
+the EC2 API's error codes, read 2026-11-25. That descriptions contain them, and in which words, comes from public
+reports. Unknown events are shown unchanged, because a wrong guess costs more than none.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ POLL_S = 10.0
 
 @dataclass(kw_only=True, slots=True)
 class WaitLoop:
-    """One wait. Clock and sleep are given, so that a test need not wait."""
+    """One wait. Clock and sleep are parameters, so that a test need not wait."""
 
     definition: StackDefinition
     ec2: Any
@@ -55,8 +55,8 @@ class WaitLoop:
     say: Callable[[str], None] = print
     said: set[str] = field(default_factory=set)
     reasons: list[Reason] = field(default_factory=list)
-    unexplained: list[str] = field(default_factory=list)  # what AWS said, as it said it
-    ended: set[str] = field(default_factory=set)  # nodes
+    unexplained: list[str] = field(default_factory=list)  # events without a known cause, in AWS's words
+    ended: set[str] = field(default_factory=set)  # nodes that have ended
 
     def until_node(self, timeout_s: float) -> int:
         """0 when a node runs or the run is already over, 1 with the reasons when there is none in time."""
@@ -100,7 +100,7 @@ class WaitLoop:
                 self._history(each)
             final = next((reason for reason in self.reasons if reason.final), None)
             if final:
-                self._keeps_away([])  # they were said a moment ago
+                self._keeps_away([])  # the reasons were printed a moment ago
                 self.say(f"Waiting cannot help: {final.cause}. `pulumi destroy` ends the fleet, which keeps trying.")
                 return 1
             if self.clock() >= give_up:
@@ -126,7 +126,7 @@ class WaitLoop:
         return may_launch(fleet, self.now()) and aws.owner_of(fleet) == self.definition.run.owner
 
     def _report_second_fleet(self, fleets: list[dict[str, Any]]) -> None:
-        """The engine forgets what it was making when an `up` was killed, and the next `up` makes another."""
+        """Warns of a second fleet: after a killed `up` the engine forgets what it made, and makes another."""
         run = self.definition.run.id
         self.say(
             f"{len(fleets)} fleets of run {run} launch nodes, each billed. An `up` that was cut short leaves one "
@@ -159,12 +159,12 @@ class WaitLoop:
         return False
 
     def _missing(self, fleet: dict[str, Any]) -> int:
-        """How many nodes a fleet lacks."""
+        """The number of nodes that the fleet lacks."""
         there = [each for each in self._nodes(fleet) if each["State"]["Name"] in ("pending", "running")]
         return max(wants(fleet) - len(there), 0)
 
     def _report_missing(self, fleet: dict[str, Any], missing: int) -> None:
-        """What to do about a fleet that asks once."""
+        """Prints what to do about a fleet that asks AWS only once."""
         for error in fleet.get("Errors", []):
             self.say(f"AWS says: {error['ErrorCode']}: {error['ErrorMessage']}")
         if fleet.get("Errors"):
@@ -177,8 +177,8 @@ class WaitLoop:
         self.say(f"  {end_command(fleet, self.definition.fleet.region)}")
 
     def _for_nothing(self, fleet: dict[str, Any]) -> int:
-        """A node runs: 1 where it is one that finds its run over, as did those before it. Another owner's trains for a
-        run of that owner.
+        """Whether the node that runs is useless: 1 when its run is over, as for the nodes before it, else 0. A node of
+        another owner trains that owner's run.
         """
         done = self._read_done(self.definition.run.owner) if self._ours(fleet) else None
         needless = why_needless(fleet, done, self.now()) if done else ""
@@ -202,13 +202,13 @@ class WaitLoop:
             self._explain(sub_type, description)
 
     def _ended(self, record: dict[str, Any], sub_type: str) -> None:
-        """An instance that came and went says why in its own state reason."""
+        """Prints why an instance ended, from its own state reason."""
         node = str(record["EventInformation"].get("InstanceId", ""))
         if sub_type != "terminated" or not node or node in self.ended:
             return
         self.ended.add(node)
-        found = find_instances(self.ec2, [("instance-id", [node])])
-        why = (found[0].get("StateReason") or {}) if found else {}
+        instances = find_instances(self.ec2, [("instance-id", [node])])
+        why = (instances[0].get("StateReason") or {}) if instances else {}
         code, message = str(why.get("Code", "")), str(why.get("Message", ""))
         self.say(f"node {node} has ended{': ' + message if message else ''}.")
         if code and code not in ENDS_OF_RUNNING:
@@ -254,7 +254,7 @@ class WaitLoop:
         return 1
 
     def _keeps_away(self, reasons: list[Reason]) -> None:
-        """What keeps the node away: `reasons`, what AWS said that has none, and that starts cost money."""
+        """Prints what keeps the node away: `reasons`, events without a known cause, and that each start costs money."""
         for reason in reasons:
             self.say(f"  - {reason.cause}. {reason.remedy}")
         for words in self.unexplained:
@@ -284,13 +284,13 @@ class Reason:
     final: bool = False
 
 
-# How a node ends that was running (EC2 API, StateReason, read 2026-11-25); any other code tells why it did not start.
+# Codes with which a running node ends (EC2 API, StateReason, read 2026-11-25). Other codes say why it did not start.
 ENDS_OF_RUNNING = (
     "Server.ScheduledStop", "Server.SpotInstanceShutdown", "Server.SpotInstanceTermination",
     "Client.InstanceInitiatedShutdown", "Client.InstanceTerminated",
     "Client.UserInitiatedHibernate", "Client.UserInitiatedShutdown",
 )  # fmt: skip
-# By a pattern on "subtype: description"; the first that is found counts.
+# Each pattern is searched in "subtype: description"; the first that matches counts.
 _RULES = {
     r"PendingVerification": Reason(
         cause="AWS is still verifying this account",

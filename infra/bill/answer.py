@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from gpufleet.infra.bill.fallback import Fallback
 
 LINES = 12
-CHARGES = 3  # that have a line of their own
-SHARE = Decimal("0.05")  # of p50, from which a charge matters
+CHARGES = 3  # the number of charges that get a line of their own
+SHARE = Decimal("0.05")  # a charge below this share of p50 gets no line of its own
 _RUN = re.compile(r"(.*): run (`[^`]+`)\.")  # a warning that names its command
 
 
 def answer(
     bill: Bill, command: str, *, today: date, cheaper: str = "", fallback: Fallback | None = None
 ) -> Iterator[str]:
-    """The lines. `command` shows all of the bill; `cheaper` is the line of infra.compare.cheaper, or empty."""
+    """The lines. `command` shows the whole bill; `cheaper` is the line of infra.compare.cheaper, or empty."""
     usd = bill.usd if fallback is None else fallback.usd
     lines = [*wrap(f"{bill.title}: {headline(bill, fallback)}"), *picture(usd, bill.cap.max_usd if bill.cap else None)]
     lines += _charges(bill, usd)
@@ -83,10 +83,10 @@ def picture(usd: Quantiles, most: Decimal | None) -> Iterator[str]:
     end = max(usd.p90 * Decimal("1.1"), Decimal(most or 0))
     if end <= 0:
         return
-    left, right = "  0 ", f" {end:.0f} USD" if end >= 10 else f" {end:.2f} USD"
+    start, right = "  0 ", f" {end:.0f} USD" if end >= 10 else f" {end:.2f} USD"
     if most:
         right += " (limit)" if end == most else " (! limit)"
-    width = min(columns(), 80) - len(left) - len(right)
+    width = min(columns(), 80) - len(start) - len(right)
     at = [min(width - 1, int(value / end * width)) for value in (usd.p10, usd.p50, usd.p90)]
     low, high = min(at[0], width - 3), max(at[2], at[0] + 2)
     middle = min(max(at[1], low + 1), high - 1)
@@ -95,22 +95,22 @@ def picture(usd: Quantiles, most: Decimal | None) -> Iterator[str]:
     if most is not None and end > most:
         bar[min(width - 1, int(most / end * width))] = "!"  # the limit, within the range or just beyond it
     bar[low], bar[middle], bar[high] = "[", "|", "]"
-    yield f"{left}{''.join(bar)}{right}"
+    yield f"{start}{''.join(bar)}{right}"
 
 
 def grouped(warnings: Iterable[str]) -> list[str]:
-    """What to do, by command: what two warnings ask for is one line."""
-    found: dict[str, list[str]] = {}
+    """What to do, one line for each command: two warnings that ask for the same command share a line."""
+    reasons: dict[str, list[str]] = {}
     for warning in warnings:
         match = _RUN.fullmatch(warning)
-        found.setdefault(match[2] if match else warning, []).extend([match[1]] if match else [])
-    return [f"{what}: {', and '.join(why)}" if why else what for what, why in found.items()]
+        reasons.setdefault(match[2] if match else warning, []).extend([match[1]] if match else [])
+    return [f"{what}: {', and '.join(why)}" if why else what for what, why in reasons.items()]
 
 
 def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:
-    """Those that matter, and one line of all others; they add up to p50."""
+    """The charges that matter, and one line for all others; together they add up to p50."""
     charges = [
-        (line.name, line.amount, f"{_plain(line.quantity)} x {line.unit_price:f} USD per {line.unit}")
+        (line.name, line.amount, f"{amount_within(line.quantity)} x {line.unit_price:f} USD per {line.unit}")
         for line in bill.chosen.lines
     ]
     if bill.buys is None:
@@ -120,8 +120,8 @@ def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:
     other = f"{counted(len(charges) - len(matter), 'smaller charge')}, uncertain speed and price"
     if usd.p50 == bill.usd.p50 != bill.chosen.needed_usd.p50:
         other += ", less what a limit cuts off"
-    rows = [(name, _plain(amount, usd), why) for name, amount, why in matter] + [
-        ("everything else", _plain(rest, usd), other)
+    rows = [(name, amount_within(amount, usd), why) for name, amount, why in matter] + [
+        ("everything else", amount_within(rest, usd), other)
     ]
     names, amounts = (max(len(row[at]) for row in rows) for at in (0, 1))
     for name, amount, why in rows:
@@ -130,11 +130,11 @@ def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:
 
 
 def figures_within(values: Quantiles) -> tuple[str, str, str]:
-    """p10, p50 and p90 with as many decimals as the range between them bears."""
-    return _plain(values.p10, values), _plain(values.p50, values), _plain(values.p90, values)
+    """p10, p50 and p90 as text, with as many decimals as their range justifies."""
+    return amount_within(values.p10, values), amount_within(values.p50, values), amount_within(values.p90, values)
 
 
-def _plain(value: Decimal, within: Quantiles | None = None) -> str:
+def amount_within(value: Decimal, within: Quantiles | None = None) -> str:
     """The figure to the third digit of its own, or of the range `within` which it stands, and at most cents from 0.1
     on; to the second digit of a range below that.
     """

@@ -21,14 +21,14 @@ from gpufleet.infra.risk.hazard import Hazard
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cap:
-    """The bound of the definition, and how likely the run is to meet it."""
+    """The limits of the definition, and how likely a run is to be stopped by one."""
 
     max_usd: Decimal
     max_hours: Decimal
-    probability: float  # that the run is stopped before its work is done
-    first: str  # the key of the one that stops it
-    at_hours: Decimal  # node-hours at which it does
-    deadline: Deadline | None = None  # in no figure: the bill knows no clock
+    probability: float  # of being stopped by a limit before the work is done
+    first: str  # the key of the limit that stops the run first
+    at_hours: Decimal  # the node-hours at which that limit stops the run
+    deadline: Deadline | None = None  # shown only: no figure of the bill depends on the clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,38 +47,38 @@ class Bill:
     """Everything a researcher may ask before spending a cent."""
 
     stack: str
-    scenario: str  # of the stack's file; empty: the file as it is
+    scenario: str  # the name of a scenario of the stack's file; empty: the file as it is
     only_priced: str  # why this scenario cannot be run; empty when it can
     run: str
     region: str
-    zones: tuple[str, ...]  # the definition's, by name
+    zones: tuple[str, ...]  # names of the definition's zones
     market: Market
-    lines: tuple[Line, ...]  # of that market, `interruptions` last; their sum is usd.p50
+    lines: tuple[Line, ...]  # priced in that market, `interruptions` last; their sum is usd.p50
     usd: Quantiles
     hours: Quantiles
     spot: Side | None
     on_demand: Side | None
-    chosen: Side  # in the definition's own market
+    chosen: Side  # the side in the definition's own market
     hazard: Decimal | None  # fixed by the definition; None = drawn per simulated run
     chance: Hazard | None  # per node-hour, with where it comes from; None where AWS takes no node
     cadence: BestInterval | None  # the checkpoint interval that costs least; as `chance`
     usd_at_hazard: tuple[tuple[str, float, Decimal], ...]  # (word, hazard per node-hour, mean USD); as `chance`
-    span_usd: Mapping[str, tuple[Decimal, Decimal]]  # p10, p90 to finish, with `speed` or `price` alone unknown
+    span_usd: Mapping[str, tuple[Decimal, Decimal]]  # (p10, p90) to finish when only `speed` or only `price` is unknown
     measured_usd: (
         Quantiles | None
-    )  # to finish, as far as a calibration would tell; None: there is one, or it is endless
+    )  # the range to finish that a calibration would leave; None: there is a calibration, or the run has no end
     break_even_hazard: float | None  # None: spot is cheaper at any hazard up to 10, or has nothing to compare with
     types: tuple[TypeCost, ...]  # every listed type, in the file's order
     fits: tuple[Fit, ...]
     notice: tuple[Notice, ...]
-    cap: Cap | None  # None: no limit is held against what is only priced
+    cap: Cap | None  # None for a bill that is only priced: no limit applies to it
     kept: KeptStorage
     warnings: tuple[str, ...]
-    prices_as_of: date  # the oldest of its lines
-    max_price_age_days: int  # the definition's: with a date of today, older prices get a sentence
+    prices_as_of: date  # the date of the oldest price in the lines
+    max_price_age_days: int  # from the definition; the bill warns of prices that are older
     calibrated: bool
-    buys: Quantiles | None  # hours of training that the limits buy, where nobody says how long the run is
-    hourly_usd: Mapping[str, Decimal]  # per node-hour, by line: what a node costs beside compute
+    buys: Quantiles | None  # hours of training that the limits pay for, when the file does not say how long the run is
+    hourly_usd: Mapping[str, Decimal]  # USD per node-hour of each hourly line other than compute
 
     @property
     def capacity(self) -> Capacity:

@@ -22,11 +22,11 @@ from gpufleet.job.contract.aws import NOTICE_S
 from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.text import counted
 
-_IMAGE_AND_SYSTEM_GIB = 30  # on the root disk, beside scratch: assumption
-_FREE_SHARE = Decimal("0.1")  # of all node-hours: with more of them free, p50 falls while interruptions rise
-_EMPTY_SHARE = 0.05  # of a step's rows: with more of them empty it is worth a sentence
-_SPOILS = Decimal("1.25")  # dearest spot zone over the next from which it is worth leaving out
-_SPREAD = 2  # dearest over cheapest spot zone from which it is worth a sentence
+_IMAGE_AND_SYSTEM_GIB = 30  # what image and system take of the root disk: an assumption
+_FREE_SHARE = Decimal("0.1")  # above this share of free node-hours, p50 falls while interruptions rise
+_EMPTY_SHARE = 0.05  # the bill warns when a larger share of a step's rows is empty
+_SPOILS = Decimal("1.25")  # the bill advises to leave out a zone that costs this many times the next dearest
+_SPREAD = 2  # the bill warns when the dearest spot zone costs this many times the cheapest
 
 
 def warnings(basis: BillBasis, bill: Bill) -> Iterator[str]:
@@ -97,7 +97,7 @@ def _speed(bill: Bill) -> tuple[float, float]:
 
 
 def cut_short(bill: Bill) -> str:
-    """That limits.max_usd lets less than nine runs in ten end, or nothing."""
+    """A warning that limits.max_usd lets fewer than nine runs in ten end; empty when it lets more."""
     cap, needed = bill.cap, bill.chosen.metered_usd
     if cap is None or not needed.p50 <= cap.max_usd < needed.p90:
         return ""
@@ -122,12 +122,14 @@ def _limits(bill: Bill) -> Iterator[str]:
 
 
 def schedule(config: JobConfig, runtime: Runtime) -> Iterator[str]:
-    """What of the job's own settings makes a paid run worthless."""
+    """Warnings about settings of the job that would make a paid run worthless."""
     yield from config.doubts(max(phase.steps for phase in runtime.phases))
 
 
 def _leave_out(definition: StackDefinition, zones: Sequence[SpotPrice], prefix: str) -> str:
-    """What leaving out the dearest zone would do, where it alone spoils the price. Ids begin with `prefix`."""
+    """A warning that says what leaving out the dearest zone would save, when that zone alone makes the price high.
+    Zone ids begin with `prefix`.
+    """
     *others, high = zones
     if not others or high.price.amount < _SPOILS * others[-1].price.amount:
         return ""

@@ -1,9 +1,9 @@
 """From a definition and the catalog to the bill of its run.
 
-Lines are exact and price the run without interruptions; one more line, `interruptions`, makes their sum the p50 of the
-simulation. It can be negative: AWS does not charge an interrupted first hour, and a limit may end the run (the table
-shows that apart, and what speed, price and set-up add that nobody knows). The only clock is `today`, by which a spot
-price has its age.
+The lines are exact and price the run without interruptions. One more line, `interruptions`, makes their sum the p50 of
+the simulation. That line can be negative: AWS does not charge a first hour that it interrupts, and a limit may end the
+run. (The table shows the limit's part on its own, and also what unknown speed, price and set-up add.) The only clock is
+`today`, which gives a spot price its age.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ def price_of(basis: BillBasis, *, not_ready: Sequence[str] = (), runs: int = sim
 
 
 def problems(definition: StackDefinition, bill: Bill) -> list[Problem]:
-    """Why this definition must not be declared at this bill: a listed type on which the job does not fit, or which has
-    no price, a limit below p50, a listed type whose run no limit lets end.
+    """Reasons to refuse the definition at this bill: the job does not fit on a listed type, a listed type has no price,
+    a limit is below p50, or no limit lets the run on a listed type end.
     """
-    found = [*options.fit_problems(definition, bill.types), *options.unpriced(definition, bill.types)]
-    return found if bill.only_priced else [*found, *limits.problems(definition, bill)]
+    refused = [*options.fit_problems(definition, bill.types), *options.unpriced(definition, bill.types)]
+    return refused if bill.only_priced else [*refused, *limits.problems(definition, bill)]
 
 
 def _interruptions(side: Side) -> Line:
@@ -145,7 +145,7 @@ def _cap(definition: StackDefinition, chosen: Side) -> Cap:
 
 
 def _kept_storage(definition: StackDefinition, catalog: Catalog) -> KeptStorage:
-    """The run's own objects: job archive and dataset are the stack's, and a destroy deletes them."""
+    """What the run's own objects cost. Job archive and dataset are the stack's: a destroy deletes them."""
     keep, nothing = definition.storage.keep, Decimal("0.0000")
     if not keep.bucket:
         return KeptStorage(

@@ -1,8 +1,9 @@
 """What a run costs with `fleet.fallback: on-demand`: on spot, and on demand once spot would miss the deadline.
 
-The hour of the switch is the one the resources are declared with and the nodes push (job/supervisor/switch.py): the
-deadline less the stop, a start, the rest of the work on demand and a margin. On demand is then taken to be there, and
-apart from that the share is shown that an assumption has without: nobody promises capacity.
+The resources are declared with an hour of the switch, and the nodes move it later (job/supervisor/switch.py). It is the
+deadline less the time for the stop, a start, the rest of the work on demand and a margin. The dollars assume that
+on-demand capacity is there at that hour. Nobody promises that, so the bill also shows the share of runs that would find
+none, by an assumption.
 """
 
 from __future__ import annotations
@@ -23,35 +24,37 @@ from gpufleet.infra.show.sheet import plain
 from gpufleet.infra.text import hours, share
 from gpufleet.job.contract.aws import SWITCH_MARGIN_S
 
-ON_DEMAND_MISSING = 0.05  # share of switches that find no on-demand capacity: an assumption, no public source
+ON_DEMAND_MISSING = 0.05  # share of switches that find no on-demand capacity: assumed, without a public source
 
-SOONEST = timedelta(minutes=15)  # from the program's start until it has made the schedule: uploads come before it
+SOONEST = timedelta(minutes=15)  # how long `up` may take until it makes the schedule, after its uploads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fallback:
-    """Hours by the wall from the run's first `up`; shares of simulated runs. Dollars are those to finish."""
+    """What the fallback does to a run. Hours are by the wall from the run's first `up`, shares are of simulated runs,
+    and dollars are what it takes to finish.
+    """
 
-    type: str  # on demand
+    type: str  # the instance type that is launched on demand
     hours_left: float  # to the deadline
     stop_h: float
-    start_h: float  # a node's, on demand
+    start_h: float  # how long a node on demand takes to start
     margin_h: float
-    work_h: float  # on demand, all of it
-    train_h: float  # of it, training
-    switch_h: float  # with nothing done; later by what is done
+    work_h: float  # hours that all of the work takes on demand
+    train_h: float  # the hours of training among them
+    switch_h: float  # when a run that has done nothing switches; work that is done moves it later
     usd: Quantiles
     metered_usd: Quantiles  # as limits.max_usd counts it, a clean stop included
     wall_hours: Quantiles
     on_time: float
     switched: float
-    missing: float  # switched, and found no on-demand capacity
+    missing: float  # share of runs that switch and find no on-demand capacity
     paid_from_start: bool  # the limits pay for all of the work on demand
-    unpaid: float  # wanted to switch when the limits no longer paid for the rest
+    unpaid: float  # share of runs whose limits no longer pay for the rest when they would switch
 
     @property
     def needed_h(self) -> float:
-        """Before the deadline a run that has done nothing begins on demand."""
+        """Hours before the deadline at which a run that has done nothing begins on demand."""
         return self.stop_h + self.start_h + self.work_h + self.margin_h
 
     def row(self) -> tuple[str, Quantiles]:
@@ -75,7 +78,7 @@ class Fallback:
         return found
 
     def run_json(self) -> dict[str, Any]:
-        """run.json's `fallback`: what a node has to know to push the hour, in seconds, and what a policy asks."""
+        """The `fallback` of run.json: seconds that a node needs to move the hour, and what a policy checks."""
         parts = {"work": self.work_h, "train": self.train_h, "start": self.start_h, "margin": self.margin_h}
         return {
             "usd_p90": str(self.usd.p90),
@@ -84,7 +87,7 @@ class Fallback:
 
 
 def price_fallback(definition: StackDefinition, bill: Bill, now: datetime) -> Fallback | None:
-    """None where the definition has no fallback, is only priced, or has no price of one of the two."""
+    """The priced fallback; None when the definition has none, is only priced, or lacks the price of one market."""
     left_h, spot, on_demand = definition.hours_left(now), bill.spot, bill.on_demand
     if not definition.fleet.market.stands_by or bill.only_priced or left_h is None or not (spot and on_demand):
         return None
@@ -126,15 +129,17 @@ def price_fallback(definition: StackDefinition, bill: Bill, now: datetime) -> Fa
 
 
 def _launched(bill: Bill, dearest: Side) -> tuple[str, simulation.Exposure, float]:
-    """The type that EC2 launches on demand, the cheapest an hour of those listed (a fleet's default, which the provider
-    cannot change), with what a run on it puts at risk and its hours of training.
+    """The instance type that EC2 launches on demand, the exposure of a run on it, and its hours of training. EC2 takes
+    the listed type with the lowest hourly price: that is a fleet's default, which the provider cannot change.
     """
     able = [each for each in bill.types if each.on_demand and each.runtime and each.holds_the_job]
-    found = min(able, key=lambda each: each.on_demand.amount if each.on_demand else Decimal(0), default=dearest.option)
-    runtime, price = found.runtime or dearest.runtime, found.on_demand or dearest.price
+    cheapest = min(
+        able, key=lambda each: each.on_demand.amount if each.on_demand else Decimal(0), default=dearest.option
+    )
+    runtime, price = cheapest.runtime or dearest.runtime, cheapest.on_demand or dearest.price
     train_h = sum(phase.seconds for phase in runtime.phases if phase.steps) / 3600
-    if found.type == dearest.type:
-        return found.type, dearest.exposure, train_h
+    if cheapest.type == dearest.type:
+        return cheapest.type, dearest.exposure, train_h
     ends = [sum(phase.seconds for phase in runtime.phases[: at + 1]) / 3600 for at in range(len(runtime.phases))]
     sure = replace(
         dearest.exposure,
@@ -143,21 +148,25 @@ def _launched(bill: Bill, dearest: Side) -> tuple[str, simulation.Exposure, floa
         phase_ends_h=tuple(ends),
         compute_usd_h=float(price.amount),
     )
-    return found.type, sure, train_h
+    return cheapest.type, sure, train_h
 
 
-def fallback_problems(definition: StackDefinition, bill: Bill, found: Fallback | None) -> Iterator[Problem]:
-    """No price of on demand, and limits that do not pay for half of the runs."""
+def fallback_problems(definition: StackDefinition, bill: Bill, fallback: Fallback | None) -> Iterator[Problem]:
+    """Problems of a fallback: no on-demand price, or limits that do not pay for half of the runs."""
     if not definition.fleet.market.stands_by or bill.only_priced:
         return
     if bill.on_demand is None:
         yield definition.problem("fleet.fallback", "on-demand", "types with an on-demand price: none of the listed has")
-    elif found is not None and definition.limits.max_usd < found.metered_usd.p50:
-        allowed = f"at least {enough(found.metered_usd.p50)} USD with fleet.fallback: half of the simulated runs need"
-        hint = f"{enough(found.metered_usd.p90)} suffices for nine in ten."
+    elif fallback is not None and definition.limits.max_usd < fallback.metered_usd.p50:
+        allowed = (
+            f"at least {enough(fallback.metered_usd.p50)} USD with fleet.fallback: half of the simulated runs need"
+        )
+        hint = f"{enough(fallback.metered_usd.p90)} suffices for nine in ten."
         yield definition.problem("limits.max_usd", str(definition.limits.max_usd), f"{allowed} that {AS_COUNTED}", hint)
 
 
-def switch_at(found: Fallback, deadline: datetime, now: datetime) -> datetime:
-    """The hour to declare: with nothing done, but not before `up` gets there, as AWS takes none that has passed."""
-    return max(deadline - timedelta(hours=found.needed_h), now + SOONEST).replace(microsecond=0)
+def switch_at(fallback: Fallback, deadline: datetime, now: datetime) -> datetime:
+    """The hour of the switch to declare, for a run that has done nothing. It is never before `up` can have made the
+    schedule, because AWS refuses an hour that has passed.
+    """
+    return max(deadline - timedelta(hours=fallback.needed_h), now + SOONEST).replace(microsecond=0)

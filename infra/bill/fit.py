@@ -1,6 +1,7 @@
-"""Does the job fit: GPU memory per type and phase, host memory, and save + upload inside the notice.
+"""Whether the job fits: GPU memory for each type and phase, host memory, and whether a save and its upload are done
+within AWS's notice.
 
-Says the nearest change that would fit; never changes anything itself.
+It names the nearest change that would fit, and changes nothing itself.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notice:
-    """From the notice to a published manifest, worst case: the step has just begun."""
+    """The seconds from AWS's notice to a published manifest in the worst case, when a step has just begun."""
 
     type: str
     phase: str
@@ -45,7 +46,7 @@ class Notice:
     save_s: float
     hash_s: float
     upload_s: float
-    saves: bool = True  # when it is told of a notice
+    saves: bool = True  # whether the job saves when it gets a notice
 
     @property
     def total_s(self) -> float:
@@ -61,7 +62,7 @@ def fits(
 ) -> tuple[Fit, ...]:
     """One Fit per phase. A run uses one rung throughout, the highest that holds every phase.
 
-    `holder`: what `cheapest_holder` says, for who asks about many types.
+    `holder` is the answer of `cheapest_holder`, for a caller who asks about many types.
     """
     whole = batch.choose_rung(config, instance.gpu_memory_gb, ranks=config.ranks(instance.gpu_count))
 
@@ -79,11 +80,11 @@ def notices(
     root: Disk,
     stop_s: float | None = None,
 ) -> list[Notice]:
-    """One Notice per phase. `stop_s`: measured, from a stop to the whole checkpoint, of a job of one phase."""
-    found = []
+    """One Notice per phase. `stop_s`: measured seconds from a stop request to the whole checkpoint."""
+    times = []
     for index, phase in enumerate(runtime.phases):
         size_gb = config.sizes().checkpoints[index] / 1e9
-        found.append(
+        times.append(
             Notice(
                 type=instance.type,
                 phase=phase.name,
@@ -95,11 +96,11 @@ def notices(
                 saves=config.saves_on_signal is True,  # until a rehearsal has shown it, it does not
             )
         )
-    return found
+    return times
 
 
 def _save_s(predicted_s: float, step_s: float, stop_s: float | None, runtime: Runtime) -> float:
-    """Beyond the step that is under way."""
+    """Seconds that a save on a notice takes after the step that is under way."""
     return predicted_s if stop_s is None or len(runtime.phases) > 1 else max(0.0, stop_s - step_s)
 
 
@@ -157,9 +158,7 @@ def _narrower(config: JobConfig, instance: Instance) -> str:
 
 
 def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:
-    """The cheapest type of the region, on demand, that holds the job as it is, in words; of known speed, since a type
-    without has no bill.
-    """
+    """The cheapest on-demand type of known speed in the region that holds the job as it is, in words."""
     priced = []
     for type_, other in catalog.instances.items():
         if other.unusable or not other.gpu.has_a_roofline(config.products()) or not _holds(config, other):

@@ -1,8 +1,8 @@
-"""Whether the limits let a run end, on the dearest listed type and on every other: max_usd and max_hours by the bill,
-the deadline by who knows what time it is.
+"""Whether the limits let a run end, on the dearest listed type and on every other. The bill checks max_usd and
+max_hours; the deadline is checked by callers that know the time.
 
-The fleet may pick any listed type, and the meter that stops a run knows no free first hour, so the dollars here are
-those it counts.
+The fleet may pick any listed type. The meter that stops a run also counts interrupted first hours, which AWS does not
+charge, and so do the dollars here.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ AS_COUNTED = "as limits.max_usd counts it"  # interrupted first hours, which AWS
 
 
 def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
-    """A limit below p50 and what the job keeps to stop in, and each other listed type on which even an uninterrupted
-    run passes a limit.
+    """A problem for each limit that is below p50 plus the reserve in which the job stops, and for each other listed
+    type on which even an uninterrupted run passes a limit.
     """
     if batch.is_endless(definition.job.parameters):  # it trains until a limit, whichever that is
         yield from _first_save(definition, bill)
@@ -53,7 +53,7 @@ def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
 
 
 def _first_save(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
-    """A limit that comes before the first checkpoint."""
+    """A problem for a limit that stops the run before its first checkpoint."""
     exposure, (by_money, by_hours) = bill.chosen.exposure, bill.chosen.exposure.hours_at_cap()
     limits = definition.limits
     needed_h = exposure.setup_h + (exposure.interval_h if definition.job.parameters.saves else 0.0)
@@ -69,7 +69,7 @@ def _first_save(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
 
 
 def _own(definition: StackDefinition, key: str) -> str:
-    """Where a scenario is given a limit other than the file's; nothing where it has one."""
+    """How to give a scenario a limit of its own, as an addition to a message; empty when it has one."""
     path = f"scenarios.{definition.scenario}.{key}"
     if not definition.scenario or definition.problem(key, "", "").path == path:
         return ""
@@ -77,10 +77,10 @@ def _own(definition: StackDefinition, key: str) -> str:
 
 
 def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) -> list[Problem]:
-    """The deadline, where a listed type cannot be done by then even if it has a node now and keeps it.
+    """A problem for a deadline that a listed type cannot meet even with a node that comes now and stays.
 
-    Not held against the p50 as max_hours is: who takes the run to on demand in time (`gpufleet compare`) meets a
-    deadline that spot alone misses in most runs.
+    Unlike max_hours, the deadline is not compared with p50: a user who moves the run to on demand in time
+    (`gpufleet compare`) meets a deadline that spot alone misses in most runs.
     """
     due, left_h, key = definition.due(now), definition.hours_left(now), definition.due_by(now)
     needs = {
@@ -109,8 +109,8 @@ def _begin(definition: StackDefinition, now: datetime) -> str:
 
 
 def deadline_warnings(definition: StackDefinition, bill: Bill, now: datetime) -> Iterator[str]:
-    """Which share of the simulated runs misses the deadline, waits for capacity counted, if at least 1 %; and at what
-    speed all would, where the deadline comes before the other limits.
+    """Warnings: the share of simulated runs that misses the deadline, with waits for capacity, when it is at least 1 %;
+    and the speed at which every run would miss it, when the deadline comes before the other limits.
     """
     left_h, exposure, key = definition.hours_left(now), bill.chosen.exposure, definition.due_by(now)
     whole = definition.begins_at(now) > now and key != DEADLINE  # its own end, which is among the limits
@@ -129,8 +129,8 @@ def deadline_warnings(definition: StackDefinition, bill: Bill, now: datetime) ->
 
 
 def too_slow(bill: Bill, by_h: float, limit: str) -> str:
-    """Below which share of a speed that nobody has measured `limit`, which begins to stop the run after `by_h` hours,
-    comes before its end; nothing where that is less than half the speed.
+    """A warning about a speed that nobody has measured: below which share of it `limit`, which begins to stop the run
+    after `by_h` hours, comes before the end of the work. Empty when that share is less than a half.
     """
     share = slowest(bill.chosen, by_h)
     if bill.calibrated or not 0.5 < share < 1:
@@ -143,8 +143,8 @@ def too_slow(bill: Bill, by_h: float, limit: str) -> str:
 
 
 def expiry_warning(bill: Bill) -> str:
-    """Which share of the simulated runs their fleet does not outlive where no deadline says for how long; nothing below
-    1 %. Only waits take a run there: what a node works, max_hours stops before.
+    """A warning that gives the share of simulated runs whose fleet expires before they end, when no deadline is set;
+    empty below 1 %. Only waits for capacity make a run last that long: max_hours stops a node that works.
     """
     cap, needed, stop_h = bill.cap, bill.chosen.needed, bill.chosen.exposure.reserve_h
     if cap is None or cap.deadline is not None:
@@ -154,15 +154,15 @@ def expiry_warning(bill: Bill) -> str:
     late = float((unstopped & (needed.wall_hours + stop_h > lives_h)).mean())
     if late < 0.01:
         return ""
-    said = f"limits.max_hours / {bill.market.nodes}".removesuffix(" / 1")
+    formula = f"limits.max_hours / {bill.market.nodes}".removesuffix(" / 1")
     return (
         f"{late:.0%} of runs wait so long for capacity that they are not done when their fleet expires,"
-        f" {said} + {WAITING_TIME / timedelta(hours=1):.0f} h after `up`; limits.deadline sets another time"
+        f" {formula} + {WAITING_TIME / timedelta(hours=1):.0f} h after `up`; limits.deadline sets another time"
     )
 
 
 def enough(needed: Decimal) -> Decimal:
-    """In hundredths, never less than `needed`: as a limit it is accepted."""
+    """`needed`, rounded up to a hundredth, so that it is accepted as a limit."""
     return needed.quantize(Decimal("0.01"), rounding=ROUND_CEILING)
 
 
@@ -174,7 +174,7 @@ def slowest(side: Side, by_h: float) -> float:
 
 
 def _types(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
-    """The dearest is judged by its p50 above, which is no less than its uninterrupted run."""
+    """Problems of the listed types other than the dearest, whose p50 is compared above."""
     limits = definition.limits
     extras = float(sum(bill.hourly_usd.values()))
     for index, option in enumerate(bill.types):

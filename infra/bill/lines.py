@@ -1,6 +1,6 @@
 """The lines of a bill: one small function per charge. Amounts are exact decimals, rounded once, to 1/100 cent.
 
-What a line counts is an upper bound where the run decides (checkpoints kept, saves made); docs/bill.md explains each.
+Quantities that depend on the run (checkpoints kept, saves made) are upper bounds; docs/bill.md explains each line.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ MONTH_H = Decimal(730)  # AWS bills months as hours of use; 730 = 365 x 24 / 12
 CENT_100 = Decimal("0.0001")
 FREE_IOPS, FREE_MIBPS = 3000, 125  # included in every gp3 volume
 KEPT_CHECKPOINTS = 3  # best, last, last but one: at most three different ones; without evaluations there is no best
-SAVE_REQUESTS = 6  # beside a checkpoint's data: two small files, manifest, best.json, metrics, a listing
+SAVE_REQUESTS = 6  # of a save, without the data's own: two small files, manifest, best.json, metrics, a listing
 # The part size of `up`'s uploads: the provider's aws_s3_object keeps its SDK's 5 MiB (AWS SDK for Go v2, read 2026-11).
 INPUT_PART_BYTES = 5 * 1024 * 1024
 SMALL_FILES_GB = 0.02  # metrics, job log, reports, run.json, job archive together: assumption
 LOG_GB_PER_BOOT = 0.005  # boot and container log of one attempt: assumption
 LOG_LINE_BYTES = 250
-IMAGE_GB = 20  # through a NAT gateway at each boot; 15 to 20 were seen
-UNKEPT_DAYS = 1  # a bucket that goes with the stack: assumed destroyed within a day
+IMAGE_GB = 20  # the image that each boot pulls through the NAT gateway; 15 to 20 were measured
+UNKEPT_DAYS = 1  # a bucket that `destroy` deletes is assumed to live for a day
 
 # What AWS gives every account each month, by item (its price pages of EC2 data transfer and CloudWatch, read 2026-11).
 FREE_A_MONTH = {"transfer_out": Decimal(100), "logs_ingestion": Decimal(5)}
@@ -45,7 +45,7 @@ NOT_PRICED = (
 
 
 # How the job's meter counts a line: compute at the price of each hour, hourly at its own rate for each node-hour, fixed
-# as billed. Nothing else tells lines apart: their names are for people.
+# as billed. The kind alone decides that: the names of lines are for people.
 Kind = Literal["compute", "hourly", "fixed", "interruptions"]
 
 
@@ -67,7 +67,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Charge:
-    """What a node costs per hour beside compute: `units` of `price` for each `hours`."""
+    """What a node costs per hour in addition to compute: `units` of `price` for each `hours`."""
 
     name: str
     item: str
@@ -81,13 +81,13 @@ class Charge:
         return (self.units * self.price.amount / self.hours).quantize(Decimal("0.000001"))
 
     def line(self, node_hours: float) -> Line:
-        """The line of a bill for so many node-hours."""
+        """The bill's line for `node_hours`."""
         return line(self.name, self.units * (node_hours / float(self.hours)), self.price, "hourly", self.item)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredSizes:
-    """What a run leaves in its bucket, GB."""
+    """GB of what a run leaves in its bucket."""
 
     dataset: float  # and base weights that the stack uploads
     checkpoints: float
@@ -117,10 +117,10 @@ def line(name: str, quantity: float, price: Price, kind: Kind, item: str = "") -
     )
 
 
-def account_discount(found: Iterable[Line]) -> Decimal:
-    """USD less for an account that has not used anything of what is free each month."""
+def account_discount(lines: Iterable[Line]) -> Decimal:
+    """USD that an account saves when it has used nothing of the month's free quantities."""
     free = (
-        min(each.quantity, FREE_A_MONTH[each.item]) * each.unit_price for each in found if each.item in FREE_A_MONTH
+        min(each.quantity, FREE_A_MONTH[each.item]) * each.unit_price for each in lines if each.item in FREE_A_MONTH
     )
     return sum(free, Decimal(0)).quantize(CENT_100)
 
@@ -142,7 +142,7 @@ def stored(definition: StackDefinition, dataset_bytes: int | None) -> StoredSize
 
 
 def dataset_gb(definition: StackDefinition, dataset_bytes: int | None) -> float:
-    """What the stack puts into its own bucket; nothing for a dataset that lies in S3 already."""
+    """GB of the dataset that the stack uploads to its own bucket; 0 for one that is in S3 already."""
     if definition.storage.dataset.startswith("s3://"):
         return 0.0
     if dataset_bytes is None:
@@ -151,27 +151,27 @@ def dataset_gb(definition: StackDefinition, dataset_bytes: int | None) -> float:
 
 
 def weights_gb(definition: StackDefinition) -> float:
-    """Base weights that the stack puts into its own bucket."""
+    """GB of base weights that the stack uploads to its own bucket."""
     place = definition.storage.base_weights
     return 0.0 if place is None or place.startswith("s3://") else definition.job.parameters.sizes().base_weights / 1e9
 
 
 def node_lines(definition: StackDefinition, catalog: Catalog, node_hours: float, compute: Price) -> list[Line]:
-    """What running nodes cost: compute first, then what else each hour costs. A start is billed for 60 s at least."""
+    """The hourly lines: compute first, then the other charges. AWS bills at least 60 s for each start."""
     node_hours = max(node_hours, MINIMUM_S / 3600) * definition.nodes
     charges = hourly_charges(definition, catalog)
     return [line("compute", node_hours, compute, "compute"), *(charge.line(node_hours) for charge in charges)]
 
 
 def hourly_charges(definition: StackDefinition, catalog: Catalog) -> list[Charge]:
-    """What each node costs per hour beside compute."""
+    """The hourly charges of a node other than compute."""
     return [charge for charges in HOURLY for charge in charges(definition, catalog)]
 
 
 def bucket_lines(
     definition: StackDefinition, catalog: Catalog, runtime: Runtime, dataset_bytes: int | None
 ) -> list[Line]:
-    """What does not depend on how long the node lives: storage until expiry, requests, transfer, logs."""
+    """The lines that do not depend on how long the node lives: storage until it expires, requests, transfer, logs."""
     region, config, keep = definition.fleet.region, definition.job.parameters, definition.storage.keep
     held = stored(definition, dataset_bytes)
     days = keep.days if keep.bucket else UNKEPT_DAYS
@@ -245,7 +245,7 @@ def _address(definition: StackDefinition, catalog: Catalog) -> list[Charge]:
     ]
 
 
-# Each hourly charge of a node; one more is a row of services.csv and a function here.
+# The hourly charges of a node. A new one needs a row of services.csv and a function here.
 HOURLY: tuple[Callable[[StackDefinition, Catalog], list[Charge]], ...] = (_disks, _address)
 
 

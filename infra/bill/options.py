@@ -1,6 +1,6 @@
-"""What each listed instance type would mean: does the job fit, how long, at which hourly price.
+"""What each listed instance type would mean: whether the job fits, how long it takes, and the hourly price.
 
-The fleet may pick any listed type in any listed zone, so the bill stands on the dearest one and shows them all.
+The fleet may pick any listed type in any listed zone, so the bill prices the dearest one and shows all.
 """
 
 from __future__ import annotations
@@ -58,29 +58,29 @@ class TypeCost:
     notices: tuple[fit.Notice, ...]
     offers: Mapping[Capacity, Offer]  # of the definition's own market, and of those that are compared
     why: str
-    untried: str = ""  # that nobody knows whether its GPUs hold a command
+    untried: str = ""  # a sentence when nobody knows whether a command fits in the memory of the type's GPUs
 
     def hourly(self, capacity: Capacity) -> Price | None:
-        """The dearest price per node-hour that the fleet can meet; None where it takes no such node."""
+        """The highest price per node-hour that the fleet can meet; None when it takes no node of that market."""
         return self.offers[capacity].hourly
 
     def likely(self, capacity: Capacity) -> Price | None:
-        """What a fleet that picks by price and capacity may expect to pay."""
+        """The price per node-hour that a fleet may expect to pay when it picks by price and capacity."""
         return self.offers[capacity].likely
 
     @property
     def spot(self) -> tuple[SpotPrice, ...]:
-        """Cheapest zone first."""
+        """Spot prices by zone, the cheapest first."""
         return self.offers["spot"].zones
 
     @property
     def on_demand(self) -> Price | None:
-        """The price, whether or not the fleet may take it."""
+        """The on-demand price, whether or not the fleet may buy on demand."""
         return self.offers["on-demand"].price
 
     @property
     def left_out(self) -> dict[Capacity, str]:
-        """By market why limits.usd_per_hour keeps it from the fleet."""
+        """For each market in which limits.usd_per_hour excludes the type, the reason."""
         return {market: offer.left_out for market, offer in self.offers.items() if offer.left_out}
 
     @property
@@ -95,8 +95,8 @@ def type_costs(basis: BillBasis) -> tuple[TypeCost, ...]:
 
 
 def dearest(types: Sequence[TypeCost], capacity: Capacity, extras_usd_h: float = 0.0) -> TypeCost | None:
-    """The type on which the uninterrupted run costs most, among those that hold the job when any does. `extras_usd_h`:
-    disks and address, which a slow type needs for longer.
+    """The type on which the uninterrupted run costs most. Types that hold the job are preferred, when there are any.
+    `extras_usd_h` is the hourly price of disks and address, which a slow type needs for longer.
     """
 
     def usd(option: TypeCost) -> float:
@@ -104,17 +104,19 @@ def dearest(types: Sequence[TypeCost], capacity: Capacity, extras_usd_h: float =
         return (float(price.amount) + extras_usd_h) * runtime.total_s if price and runtime else -1.0
 
     holding = [option for option in types if option.holds_the_job] or list(types)
-    found = max(holding, key=usd, default=None)
-    return found if found and usd(found) >= 0 else None
+    most = max(holding, key=usd, default=None)
+    return most if most and usd(most) >= 0 else None
 
 
 def refuse(definition: StackDefinition, types: Sequence[TypeCost]) -> GpufleetError:
-    """Why no listed type can be priced, as the error to raise."""
+    """The error to raise when no listed type can be priced; it gives the reasons."""
     problems = fit_problems(definition, types)
     if problems:
         return DefinitionError(str(definition.source), problems)
-    found = unpriced(definition, types)
-    return DefinitionError(str(definition.source), found) if found else GpufleetError("fleet.instance_types is empty")
+    reasons = unpriced(definition, types)
+    return (
+        DefinitionError(str(definition.source), reasons) if reasons else GpufleetError("fleet.instance_types is empty")
+    )
 
 
 def unpriced(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Problem]:
@@ -123,7 +125,7 @@ def unpriced(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Pro
     if types and all(option.offers[capacity].left_out for option in types):
         reasons = "; ".join(option.offers[capacity].left_out for option in types)
         return [definition.problem("limits.usd_per_hour", str(definition.limits.usd_per_hour), CEILING, f"{reasons}.")]
-    found = []
+    problems = []
     for index, option in enumerate(types):
         if option.why and not option.offers[capacity].left_out:
             instead = next(market for market in COMPARED if market != capacity)
@@ -132,8 +134,8 @@ def unpriced(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Pro
             other = f", write fleet.capacity: {instead}" if known and not priced else ""
             read = "" if priced else f", or ask AWS: `gpufleet prices refresh --region {definition.fleet.region}`"
             hint = f"{option.why}. Take it out{other}{read}."
-            found.append(definition.problem(listed(index), option.type, allowed, hint))
-    return found
+            problems.append(definition.problem(listed(index), option.type, allowed, hint))
+    return problems
 
 
 def fit_problems(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Problem]:
@@ -152,7 +154,7 @@ CEILING = "a price that a listed type has (a rule of policy.yaml may lower it)"
 
 
 def pools(definition: StackDefinition, catalog: Catalog, capacity: Capacity) -> tuple[tuple[str, str], ...]:
-    """(type, zone) of all that the fleet may launch: without those above limits.usd_per_hour."""
+    """Every (type, zone) that the fleet may launch. Those above limits.usd_per_hour are left out."""
     fleet, ceiling, way = definition.fleet, definition.limits.usd_per_hour, WAYS[capacity]()
     return tuple(
         (type_, zone)
@@ -162,14 +164,14 @@ def pools(definition: StackDefinition, catalog: Catalog, capacity: Capacity) -> 
 
 
 def offers_of(definition: StackDefinition, catalog: Catalog, type_: str) -> dict[Capacity, Offer]:
-    """What a node of the type costs in the definition's region, without zones that its fleet leaves out, by market."""
+    """For each market, what a node of the type costs in the definition's region, in the zones that its fleet uses."""
     fleet, ceiling = definition.fleet, definition.limits.usd_per_hour
     ways = (*(WAYS[name]() for name in COMPARED), fleet.market)
     return {way.name: way.offer(catalog, type_, fleet, ceiling) for way in ways}
 
 
 def listed(index: int) -> str:
-    """Where the definition lists its type number `index`."""
+    """The path in the definition of the listed type with this index."""
     return f"fleet.instance_types[{index}]"
 
 
@@ -195,7 +197,7 @@ def type_cost(
     price = offers[market.name].price
     config = config.completed(hours=market.node_hours(limits.max_hours, limits.max_usd, price))
     ranks = config.ranks(instance.gpu_count, definition.nodes)
-    try:  # the other price may be missing: it is only compared with
+    try:  # the other market's price may be missing: it is only shown for comparison
         market.require(catalog, type_, definition.fleet)
     except PriceMissing as missing:
         why.append(str(missing))
@@ -232,7 +234,7 @@ def type_cost(
 
 
 def _is_of(definition: StackDefinition, type_: str, catalog: Catalog) -> bool:
-    """Whether estimate.step_ms is of this type: listed, or with as many of a listed one's GPUs at work on a step."""
+    """Whether estimate.step_ms holds for this type: listed, or with as many GPUs of the same kind as a listed type."""
 
     def device(name: str) -> tuple[str, float, int] | None:
         kind = catalog.instances.get(name)

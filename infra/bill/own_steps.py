@@ -1,10 +1,10 @@
-"""How long a step of a user's own command takes on a node: as its file says, as it was measured, or guessed from these.
+"""How long a step of a user's own command takes on a node: the file's figure, a measured one, or a guess from these.
 
-A figure holds for one kind of GPU and so many of them. Elsewhere the same work takes
+A figure holds for one kind and number of GPUs. For other nodes it is carried over:
 
-- on other GPUs as much longer or shorter as other code did (infra/evidence/speeds.py), as far as that is known;
-- on half as many GPUs twice as long, on twice as many half as long. Not every script gains so much, so the range is
-  wider on the side of gaining less. A script whose batch grows with its GPUs needs as many fewer of its steps.
+- to other GPUs by the ratio that other code showed between the two (infra/evidence/speeds.py), if that is known;
+- to half as many GPUs as twice the time, to twice as many as half. Not every script gains so much, so the range is
+  wider on that side. A script whose batch grows with its GPUs needs fewer steps in proportion.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SECOND_MS = 1000.0  # of a run that declares hours, or nothing: a "step" is one 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Milliseconds of a step, or of an epoch where these are counted, on `gpus` of a GPU, and how far it may be off:
-    sigmas of its logarithm.
+    """Milliseconds of a step on `gpus` GPUs of one kind (of an epoch, for a run that counts epochs), and how far the
+    figure may be off, as sigmas of its logarithm.
     """
 
     gpu: Gpu
@@ -35,15 +35,15 @@ class StepTime:
     step_ms: float
     faster: float
     slower: float
-    shared: float  # the part of both that the same job has on every GPU
+    shared: float  # the part of both sigmas that is the same for the job on every GPU
     said: str  # whose figure it is
-    guessed: bool = False  # from a figure of other GPUs
+    guessed: bool = False  # whether it was carried over from other GPUs
 
     def carried_over(self, gpu: Gpu, gpus: int, speeds: Speeds) -> StepTime | None:
-        """What follows for so many of another GPU. None: the peak of one of the two is not known."""
+        """The step time on `gpus` of another GPU. None when the peak of one of the two GPUs is not known."""
         if (gpu, gpus) == (self.gpu, self.gpus):
             return self
-        times, sigma = gpus / self.gpus, 0.0  # as fast
+        times, sigma = gpus / self.gpus, 0.0  # times: how many times as fast
         if gpu != self.gpu:
             if not gpu.bf16_tflops or not self.gpu.bf16_tflops:
                 return None
@@ -66,21 +66,21 @@ class StepTime:
 def known_steps(
     definition: StackDefinition, catalog: Catalog, measured: Mapping[str, Calibration | RefusedCalibration]
 ) -> tuple[StepTime, ...]:
-    """What file and measurements say of a command's step; nothing for a ready-made job. A figure that does not name how
-    many GPUs it is of, is of those of the first listed type that has them, else of the first listed type's.
+    """The step times of a command that its file and measurements give; none for a ready-made job. A figure without a
+    number of GPUs holds for those of the first listed type with that GPU, else for those of the first listed type.
     """
     return tuple(_known(definition, catalog, measured))
 
 
 def step_time(known: Iterable[StepTime], instance: Instance, ranks: int, speeds: Speeds | None) -> StepTime | None:
-    """The step on `ranks` of a type's GPUs, from the figure that leaves the least open; None where none tells."""
+    """The step time on `ranks` GPUs of a type, from the least uncertain figure; None without a usable one."""
     there = (each.carried_over(instance.gpu, ranks, speeds or shipped()) for each in known)
     return min(filter(None, there), key=lambda each: each.faster + each.slower, default=None)
 
 
 def untried(known: Sequence[StepTime], instance: Instance, ranks: int) -> str:
-    """That the GPUs have less memory than those on which a command is known to run, whose need nobody has said; or
-    nothing.
+    """A sentence when the type's GPUs have less memory than those on which the command is known to run and the file
+    does not say how much it needs; else empty.
     """
 
     def holds(each: StepTime) -> bool:

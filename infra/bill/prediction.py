@@ -1,4 +1,4 @@
-"""What `gpufleet prepare` says of the run that its dataset makes."""
+"""What `gpufleet prepare` prints about the run with the dataset that it has made."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gpufleet.job.text import counted
 
 
 def predict(definition: StackDefinition, root: Path, now: datetime, say: Say) -> None:
-    """Says what the run will take with this dataset, before a GPU starts. Raises DefinitionError when the bill's p50
-    passes a limit, or the uninterrupted run the deadline; the dataset stays.
+    """Prints how long the run takes with this dataset, and what it costs. Raises DefinitionError when the bill's p50 is
+    above a limit or the uninterrupted run misses the deadline; the dataset stays.
     """
     bill = bill_of(definition, root, load_catalog(root, day=now.date()), today=now.date())
     usd, hours = bill.chosen.needed_usd, bill.chosen.needed_hours
@@ -32,8 +32,8 @@ def predict(definition: StackDefinition, root: Path, now: datetime, say: Say) ->
     for doubt in (*doubts.schedule(definition.job.parameters, bill.chosen.runtime), doubts.cut_short(bill)):
         if doubt:
             say(f"warning: {doubt}")
-    found = [*problems(definition, bill), *limits.deadline_problems(definition, bill, now)]
-    if found:
-        raise DefinitionError(str(definition.source), found)
+    refused = [*problems(definition, bill), *limits.deadline_problems(definition, bill, now)]
+    if refused:
+        raise DefinitionError(str(definition.source), refused)
     for late in limits.deadline_warnings(definition, bill, now):
         say(f"warning: {late}")

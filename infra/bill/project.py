@@ -1,7 +1,7 @@
 """The bill of a definition as this project knows it: its prepared dataset, calibrations, receipts, traces and prices.
 
-One way for every command and the program, so that all of them say the same. For the bill alone: what a run is told, and
-what its identity is, stays what the file says.
+Every command and the program make their bills here, so that all of them give the same figures. What is filled in is for
+the bill alone: the run itself, and its identity, use the file as it is.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def bill_of(
 def bill_basis(
     definition: StackDefinition, root: Path, catalog: Catalog, types: Iterable[str] | None = None
 ) -> BillBasis:
-    """What lies under `root` of this definition: the prepared dataset, and calibrations of its types, or of these. Of a
-    command's every one: others are guessed from it.
+    """What the folder `root` has for this definition: the prepared dataset, and calibrations of the definition's types
+    or of `types`. For a command every calibration counts, since steps on other types are guessed from it.
 
-    A scenario that is only priced and says what its data counts keeps its word: it is of no dataset that there is.
+    A scenario that is only priced and states the counts of its data keeps them: it describes no existing dataset.
     """
     dataset = None if definition.own_data and definition.variant.only_priced else prepared_dataset(definition, root)
     asked = catalog.instances if definition.job.parameters.told_speed else types
@@ -61,11 +61,11 @@ def bill_basis(
 
 
 def _as_measured(definition: StackDefinition, calibrations: Calibrations) -> StackDefinition:
-    """With what the newest measurement has of its saves."""
-    found = [each for each in calibrations.values() if isinstance(each, Calibration)]
-    if not found:
+    """The definition with the saves as the newest measurement found them."""
+    measured = [each for each in calibrations.values() if isinstance(each, Calibration)]
+    if not measured:
         return definition
-    newest = max(found, key=lambda each: each.at)
+    newest = max(measured, key=lambda each: each.at)
     parameters = definition.job.parameters.completed(
         save_bytes=newest.phases[-1].save_bytes,
         save_steps=newest.phases[-1].save_steps,

@@ -96,22 +96,22 @@ def outputs(bill: Bill) -> dict[str, str]:
 
 
 def rates(bill: Bill) -> dict[str, Any]:
-    """Only types with an on-demand price: the meter falls back to it, a spot-only type meters at spot. `gpus`: of a
-    node; one with fewer is refused.
+    """Hourly prices of the types for the meter, which falls back to the on-demand price; a type without one meters at
+    spot. `gpus` is how many a node must have: one with fewer is refused.
     """
-    found: dict[str, Any] = {}
+    prices: dict[str, Any] = {}
     for option in bill.types:
         most, spot = bill.market.metered(option.offers)
         if most is None:
             continue
         by_zone = {zone: str(spot.amount) for zone in bill.zones} if spot else {}
         gpus = option.instance.gpu_count
-        found[option.type] = {"on_demand": str(most.amount), "spot": by_zone, "gpus": gpus}
-    return found
+        prices[option.type] = {"on_demand": str(most.amount), "spot": by_zone, "gpus": gpus}
+    return prices
 
 
 def extras(bill: Bill) -> dict[str, Any]:
-    """USD per node-hour beside compute, by line, and the sum of the lines that do not depend on hours."""
+    """USD per node-hour of each line other than compute, and the sum of the lines that do not depend on hours."""
     fixed = (line.amount for line in bill.lines if line.kind == "fixed")
     return {
         "hourly_usd": {name: str(usd) for name, usd in bill.hourly_usd.items()},
@@ -140,7 +140,7 @@ def predicted(bill: Bill) -> list[dict[str, Any]]:
 
 
 def _unknown(bill: Bill) -> dict[str, Any]:
-    """The parts of the range, each as if it alone were unknown, in USD to finish."""
+    """USD to finish when only one thing is unknown, for each thing: the parts of the range."""
     of = bill.chosen.exposure.unknown
     alone = {name: plain({"p10": low, "p90": high}) for name, (low, high) in bill.span_usd.items()}
     return {
@@ -157,12 +157,12 @@ def _hazard(chance: Hazard) -> dict[str, Any]:
     return {"median": round(chance.median, 4), "p10": round(p10, 4), "p90": round(p90, 4), "source": chance.source}
 
 
-def _cadence(found: BestInterval) -> dict[str, Any]:
+def _cadence(best: BestInterval) -> dict[str, Any]:
     return {
-        "interval_s": round(found.interval_s, 1),
-        "present_s": round(found.present_s, 1),
-        "saved_usd": f"{found.saved_usd:.4f}",
-        "saved_hours": f"{found.saved_h:.4f}",
+        "interval_s": round(best.interval_s, 1),
+        "present_s": round(best.present_s, 1),
+        "saved_usd": f"{best.saved_usd:.4f}",
+        "saved_hours": f"{best.saved_h:.4f}",
     }
 
 

@@ -36,14 +36,16 @@ UPLOAD_GB_S = 1.02  # 17.4 GB to S3 in 17 s, once, on g5.12xlarge; never above t
 DECODE_S = 0.02  # one token of every sequence at once in plain PyTorch: launch-bound; never below reading the weights
 _STEP_MS = "estimate.step_ms, one figure per phase with optimizer steps"
 
-# Where step times come from: a calibration or receipt; the definition's own figures; these or a measurement, of other
+# Where step times come from: a calibration or receipt; the definition's own figures; either, carried over from other
 # GPUs; the table of measured speeds.
 SpeedBasis = Literal["measured", "declared", "guessed", "derived"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseTime:
-    """One phase on one instance type. Without optimizer steps `step_ms`, `tokens_per_s` are 0 and `mfu` None."""
+    """The time of one phase on one instance type. For a phase without optimizer steps, `step_ms` and `tokens_per_s` are
+    0 and `mfu` is None.
+    """
 
     name: str
     params_total: int
@@ -55,7 +57,7 @@ class PhaseTime:
     tokens_per_s: float
     mfu: float | None  # useful FLOP over the dense bf16 peak of the GPUs used, fp32 too: as the job measures it
     saves: float  # checkpoints written: timed, one per evaluation at most, and the one at its end
-    counts_steps: bool  # else each "step" is a second
+    counts_steps: bool  # False: each "step" is a second
     seconds: float  # steps, evaluations, samples, checkpoint stalls, growth before it, final upload after the last
 
 
@@ -66,37 +68,37 @@ class Runtime:
     phases: tuple[PhaseTime, ...]
     ranks: int  # GPUs used, of all nodes
     setup_s: float
-    restart_s: float  # the same for a replacement node, checkpoint download included
+    restart_s: float  # set-up of a replacement node, checkpoint download included
     evaluation_s: float
     stalls_s: float  # checkpoint stalls
     growth_s: float
     upload_s: float  # final save, hash and upload
-    held_s: float  # at the end: a buffer, or a node that is kept longer than its work
+    held_s: float  # idle time at the end: a buffer, or a node that is kept longer than its work
     basis: str
     speed: SpeedBasis
     faster: float  # sigma of ln(actual/these hours of work), below the median
     slower: float  # above it
-    shared: float = 0.0  # the part of both that the job has on every GPU
-    setup_seen: bool = False  # set-up is a receipt's
+    shared: float = 0.0  # the part of both sigmas that is the same for the job on every GPU
+    setup_seen: bool = False  # whether set-up was measured, by a receipt
 
     @property
     def calibrated(self) -> bool:
-        """Whether they were measured, of this job on this device."""
+        """Whether the step times were measured for this job on this device."""
         return self.speed == "measured"
 
     @property
     def compute_s(self) -> float:
-        """Optimizer steps alone: what the tables of an experiment call compute."""
+        """Seconds of the optimizer steps alone, which the tables of an experiment call compute."""
         return sum(phase.steps * phase.step_ms / 1e3 for phase in self.phases)
 
     @property
     def work_s(self) -> float:
-        """First step to shutdown."""
+        """Seconds from the first step to shutdown."""
         return sum(phase.seconds for phase in self.phases) + self.held_s
 
     @property
     def total_s(self) -> float:
-        """Launch to shutdown: what is billed without interruptions."""
+        """Seconds from launch to shutdown: what is billed without interruptions."""
         return self.setup_s + self.work_s
 
 
@@ -114,13 +116,13 @@ def hours(
     own: StepTime | None = None,
     speeds: Speeds | None = None,
 ) -> Runtime:
-    """The run on `nodes` nodes of `instance`, each kept for `hold_hours` when that is longer than the work; the
-    work grows by the share `buffer`, at its end. `cards`: those that nodes talk over.
+    """The time of the run on `nodes` nodes of `instance`. Each is kept for `hold_hours` when that is longer than the
+    work. `buffer` is a share of the work that is added at its end; `cards` are the network cards that nodes talk
+    over.
 
-    `calibration`: what was measured of this job on one such node. A figure of `estimate` goes before it. `own`: the
-    step of a user's own command there. `speeds`: what was measured of other jobs and GPUs; without them what the
-    shipped table says.
-    Raises GpufleetError when its speed can be derived from nothing.
+    `calibration` is what was measured of this job on one such node; a figure of `estimate` takes precedence. `own` is
+    the step time of a user's own command there. `speeds` is what was measured of other jobs and GPUs, by default the
+    shipped table. Raises GpufleetError when nothing gives a speed.
     """
     sizes = config.phases()
     ranks = config.ranks(instance.gpu_count, nodes)
@@ -206,14 +208,14 @@ def hours(
 
 
 def upload_rate(instance: Instance, estimate: Estimate) -> float:
-    """Node to S3 in GB/s: the definition's figure as it is, else the measured one capped by the sustained network."""
+    """GB/s from node to S3: the definition's figure, else the measured one, at most the sustained network rate."""
     if estimate.upload_gb_per_s is not None:
         return float(estimate.upload_gb_per_s)
     return min(UPLOAD_GB_S, instance.network_gbps / 8)
 
 
 def scratch_rate(instance: Instance, root: Disk) -> float:
-    """Writing checkpoints locally, GB/s: instance store where there is one, else the root disk."""
+    """GB/s of writing checkpoints locally: to the instance store if there is one, else to the root disk."""
     if instance.nvme_gb:
         return NVME_WRITE_GB_S
     return min(root.throughput_mibps * 1.048576e-3, instance.ebs_gbps / 8)
@@ -239,8 +241,8 @@ def _spread(
     calibration: Calibration | None,
     own: StepTime | None,
 ) -> tuple[float, float, float]:
-    """Sigmas of ln(actual/said hours of work), below and above the median, and what every GPU shares of them. Of phases
-    the mean, each as much as it takes.
+    """Sigmas of ln(actual / priced hours of work) below and above the median, and the part of them that is the same on
+    every GPU. They are means over the phases, weighted by time.
     """
     if speed == "measured" and calibration is not None:
         sigma = max(unknown.MEASURED, calibration.spread)
@@ -270,7 +272,7 @@ def _step_ms(
     seen: PhaseSpeed | None,
     own: StepTime | None,
 ) -> float:
-    """Milliseconds per optimizer step of a phase; for one without steps, what a step of its shape would take."""
+    """Milliseconds per optimizer step of a phase; without steps, those of a step of its shape."""
     if estimate.step_ms is not None:
         training = [place for place, size in enumerate(sizes) if size.steps and place <= index]
         return float(estimate.step_ms[len(training) - 1])
@@ -302,8 +304,8 @@ def _step_ms(
 def _save_s(
     config: JobConfig, size: PhaseSize, index: int, ranks: int, write_gb_s: float, seen: PhaseSpeed | None
 ) -> float:
-    """What one save keeps the trainer waiting: each rank copies what it holds, a part of what is sharded or all. Saves
-    that are not asynchronous are waited for until they are written.
+    """Seconds that one save keeps the trainer waiting. Each rank copies what it holds: its shard, or everything. A save
+    that is not asynchronous also keeps it waiting until the files are written.
     """
     whole_gb = config.sizes().checkpoints[index] / 1e9
     copied_s = SAVE_BLOCKS_S + whole_gb / (ranks if size.sharded else 1) / HOST_COPY_GB_S
@@ -324,8 +326,8 @@ def _beside_s(
     *,
     ended: bool,
 ) -> float:
-    """Work beside the steps: evaluations and passes, which are forward only, decoding, the node's cores and GPUs at
-    work on something else. `ended`: all but evaluations is in what was measured after the last step.
+    """Seconds of work other than steps: forward passes of evaluations and of whole-data passes, decoding, and other
+    work of the node's cores and GPUs. `ended`: all but evaluations is part of what was measured after the last step.
     """
     token_s = step_ms / 1e3 / size.tokens_per_step * size.forward_share
     evaluation_s = size.evaluation_s(step_ms / 1e3)
@@ -347,8 +349,8 @@ def _beside_s(
 def _setup_s(
     instance: Instance, estimate: Estimate, calibration: Calibration | None, speeds: Speeds | None
 ) -> tuple[float, bool]:
-    """Launch to first step, and whether nodes took so long. A probe knows the trainer's own part of it only, a receipt
-    of this job all of it; receipts of the stack as it was are better than what is assumed.
+    """Seconds from launch to first step, and whether they were measured. A probe measures only the trainer's part, a
+    receipt of this job all of it. Receipts of an earlier version of the stack are better than the assumption.
     """
     if estimate.setup_minutes is not None:
         return float(estimate.setup_minutes) * 60, False

@@ -1,8 +1,8 @@
 """Many runs under one budget: what a sweep comes to.
 
-Luck with interruptions and spot prices is each run's own, so a sum of runs is narrower than the sum of their ranges.
-How fast a job is, is not: where nobody has measured it, all runs of one file may be slow alike. Both sums are given;
-the second is the one to set a budget by until the job is calibrated.
+Each run has its own luck with interruptions and spot prices, so the range of a sum is narrower than the sum of the
+ranges. Speed is different: until somebody has measured it, all runs of one file may be slow alike. Both sums are given;
+use the second one for a budget until the job is calibrated.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from gpufleet.job.text import counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackRuns:
-    """One file's runs. `usd`: of each simulated run, as its limits cut it."""
+    """The runs of one file. `usd` has the dollars of each simulated run, as the limits cut it."""
 
     name: str
     times: int
     one: Quantiles
-    max_usd: Decimal  # of one
+    max_usd: Decimal  # of one run
     usd: Floats
 
 
@@ -46,7 +46,7 @@ class Several:
 
     @property
     def independent(self) -> Quantiles:
-        """USD of all, each run with a luck of its own."""
+        """USD of all runs when each has its own luck."""
         luck = np.random.default_rng(0)
         total = np.zeros(simulation.RUNS)
         for part in self.parts:
@@ -56,7 +56,7 @@ class Several:
 
     @property
     def alike(self) -> Quantiles:
-        """USD of all, where every run of a file meets the same, and files do too."""
+        """USD of all runs when every run, of every file, has the same luck."""
         each = [part.one.times(part.times) for part in self.parts]
         p10, p50, p90, mean = (
             sum((getattr(one, name) for one in each), Decimal(0)) for name in ("p10", "p50", "p90", "mean")
@@ -96,7 +96,7 @@ class Several:
 
 
 def repeated(bills: Sequence[tuple[StackDefinition, Bill]], times: int, today: date) -> Several:
-    """Each of the bills `times` times. `today`: by which prices have their age."""
+    """Each of the bills `times` times. The age of prices is counted to `today`."""
     oldest = min((bill for _, bill in bills), key=lambda bill: bill.chosen.price.as_of)
     return Several(
         price_age=price_age(oldest, today),

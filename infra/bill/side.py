@@ -46,10 +46,10 @@ class Quantiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """A side before its luck: what it is, its lines, and what one run puts at risk."""
+    """A side before its runs are simulated: type, zone, price, lines, and the run's exposure to interruptions."""
 
     option: TypeCost
-    zone: str | None  # by zone id; None where one price holds in all
+    zone: str | None  # a zone id; None when one price holds in all zones
     price: Price  # per node-hour
     lines: tuple[Line, ...]  # without interruptions
     runtime: Runtime
@@ -66,22 +66,22 @@ class Prepared:
 
     @property
     def total(self) -> Decimal:
-        """Sum of the lines: the run without interruptions."""
+        """USD of the run without interruptions: the sum of the lines."""
         return sum((line.amount for line in self.lines), Decimal(0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side(Prepared):
-    """A definition on one type, with what its simulated runs came to."""
+    """A definition on one instance type, with the figures of its simulated runs."""
 
     usd: Quantiles  # as the limits of the definition cut it
     hours: Quantiles  # of each node
     wall_hours: Quantiles  # with the waits for capacity
     needed_usd: Quantiles  # without the limits: what it takes to finish
     needed_hours: Quantiles
-    metered_usd: Quantiles  # the same as the job's meter counts: interrupted first hours not credited
-    alone_usd: Quantiles  # needed_usd, if all but interruptions were as the lines say
-    interruptions: Quantiles  # whole numbers but for the mean, which few runs with a high hazard make
+    metered_usd: Quantiles  # needed_usd as the job's meter counts: interrupted first hours are not free
+    alone_usd: Quantiles  # needed_usd if nothing but interruptions differed from the lines
+    interruptions: Quantiles  # whole numbers, except the mean, which a few runs with a high hazard dominate
     probability_stopped: float  # by a limit, before the work is done
     within: simulation.SimulatedRuns = field(repr=False, compare=False)  # the simulated runs behind usd
     needed: simulation.SimulatedRuns = field(repr=False, compare=False)  # the simulated runs behind needed_usd
@@ -89,17 +89,17 @@ class Side(Prepared):
 
     @property
     def trained_hours(self) -> Quantiles:
-        """Hours of work that survive, within the limits."""
+        """Hours of training that a run keeps within the limits: repeated work is not counted."""
         return quantiles_of(self.within.done_h)
 
     @property
     def idle_usd(self) -> Quantiles:
-        """Dollars of the nodes' hours in which they wait for the others, to finish; zero on one node."""
+        """USD to finish that nodes cost while they wait for the others; zero on one node."""
         return quantiles_of(self.needed.idle_hours * self.exposure.usd_h)
 
     @property
     def reserve(self) -> tuple[Decimal, Decimal]:
-        """USD and hours of each node that a limit has to leave, for the job to stop in."""
+        """(USD, hours of each node) that the job needs in order to stop before a limit."""
         hours, of = self.exposure.reserve_h, self.exposure
         return exact(hours * of.usd_h), exact(hours)
 
@@ -150,7 +150,7 @@ def settle(
     needed: simulation.SimulatedRuns,
     alone: simulation.SimulatedRuns | None = None,
 ) -> Side:
-    """The side, from the simulated runs within the limits, without them, and with interruptions alone."""
+    """The side, from runs simulated within the limits, without limits, and with interruptions alone."""
     usd, hours, wall_hours, metered_usd = _figures(outcome, prepared)
     needed_usd, needed_hours = usd, hours
     if needed is not outcome:
@@ -173,7 +173,7 @@ def settle(
 
 
 def cadence(side: Side) -> BestInterval | None:
-    """The checkpoint interval that costs least. None for a run without interruptions or saves, or that gets nowhere."""
+    """The checkpoint interval that costs least. None without interruptions or saves, or if the run never ends."""
     saves = sum(phase.saves for phase in side.runtime.phases)
     if not side.exposure.chance.median or not saves or not side.exposure.phase_ends_h[-1]:
         return None
@@ -181,9 +181,9 @@ def cadence(side: Side) -> BestInterval | None:
 
 
 def span_usd(side: Side) -> dict[str, tuple[Decimal, Decimal]]:
-    """p10 and p90 of USD to finish, uninterrupted, with one thing unknown at a time: `speed`, `price`."""
+    """(p10, p90) of USD to finish without interruptions when only `speed` or only `price` is unknown."""
     of, total = side.exposure, side.total
-    found = {}
+    ranges = {}
     ends_h, compute_usd = of.phase_ends_h[-1], of.uninterrupted_h * of.compute_usd_h
 
     def at_speed(factor: float) -> float:
@@ -194,15 +194,15 @@ def span_usd(side: Side) -> dict[str, tuple[Decimal, Decimal]]:
     fast, slow = at_speed(unknown.span(of.unknown.faster)[0]), at_speed(unknown.span(of.unknown.slower)[1])
     for name, low, high in (("speed", fast, slow), ("price", cheap, dear)):
         if low or high:
-            found[name] = (total + exact(low), total + exact(high))
-    return found
+            ranges[name] = (total + exact(low), total + exact(high))
+    return ranges
 
 
 def supposed(
     side: Side, *, interrupted: bool, measured: bool
 ) -> tuple[tuple[tuple[str, float, Decimal], ...], Quantiles | None]:
-    """USD to finish under other suppositions. If `interrupted`: (word, interruptions per node-hour, mean) of each
-    word. For `measured`: as far as they would be known if the job had been measured on this GPU; else None.
+    """USD to finish under other assumptions: (word, interruptions per node-hour, mean USD) for each word, if
+    `interrupted`; and with `measured` the range if the job had been measured on this GPU, else None.
     """
     unlimited, words = side.exposure.unlimited, HAZARD_WORDS if interrupted else ()
     exposures = [replace(unlimited.interruptions_alone, hazard=hazard) for _, hazard in words]
@@ -221,7 +221,7 @@ def exact(value: float) -> Decimal:
 
 
 def mean_usd(prepared: Prepared, outcome: simulation.SimulatedRuns) -> Decimal:
-    """The mean of the simulated runs, as settle() has it."""
+    """The mean USD of the simulated runs, as settle() computes it."""
     return prepared.total + exact(float(outcome.usd.mean() - prepared.exposure.uninterrupted_usd))
 
 
@@ -283,13 +283,13 @@ def _gather_h(fleet: Fleet, wait_h: float) -> float:
 
 
 def _max_hours(definition: StackDefinition) -> float:
-    """That each node may run."""
+    """Hours that each node may run under limits.max_hours."""
     fleet = replace(definition.fleet, block=None) if definition.variant.only_priced else definition.fleet
     return fleet.market.each_hours(definition.limits.max_hours)
 
 
 def _unknown(definition: StackDefinition, option: TypeCost, runtime: Runtime, price_age_days: int) -> Unknown:
-    """What of the run nobody knows, beside its interruptions."""
+    """The uncertainty of the run other than interruptions."""
     return Unknown(
         faster=runtime.faster,
         slower=runtime.slower,
@@ -311,10 +311,10 @@ def reserve_h(config: JobConfig, option: TypeCost) -> float:
 
 
 def _chance(definition: StackDefinition, option: TypeCost, hazards: Hazards) -> Hazard | float:
-    """Per node-hour: the definition's figure, else what was learned of the type, else the prior.
+    """Interruptions per node-hour: the definition's figure, else what was learned about the type, else the prior.
 
-    What was learned of one zone counts for a fleet of that zone alone; any other fleet may be given a zone without
-    history, and gets the type's.
+    What was learned about one zone is used only for a fleet of that zone alone. Any other fleet may get a zone without
+    history, so it gets the figure of the type.
     """
     fixed = definition.estimate.hazard_per_hour
     if fixed is not None:

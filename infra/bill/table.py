@@ -1,6 +1,6 @@
 """The bill as text for people: plain ASCII, at most 100 columns, one block for Pulumi's Diagnostics or a terminal.
 
-Short enough to be read at every preview. What each figure means is in docs/bill.md; everything else is in the JSON.
+docs/bill.md says what each figure means; figures that are not here are in the JSON.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _lines(bill: Bill) -> Iterator[str]:
 
 
 def interruptions_usd(bill: Bill) -> Decimal:
-    """What interruptions add to a run that ends finished; the bill's own line is of the run that a limit may stop."""
+    """What interruptions add to a run that finishes. The bill's own line also counts runs that a limit stops."""
     return bill.chosen.alone_usd.p50 - bill.chosen.total
 
 
@@ -125,7 +125,7 @@ def _totals(bill: Bill, fallbacks: Sequence[Fallback]) -> Iterator[str]:
 
 
 def _parts(bill: Bill) -> Iterator[tuple[str, ...]]:
-    """What the range is made of, each part as if all else were as the lines say; and what would narrow it."""
+    """The parts of the range, each with everything else as in the lines; and the range after a calibration."""
     if bill.market.is_interrupted:
         yield figures("  interruptions alone", bill.chosen.alone_usd)
     if bill.chosen.idle_usd.mean:
@@ -144,7 +144,7 @@ _SPEED = {"measured": "measured", "declared": "as declared", "guessed": "guessed
 
 
 def _limits_note(bill: Bill) -> str:
-    """What tells the p50 of a run that a limit may stop from the p50 of finishing it."""
+    """An addition to "p50" for a run that a limit may stop: its p50 is not that of finishing. Else empty."""
     if bill.buys is not None:
         return ""
     stopped = bill.chosen.probability_stopped >= 0.01 or bill.usd.p50 != bill.chosen.needed_usd.p50
@@ -158,7 +158,7 @@ def figures(name: str, values: Quantiles, digits: int | None = None) -> tuple[st
 
 
 def _other(bill: Bill, market: Capacity, other: Side | None) -> tuple[str, ...]:
-    """The run bought in another way."""
+    """A row with the run's price in another market."""
     place = WAYS[market].place
     if other is None:
         above = any(option.offers[market].left_out for option in bill.types)
@@ -234,14 +234,14 @@ def _notice(notice: Notice | None) -> str | None:
 
 
 def _memory(fit: Fit) -> str:
-    """What one GPU needs of what it has."""
+    """The memory that one GPU needs, of what it has."""
     if not fit.needs_gb:
         return "not predicted" if fit.fits else "NO"
     return f"{fit.needs_gb:.1f} of {fit.has_gb:g} GB" + ("" if fit.fits else " NO")
 
 
 def _setup_and_idle(bill: Bill) -> str:
-    """What the hours of a node hold beside the phases."""
+    """The hours of a node that are not in the phases: set-up, and idle time at the end."""
     runtime = bill.chosen.runtime
     parts = [f"{runtime.setup_s / 60:.1f} min of set-up before the first phase"]
     if runtime.held_s:
@@ -253,8 +253,8 @@ def _setup_and_idle(bill: Bill) -> str:
 def _rest(bill: Bill, today: date | None, accuracy: object, fallbacks: Sequence[Fallback]) -> Iterator[str]:
     yield from wrap(_interruptions(bill))
     if bill.cadence is not None:
-        said = bill.cadence.sentence()
-        yield from wrap(f"{said[0].upper()}{said[1:]}.")
+        cadence = bill.cadence.sentence()
+        yield from wrap(f"{cadence[0].upper()}{cadence[1:]}.")
     yield from wrap(_limits(bill, fallbacks))
     yield from wrap(kept_sentence(bill))
     days = [line.as_of for line in bill.lines]
@@ -275,24 +275,24 @@ def _rest(bill: Bill, today: date | None, accuracy: object, fallbacks: Sequence[
 
 
 def kept_sentence(bill: Bill) -> str:
-    """What stays in the bucket, and its price."""
+    """A sentence about what stays in the bucket and its price."""
     kept = bill.kept
-    left = f"at most {kept.gb:.1f} GB for {kept.days} days, {kept.usd_per_month:.2f} USD a month"
-    return f"Kept after destroy: {left if kept.days else 'nothing'}."
+    stored = f"at most {kept.gb:.1f} GB for {kept.days} days, {kept.usd_per_month:.2f} USD a month"
+    return f"Kept after destroy: {stored if kept.days else 'nothing'}."
 
 
 def price_age(bill: Bill, today: date) -> str:
-    """How old the price of compute is, and what share of the dollars stands on prices older than the definition allows.
+    """How old the price of compute is, and the share of the dollars whose prices are older than the definition allows.
 
-    The share is of the uninterrupted run's dollars: the line `interruptions` has no price of its own.
+    It is a share of the uninterrupted run's dollars, because the line `interruptions` has no price of its own.
     """
-    said = bill.market.price_age((today - bill.chosen.price.as_of).days)
+    age = bill.market.price_age((today - bill.chosen.price.as_of).days)
     old = stale_prices(bill, today)
-    return f"{said}; {old}: `gpufleet prices refresh`" if old else said
+    return f"{age}; {old}: `gpufleet prices refresh`" if old else age
 
 
 def stale_prices(bill: Bill, today: date) -> str:
-    """What share of the dollars stands on prices older than the definition allows; empty for none."""
+    """The share of the dollars whose prices are older than the definition allows; empty for none."""
     old = [line for line in bill.chosen.lines if (today - line.as_of).days > bill.max_price_age_days]
     if not old or not bill.chosen.total:
         return ""
@@ -317,7 +317,7 @@ def _interruptions(bill: Bill) -> str:
 
 
 def _negative(bill: Bill) -> str:
-    """Why the line `interruptions` takes dollars away, when it does."""
+    """Why the line `interruptions` is negative; empty when it is not."""
     if interruptions_usd(bill) >= 0:
         return ""
     return " Their line is negative: AWS does not charge an interrupted first hour."

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 def summary(tree: Mapping[str, Any]) -> list[str]:
     """The measurement for people."""
     torch = tree["versions"].get("torch", "none")
-    said = [f"{tree['experiment']} on {tree['device']['name']}, torch {torch}, {tree['source']}:"]
+    lines = [f"{tree['experiment']} on {tree['device']['name']}, torch {torch}, {tree['source']}:"]
     for phase in tree["phases"]:
         step, save = phase["step_ms"], phase["save"] or {}
         words = [
@@ -66,13 +66,13 @@ def summary(tree: Mapping[str, Any]) -> list[str]:
             f" {_shown(save.get('write_s'))} in all",
             f"before it {_shown(phase['boundary_s'])}",
         ]
-        said.append(f"  {phase['name']}: {', '.join(words)}")
+        lines.append(f"  {phase['name']}: {', '.join(words)}")
     if tree.get("stop_s") is not None:
-        said.append(f"  asked to stop, it had saved {_shown(tree['stop_s'])} later")
+        lines.append(f"  asked to stop, it had saved {_shown(tree['stop_s'])} later")
     elif tree["finish_s"] is None:
-        said.append("  asked to stop, it saved nothing")
-    said.append(f"  start to first step {_shown(tree['start_s'])}, last step to end {_shown(tree['finish_s'])}")
-    return said
+        lines.append("  asked to stop, it saved nothing")
+    lines.append(f"  start to first step {_shown(tree['start_s'])}, last step to end {_shown(tree['finish_s'])}")
+    return lines
 
 
 def _steps(text: str) -> int:

@@ -99,8 +99,8 @@ def _wait_for_end(timeout_s: float | None) -> None:
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     piped = _is_pipe()
     while deadline is None or time.monotonic() < deadline:
-        left = 3600.0 if deadline is None else max(0.0, deadline - time.monotonic())
-        readable, _, _ = select.select([sys.stdin] if piped else [], [], [], left)
+        remaining_s = 3600.0 if deadline is None else max(0.0, deadline - time.monotonic())
+        readable, _, _ = select.select([sys.stdin] if piped else [], [], [], remaining_s)
         if readable and not os.read(sys.stdin.fileno(), 4096):
             return
 

@@ -45,30 +45,30 @@ def run(args: argparse.Namespace) -> int:
     if args.plot and args.plot.suffix not in PICTURES:
         raise GpufleetError(f"--plot {args.plot}: a picture is one of {', '.join(PICTURES)}, by its name's ending")
     path, root, now = stack.path_of(args), project_root(Path.cwd()), datetime.now(UTC)
-    found = compare_file(path, root, now=now, scenario=args.scenario, within=args.within)
+    result = compare_file(path, root, now=now, scenario=args.scenario, within=args.within)
     if args.plot:
-        _draw(found, args.plot)
+        _draw(result, args.plot)
     if args.html:
         from gpufleet.infra.report import comparison
 
-        atomic.write_bytes(args.html, comparison.html(found).encode())
+        atomic.write_bytes(args.html, comparison.html(result).encode())
     if args.json:
-        sys.stdout.write(json.dumps(compare_table.record(found), indent=2) + "\n")
-        return 0 if found.runnable else 1
+        sys.stdout.write(json.dumps(compare_table.record(result), indent=2) + "\n")
+        return 0 if result.runnable else 1
     name = f" --scenario {shlex.quote(args.scenario)}" if args.scenario else ""
     within = f" --within {args.within:g}" if args.within is not None else ""
-    command = f"gpufleet compare {found.definition.argument}{name}{within}"
+    command = f"gpufleet compare {result.definition.argument}{name}{within}"
     today = now.date()
-    lines = [compare_table.full_text(found, today)] if args.all else compare_table.answer(found, command, today)
+    lines = [compare_table.full_text(result, today)] if args.all else compare_table.answer(result, command, today)
     print("\n".join(lines))
-    return _drawn(found, args)
+    return _drawn(result, args)
 
 
-def _drawn(found: Comparison, args: argparse.Namespace) -> int:
+def _drawn(compared: Comparison, args: argparse.Namespace) -> int:
     """Says where the pictures are; the exit code."""
     for file in filter(None, (args.plot, args.html)):
         print(f"\ndrawn: {file}")
-    return 0 if found.runnable else 1
+    return 0 if compared.runnable else 1
 
 
 def _draw(found: Comparison, path: Path) -> None:

@@ -58,8 +58,8 @@ def stacks(prefix: str, **_: object) -> Iterable[str]:
         return names_of(project_root(Path.cwd()))
     from argcomplete.completers import FilesCompleter
 
-    found: list[str] = FilesCompleter(("yaml",))(prefix)
-    return found
+    files: list[str] = FilesCompleter(("yaml",))(prefix)
+    return files
 
 
 def scenarios(parsed_args: argparse.Namespace, **_: object) -> Iterable[str]:

@@ -55,18 +55,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         definition = stack.definition_of(args, past_deadline=False)
     if definition.variant.reference:
-        said = _claim(definition)
+        claim = _claim(definition)
         if args.json:
-            raise GpufleetError(said)
-        print(said)
+            raise GpufleetError(claim)
+        print(claim)
         return 0
     rules = policy.find_policy(root) or policy.Policy()
     definition = policy.held_to(definition, rules)
     missing = [] if definition.variant.only_priced else [*map(BeforeLaunch, not_ready(definition, root))]
     catalog = load_catalog(day=now.date())
     bill, options = bill_and_cheaper(definition, root, catalog, now=now, rules=rules, not_ready=missing)
-    left = checks_warning(definition.source.read_text(), definition.source.name)
-    first = [*limits.deadline_warnings(definition, bill, now), *left]
+    unanswered = checks_warning(definition.source.read_text(), definition.source.name)
+    first = [*limits.deadline_warnings(definition, bill, now), *unanswered]
     bill = replace(bill, warnings=(*bill.warnings, *map(BeforeLaunch, first)))
     fallback, without = None, list[Problem]()
     if definition.fleet.market.stands_by:
@@ -111,8 +111,8 @@ def _several(args: argparse.Namespace, root: Path, now: datetime) -> int:
         if definition.variant.reference:
             raise GpufleetError(_claim(definition))
         bills.append((definition, bill_of(definition, root, catalog, today=now.date(), hazards=hazards)))
-    found = several.repeated(bills, args.times or 1, now.date())
-    text = json.dumps(found.to_json(), indent=2) if args.json else "\n".join(found.lines())
+    all_runs = several.repeated(bills, args.times or 1, now.date())
+    text = json.dumps(all_runs.to_json(), indent=2) if args.json else "\n".join(all_runs.lines())
     sys.stdout.write(text + "\n")
     return 0
 

@@ -33,14 +33,14 @@ def run(args: argparse.Namespace) -> int:
     checks = list(doctor.examine(definition, project_root(Path.cwd()), aws.client))
     count = Counter(check.state for check in checks)
     problems, warnings = counted(count["problem"], "problem"), counted(count["warning"], "warning")
-    said = "everything is in place. Next: `pulumi preview`, then `pulumi up`."
+    verdict = "everything is in place. Next: `pulumi preview`, then `pulumi up`."
     if count["problem"]:
-        said = f"{problems} to put right first: with them `pulumi up` would leave you without a node"
-        said += f", and {warnings}." if count["warning"] else "."
+        verdict = f"{problems} to put right first: with them `pulumi up` would leave you without a node"
+        verdict += f", and {warnings}." if count["warning"] else "."
     elif count["warning"]:
         skipped = any(check.name == doctor.SKIPPED for check in checks)
-        said = f"nothing{' that was checked' if skipped else ''} stands in the way; read the {warnings}."
-    print(f"{definition.name} in {definition.fleet.region}: {said}")
+        verdict = f"nothing{' that was checked' if skipped else ''} stands in the way; read the {warnings}."
+    print(f"{definition.name} in {definition.fleet.region}: {verdict}")
     for state in ("problem", "warning", "ok") if args.all else ("problem", "warning"):
         for check in (each for each in checks if each.state == state):
             print(f"  {MARKS[check.state]} {check.name}: {check.found}")

@@ -21,7 +21,7 @@ from gpufleet.infra.review import policy, workflow
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """NAME and what `gpufleet new` takes."""
+    """The arguments: NAME, and those of `gpufleet new`."""
     parser.add_argument("name", metavar="NAME", nargs="?", help="of a first stack, written as `gpufleet new` does")
     parser.add_argument("--code", metavar="DIR", type=Path, default=Path(), help="its training code (default: here)")
     parser.add_argument("--yes", action="store_true", help="also where the folder is in no git repository")

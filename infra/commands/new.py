@@ -1,4 +1,4 @@
-"""`gpufleet new NAME --code DIR`: looks at a folder of training code and writes the definition file for it."""
+"""`gpufleet new NAME`: looks at a folder of training code and writes the definition file for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpufleet.job.text import counted
 def arguments(parser: argparse.ArgumentParser) -> None:
     """NAME and where the code is."""
     parser.add_argument("name", metavar="NAME", help="of the stack: stacks/NAME.yaml is written")
-    parser.add_argument("--code", metavar="DIR", type=Path, required=True, help="the folder of your training code")
+    parser.add_argument("--code", metavar="DIR", type=Path, default=Path(), help="its training code (default: here)")
     parser.add_argument("--command", metavar="TEXT", default="", help="how it is started there, as you would type it")
     parser.add_argument(
         "--try", dest="tries", action="store_true", help="run it for a minute on this CPU, and watch it"
@@ -33,20 +33,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_definition(root: Path, name: str, code: Path, command: str, *, tries: bool = False) -> None:
-    """The file of stack `name` in the project `root`, and what to know of it, printed. `tries`: the command is run in a
-    copy of the folder, and watched. Raises GpufleetError.
+    """Writes the definition file of stack `name` in the project `root`, and prints what to know about it. `tries`: runs
+    the command in a copy of the folder, and watches it. Raises GpufleetError.
     """
     path = named(root, name)
     if path.exists():
         raise GpufleetError(f"{path.relative_to(root)} is there already: choose another name, or remove it")
     folder = os.path.relpath(code.resolve(), root.resolve())
-    found = look(code, command)
+    facts = look(code, command)
     text = modeline(path.parent, root)
-    made = draft(name, found, folder=folder, command=command, modeline=text)
+    made = draft(name, facts, folder=folder, command=command, modeline=text)
     problems: list[str] = []
     if tries and made.trial is not None:
-        problems = _tried(found, made, code)
-        made = draft(name, found, folder=folder, command=command, modeline=text)
+        problems = _tried(facts, made, code)
+        made = draft(name, facts, folder=folder, command=command, modeline=text)
     made = loadable(made, name)
     path.parent.mkdir(exist_ok=True)
     atomic.write_bytes(path, made.text.encode())
@@ -60,7 +60,7 @@ def write_definition(root: Path, name: str, code: Path, command: str, *, tries: 
     print(f"Next: look at the {count} marked CHECK, then `gpufleet cost {name}` and `gpufleet rehearse {name}`.")
 
 
-def _tried(found: ScriptFacts, made: Draft, code: Path) -> list[str]:
+def _tried(facts: ScriptFacts, made: Draft, code: Path) -> list[str]:
     """Runs the draft's command, puts what was seen into `found`, and gives what went wrong in sentences."""
     from gpufleet.infra.discover.seen import with_seen
     from gpufleet.infra.discover.trial import trial
@@ -69,7 +69,7 @@ def _tried(found: ScriptFacts, made: Draft, code: Path) -> list[str]:
     assert trying is not None
     print(f"Trying, in a copy of the folder, a minute at most for each of two starts: {trying.command}", flush=True)
     seen = trial(code, trying, say=print)
-    with_seen(found, seen, made.out, trying)
+    with_seen(facts, seen, made.out, trying)
     return [*seen.problems, f"it took {seen.seconds:.0f} s; what was seen stands beside each key"]
 
 

@@ -33,12 +33,12 @@ def run(args: argparse.Namespace) -> int:
     regions = sorted({*args.region, *(each.fleet.region for each in definitions)})
     if not regions:
         raise GpufleetError("there is no stacks/ with a definition here to say which regions to look in: --region NAME")
-    found = all_runs(definitions, receipts.read(root)[0], regions, aws.client, now)
+    runs = all_runs(definitions, receipts.read(root)[0], regions, aws.client, now)
     if args.json:
-        print(json.dumps([each._asdict() for each in found], indent=2))
+        print(json.dumps([each._asdict() for each in runs], indent=2))
         return 0
-    live = sum(bool(each.region and each.since) and each.state != "over" for each in found)
-    print(f"{counted(live, 'run')} in {', '.join(regions)}, {len(found) - live} over or not launched.")
-    if found:
-        print("\n".join(text.table(NAMES, found, spare=(5, 2, 3))))
+    live = sum(bool(each.region and each.since) and each.state != "over" for each in runs)
+    print(f"{counted(live, 'run')} in {', '.join(regions)}, {len(runs) - live} over or not launched.")
+    if runs:
+        print("\n".join(text.table(NAMES, runs, spare=(5, 2, 3))))
     return 0

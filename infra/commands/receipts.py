@@ -13,6 +13,7 @@ from gpufleet.infra.definition.loader import project_root, stacks_of
 from gpufleet.infra.definition.selected import selected
 from gpufleet.infra.evidence import receipts
 from gpufleet.infra.evidence.receipts import Accuracy
+from gpufleet.infra.report import band
 from gpufleet.infra.show.sheet import Column, Sheet
 from gpufleet.job.contract.receipt import CAUSES, Receipt
 from gpufleet.job.text import counted
@@ -30,34 +31,34 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the table; files that are no receipts are named on standard error. 1 when there is no receipt at all."""
     root = project_root(Path.cwd())
-    found, damaged = receipts.read(root, _name(args.stack, root) if args.stack else None)
+    known, damaged = receipts.read(root, _name(args.stack, root) if args.stack else None)
     for sentence in damaged:
         print(f"gpufleet: {sentence}", file=sys.stderr)
-    if not found:
+    if not known:
         stacks_of(root)  # raises outside of a project, where there would never be any
         of = f" of {args.stack}" if args.stack else ""
         print(f"No receipt{of} yet: `gpufleet results STACK` keeps the one of a run that has ended.")
         return 1
-    total = receipts.grade(found)
-    none = f"{counted(len(found), 'receipt')}, and none counts: none is of a real run that came to its end."
+    total = receipts.grade(known)
+    none = f"{counted(len(known), 'receipt')}, and none counts: none is of a real run that came to its end."
     print("\n".join(summary(total)) if total else none)
-    shown = found if args.all else sorted(found, key=lambda each: each.at)[-SHOWN:]
+    shown = known if args.all else sorted(known, key=lambda each: each.at)[-SHOWN:]
     print("\n".join(table(shown, CAUSES if args.all else {})))
     if not args.all:
-        more = f"{len(found) - SHOWN} earlier ones, and why" if len(found) > SHOWN else "Why"
+        more = f"{len(known) - SHOWN} earlier ones, and why" if len(known) > SHOWN else "Why"
         print(f"{more} each differs from its bill: `gpufleet receipts{f' {args.stack}' if args.stack else ''} --all`")
     if args.aws:
-        _show_charges(found)
+        _show_charges(known)
     return 0
 
 
-def _show_charges(found: Sequence[Receipt]) -> None:
+def _show_charges(shown: Sequence[Receipt]) -> None:
     """Each real run's lines with what AWS charged. Raises AwsRefused where its tags are not activated."""
     from gpufleet.infra.account import actual_bill, aws
 
     ce, today = aws.client("ce", actual_bill.REGION), datetime.now(UTC).date()
     actual_bill.require_tags(ce)
-    for receipt in found:
+    for receipt in shown:
         if not receipts.is_rehearsal(receipt):
             print()
             print("\n".join(actual_bill.compared(receipt, actual_bill.charged(ce, receipt, today), today)))
@@ -73,7 +74,10 @@ def _name(stack: str, root: Path) -> str:
 
 
 def table(found: Sequence[Receipt], causes: Iterable[str]) -> Iterator[str]:
-    """One line per run, with what each of the causes added; `-` in `graded` where it does not count."""
+    """A line for each run with what each of `causes` added, or, without them, the receipt in the range of its bill;
+    `-` in `graded` where the run does not count.
+    """
+    causes = tuple(causes)
     columns = (
         Column("stack"),
         Column("run"),
@@ -83,8 +87,13 @@ def table(found: Sequence[Receipt], causes: Iterable[str]) -> Iterator[str]:
         Column("error", unit="%", of=lambda found: f"{found.error_percent:+.1f}%"),
         *(Column(name, None, "USD", "{:+.4f}".format, _cause(name)) for name in causes),
         Column("graded", of=_graded),
+        *(() if causes else (Column(band.SCALE, of=_in_range),)),
     )
     return Sheet.build(columns, found, spare=("ended by", "stack")).text()
+
+
+def _in_range(receipt: Receipt) -> str:
+    return "" if receipts.is_rehearsal(receipt) else band.characters(receipt)
 
 
 def _cause(name: str) -> Callable[[Receipt], Decimal]:

@@ -37,16 +37,16 @@ def run(args: argparse.Namespace) -> int:
     traces = [read_trace(path) for path in args.traces]
     type_, exposure = _exposure(args)
     gpus = load_catalog().instances[type_].gpu_count
-    found = []
+    replays = []
     with shown("replaying", len(traces), "traces") as advance:
         for trace in traces:
-            found.append(replay.compare(exposure, trace, gpus=gpus))
+            replays.append(replay.compare(exposure, trace, gpus=gpus))
             advance(1)
-    held = replay.interval_held(found)
+    held = replay.interval_held(replays)
     if args.json:
-        sys.stdout.write(json.dumps(replay.record(args.stack, type_, exposure, found), indent=2) + "\n")
+        sys.stdout.write(json.dumps(replay.record(args.stack, type_, exposure, replays), indent=2) + "\n")
     else:
-        sys.stdout.write(replay.render(args.stack, type_, exposure, found))
+        sys.stdout.write(replay.render(args.stack, type_, exposure, replays))
     return 0 if held else 1
 
 

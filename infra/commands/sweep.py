@@ -35,17 +35,17 @@ def run(args: argparse.Namespace) -> int:
     def list_leftovers() -> list[Left]:
         return list(look(definition, aws.client, datetime.now(UTC)))
 
-    left = list_leftovers()
-    print("\n".join(sweep.table(definition, left)))
-    if args.delete and any(each.unwanted for each in left):
+    leftovers = list_leftovers()
+    print("\n".join(sweep.table(definition, leftovers)))
+    if args.delete and any(each.unwanted for each in leftovers):
         if not args.yes:
             _ask(definition, who.found)
         sweep.delete(list_leftovers, lambda service: aws.client(service, region), pause=time.sleep)
-        left = list_leftovers()
-        print("\n".join(sweep.table(definition, left)))
-    if any(each.unwanted for each in left):
+        leftovers = list_leftovers()
+        print("\n".join(sweep.table(definition, leftovers)))
+    if any(each.unwanted for each in leftovers):
         return 1
-    return 2 if any(each.unseen for each in left) else 0
+    return 2 if any(each.unseen for each in leftovers) else 0
 
 
 def _ask(definition: StackDefinition, who: str) -> None:

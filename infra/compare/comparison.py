@@ -51,7 +51,8 @@ class Comparison:
     @property
     def title(self) -> str:
         """The heading of a picture."""
-        return f"{self.definition.name}, {self.scenario}: cost against time in {self.definition.fleet.region}"
+        names = dict.fromkeys([self.definition.name, self.scenario])  # without scenarios they are one
+        return f"{', '.join(names)}: cost against time in {self.definition.fleet.region}"
 
 
 def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None, within: float | None) -> Comparison:

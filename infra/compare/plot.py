@@ -1,4 +1,4 @@
-"""The comparison as a picture: dollars against hours by the wall, p10 to p90 both ways, the frontier marked."""
+"""The comparison as a picture: an option in each line, with its dollars and its hours from p10 to p90."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.errors import GpufleetError
 
-SHOWN = 40  # the cheapest; more cannot be told apart
+SHOWN = 20  # the cheapest; the options of the frontier come on top
+LINE_IN = 0.19  # inches from one option to the next
+LOG_FROM = 6  # times the smallest figure, from which the scale is logarithmic
+CAPTION = "dot: p50, line: p10 to p90; bold: nothing is cheaper and sooner"
 
 
 KINDS = (".png", ".svg")
@@ -21,51 +24,59 @@ def drawn(rows: Sequence[Row], frontier: Sequence[Row], title: str, kind: str) -
         from matplotlib.figure import Figure  # not pyplot: it would choose a backend for a whole notebook
     except ImportError as error:
         raise GpufleetError(f"a picture needs matplotlib ({error}): pip install 'gpufleet[report]'") from error
-    figure, into = Figure(figsize=(10, 6.2), layout="constrained"), io.BytesIO()
-    axes = figure.subplots()
-    fill(axes, rows, frontier, spot="#1f77b4", on_demand="#d62728", ink="black")
-    axes.set_title(title)
+    figure, into = Figure(figsize=(10, height(rows, frontier)), layout="constrained"), io.BytesIO()
+    fill(figure, rows, frontier, spot="#1f77b4", on_demand="#c03a2b")
+    figure.suptitle(f"{title}\n{CAPTION}", fontsize=11)
     figure.savefig(into, dpi=130, format=kind.removeprefix("."))
     return into.getvalue()
 
 
-def fill(axes: Any, rows: Sequence[Row], frontier: Sequence[Row], *, spot: str, on_demand: str, ink: str) -> None:
-    """Draws into matplotlib's `axes`, in three colours."""
+def height(rows: Sequence[Row], frontier: Sequence[Row]) -> float:
+    """Inches that the options need."""
+    return 1.2 + LINE_IN * len(_shown(rows, frontier))
+
+
+def fill(figure: Any, rows: Sequence[Row], frontier: Sequence[Row], *, spot: str, on_demand: str) -> None:
+    """Draws into matplotlib's `figure`: names in the colour of their market, then dollars, then hours."""
+    shown, edge = _shown(rows, frontier), {id(row) for row in frontier}
+    colours = [spot if row.capacity == "spot" else on_demand for row in shown]
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, unit, values in (
+        (panels[0], "USD to finish", [row.usd for row in shown]),
+        (panels[1], "hours by the wall", [row.wall_hours for row in shown]),
+    ):
+        for place, (row, quantiles, colour) in enumerate(zip(shown, values, colours, strict=True)):
+            assert quantiles is not None  # or the row would not be shown
+            strength = {"color": colour, "alpha": 1.0 if id(row) in edge else 0.45}
+            axes.plot([float(quantiles.p10), float(quantiles.p90)], [place] * 2, lw=2, **strength)
+            axes.plot([float(quantiles.p50)], [place], "o", ms=5, **strength)
+        _scale(axes, [float(end) for quantiles in values if quantiles for end in (quantiles.p10, quantiles.p90)])
+        axes.set_xlabel(unit)
+        axes.grid(visible=True, axis="x", linewidth=0.4)
+        axes.grid(visible=False, axis="y")
+    names = panels[0].set_yticks(range(len(shown)), [f"{row.place} {row.capacity}" for row in shown])
+    for tick, row, colour in zip(names, shown, colours, strict=True):
+        tick.label1.set(color=colour, fontsize=8, fontweight="bold" if id(row) in edge else "normal")
+    panels[0].invert_yaxis()
+
+
+def _shown(rows: Sequence[Row], frontier: Sequence[Row]) -> list[Row]:
+    """The frontier and the cheapest others, by dollars."""
+    able = [row for row in rows if row.ranked and row.usd and row.wall_hours]
+    chosen = {id(row): row for row in [*able[:SHOWN], *frontier]}
+    return sorted(chosen.values(), key=lambda row: row.usd.p50 if row.usd else 0)
+
+
+def _scale(axes: Any, figures: Sequence[float]) -> None:
+    """From nothing where the figures are of one size, else logarithmic; ticks are plain figures."""
     from matplotlib import ticker
 
-    able = [row for row in rows if row.ranked][:SHOWN]
-    able += [row for row in frontier if row not in able]
-    for market, colour in (("spot", spot), ("on-demand", on_demand)):
-        own = [row for row in able if market == row.capacity and row.usd and row.wall_hours]
-        if not own:
-            continue
-        hours, usd = [row.wall_hours for row in own if row.wall_hours], [row.usd for row in own if row.usd]
-        axes.errorbar(
-            [float(h.p50) for h in hours],
-            [float(u.p50) for u in usd],
-            xerr=[[float(h.p50 - h.p10) for h in hours], [float(h.p90 - h.p50) for h in hours]],
-            yerr=[[float(u.p50 - u.p10) for u in usd], [float(u.p90 - u.p50) for u in usd]],
-            fmt="o",
-            color=colour,
-            ecolor=colour,
-            elinewidth=0.8,
-            alpha=0.75,
-            markersize=4,
-            label=market,
-        )
-    edge = sorted(
-        ((float(row.wall_hours.p50), float(row.usd.p50), row) for row in frontier if row.wall_hours and row.usd),
-        key=lambda point: point[0],
-    )
-    axes.plot([x for x, _, _ in edge], [y for _, y, _ in edge], color=ink, linewidth=1, label="frontier")
-    for x, y, row in edge:
-        axes.annotate(f"{row.type} {row.capacity}", (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-        axis.set_minor_formatter(ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
-    axes.set_xlabel("hours by the wall, waits for capacity included (p50, p10 to p90)")
-    axes.set_ylabel("USD to finish (p50, p10 to p90)")
-    axes.grid(visible=True, which="both", linewidth=0.3)
-    axes.legend()
+    ratio = max(figures) / min(figures)
+    if ratio < LOG_FROM:
+        axes.set_xlim(0, 1.05 * max(figures))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(5))
+    else:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 3) if ratio < 50 else (1,)))
+        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))

@@ -1,6 +1,6 @@
-"""What holds between the keys of a definition file, as conditions of a JSON Schema: what checks.py and job.kind.command
-refuse and JSON Schema can say. tests/infra/definition/test_json_schema.py holds both against each other, and names what
-it cannot say.
+"""Rules between the keys of a definition file, as conditions of a JSON Schema: those of checks.py and job.kind.command
+that JSON Schema can express. tests/infra/definition/test_json_schema.py compares the two, and names the rules that it
+cannot express.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gpufleet.job.kind.common import DEVICE_RESERVE_GB
 
 Schema = dict[str, Any]
 
-# A folder's name, as text alone tells: `a/..` is only known once it is resolved.
+# A folder's name, as far as its text shows it: what `a/..` means is only known once it is resolved.
 _PLAIN = r"(?!\s)[^:\\\x00-\x1f\x7f]*[^:\\\s\x00-\x1f\x7f]"
 _OUTSIDE = r"(\./+)*\.\.(/|$)|/"
 BELOW = rf"^(?!(.*/)?\.\.(/|$))(?![~/])(?!\.?/*$){_PLAIN}$"
@@ -51,19 +51,19 @@ def no_key(pattern: str = "") -> str:
 
 
 def known_placeholders(*, extra: bool = False) -> str:
-    """A pattern for text whose placeholders all stand for something; `extra`: after a restore."""
+    """A pattern for text in which every placeholder is known; `extra`: also those that exist only after a restore."""
     names = PLACEHOLDER_NAMES.pattern + ("|checkpoint|step|epoch" if extra else "")
     unknown = PLACEHOLDER.pattern.replace(r"\{(", rf"\{{(?!(?:{names})(?::[0-9a-z]+)?\}}(?!\}}))(", 1)
     return rf"^(?![\s\S]*{unknown})"
 
 
 def pattern(text: str, allowed: str) -> Schema:
-    """A pattern, with what editors say in its place where it does not match: VS Code's and the YAML language server."""
+    """A pattern, with the message that VS Code and the YAML language server show when it does not match."""
     return {"pattern": text, "patternErrorMessage": f"Allowed: {allowed}."}
 
 
 def limited(path: str, value: Any) -> Schema:
-    """That `path`, where it stands, is as `value` says."""
+    """The condition that `path`, if the file has it, matches `value`."""
     for key in reversed(path.split(".")):
         value = {"properties": {key: value}}
     found: Schema = value
@@ -71,7 +71,7 @@ def limited(path: str, value: Any) -> Schema:
 
 
 def has(path: str, value: Schema | None = None) -> Schema:
-    """That `path` stands there and is not null, and is as `value` says."""
+    """The condition that the file has `path`, not null, and that it matches `value`."""
     found: Schema = {"not": {"type": "null"}, **(value or {})}
     for key in reversed(path.split(".")):
         found = {"type": "object", "properties": {key: found}, "required": [key]}
@@ -79,7 +79,7 @@ def has(path: str, value: Schema | None = None) -> Schema:
 
 
 def each_of(path: str, value: Schema, *, one: bool = False) -> Schema:
-    """That the text at `path` is as `value` says, or each of a list of them; `one`: one of it."""
+    """The condition that the text at `path`, or each of a list of texts, matches `value`; `one`: at least one does."""
     text = {"type": "string", **value}
     return limited(path, {"if": {"type": "array"}, "then": {"contains" if one else "items": text}, "else": text})
 
@@ -108,12 +108,12 @@ _EMPTY: Schema = {"anyOf": [{"enum": [None, ""]}, {"type": ["array", "object"], 
 
 
 def _types(of: Any) -> Schema:
-    """Only types of which `of` is true."""
+    """Only instance types for which `of` is true."""
     return limited(_LISTED, {"items": {"enum": sorted(name for name, kind in USABLE.items() if of(kind))}})
 
 
 def of_every_kind() -> Iterator[Schema]:
-    """What holds for a file, whatever its job."""
+    """The rules for every file."""
     told = {region for kind in USABLE.values() for region in kind.regions or ()}
     for region in known_regions().values():
         here = has("fleet.region", {"const": region.name})
@@ -145,7 +145,7 @@ def _in_region(region: Region, *, offers: bool) -> Iterator[Schema]:
 
 
 def of_ready_made(name: str) -> Iterator[Schema]:
-    """What holds for a file whose job is this experiment."""
+    """The rules for a file whose job is this experiment."""
     config = EXPERIMENTS[name]()
     on_gpus = no(has("job.parameters.device", {"const": "cpu"}))
     asked = has("job.parameters.precision.compute", {"const": "bf16"})
@@ -187,7 +187,7 @@ def _enough_gpus(path: str, condition: Schema) -> Iterator[Schema]:
 
 
 def of_a_command() -> Iterator[Schema]:
-    """What holds for a file whose job is a command."""
+    """The rules for a file whose job is a command."""
     on_demand = has("fleet.capacity", {"enum": ["on-demand", "block"]})
     yield limited("estimate.step_ms", {"minItems": 1, "maxItems": 1})
     saves_nothing = some(has("job.checkpoint", {"const": "none"}), has("job.checkpoint.format", {"const": "none"}))
@@ -231,7 +231,7 @@ def _lengths() -> Iterator[Schema]:
 
 
 def _output() -> Iterator[Schema]:
-    """That it tells its step: by its own patterns, a file, or a format's."""
+    """The rules by which a command tells its step: by its own patterns, a file, or the patterns of a format."""
     telling = [name for name, each in FORMATS.items() if each.progress]
     stdout = has("job.progress.stdout", {"not": _EMPTY})
     silent = every(no(stdout), no(has("job.progress.file")))
@@ -250,7 +250,7 @@ def _output() -> Iterator[Schema]:
 
 
 def _signals() -> Iterator[Schema]:
-    """What torchrun, and several nodes, ask of the command."""
+    """The rules for commands with torchrun, and for several nodes."""
     torchrun = has("job.command", {"pattern": r"^(?![\s\S]*--signals-to-handle)[\s\S]*torchrun"})
     apart = {"not": {"enum": ["USR1", "USR2"]}}
     yield when(torchrun, limited("job.stop", {"properties": {"signal": apart, "request": apart}}))
@@ -284,5 +284,5 @@ def _by_gpus() -> dict[int, list[str]]:
 
 
 def conditions(name: str) -> list[Schema]:
-    """What holds between the keys of a file whose job is of this kind."""
+    """The rules between the keys of a file whose job is of this kind."""
     return [*(of_a_command() if name == COMMAND else of_ready_made(name))]

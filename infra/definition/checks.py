@@ -1,7 +1,7 @@
-"""What must hold between the keys of a definition file, on the dataclasses that the schema built.
+"""Checks between the keys of a definition file, on the dataclasses that the schema built.
 
-Pure: the caller gives the moment and the catalog. Not here: single values (infra.definition.rules), prices and the cap
-against p50 (infra.bill), anything that only AWS knows (`gpufleet doctor`).
+They are pure: the caller gives the moment and the catalog. Single values are checked in infra.definition.rules, prices
+and the cap against p50 in infra.bill, and what only AWS knows by `gpufleet doctor`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 ROOT_MINIMUM_GIB = 75  # snapshot of the Deep Learning Base AMI (AL2023, build of 2026-09-25); a smaller root is refused
 IOPS_PER_GIB = 500  # gp3; third-party notes of 2026, not read at AWS
-MIBPS_PER_IOPS = 0.25  # the same
+MIBPS_PER_IOPS = 0.25  # from the same notes
 BASE_IOPS = 3000  # included with any size
 TAG_KEY = re.compile(r"(?!aws:|gpufleet:|Name$)(?! )[A-Za-z0-9 _.:/=+@-]{1,128}(?<! )")
 PLACE = "a folder inside the project, or s3://bucket/prefix"
@@ -85,7 +85,7 @@ def check(
 
 
 def _model(config: JobConfig, findings: Findings) -> bool:
-    """Whether there is anything: no model of such a run config can be built."""
+    """Reports a run config of which no model can be built; whether it did."""
     found = config.problems()
     for path, sentence in found:
         findings.add(f"{config.path}.{path}", sentence, default=_standing(config, path))
@@ -93,7 +93,7 @@ def _model(config: JobConfig, findings: Findings) -> bool:
 
 
 def _standing(config: JobConfig, path: str) -> str:
-    """The value at `model.heads` of the run config, as the file would have it; nothing for a section or none."""
+    """The value at a path of the run config, as the file would write it; empty for a section or a missing value."""
     value: object = config
     for name in path.split("."):
         value = getattr(value, name, None)
@@ -155,7 +155,7 @@ def _storage(storage: Storage, findings: Findings) -> None:
 
 
 def _check_given(s: StackDefinition, findings: Findings) -> None:
-    """A ready-made job takes a dataset, a command what it likes, by name."""
+    """Checks the inputs: a ready-made job takes a dataset, a command any inputs by name."""
     storage, config = s.storage, s.job.parameters
     if config.dataset_kind:
         if not storage.dataset:
@@ -179,7 +179,7 @@ def _check_given(s: StackDefinition, findings: Findings) -> None:
 
 
 def _saves(s: StackDefinition, findings: Findings) -> None:
-    """The price of a lost node is how much of the work it repeats."""
+    """Checks how a command saves: a lost node costs the work that is repeated."""
     where = f"{s.job.parameters.path}.checkpoint.every"
     said = not s.job.parameters.demands.interval or any(path.startswith(where) for path in findings.bad)
     if s.fleet.market.is_interrupted and not said:
@@ -192,7 +192,7 @@ def _saves(s: StackDefinition, findings: Findings) -> None:
 
 
 def check_account(account: Account, fleet: Fleet, findings: Findings) -> None:
-    """What the file's organisation asks for, against the fleet that it is asked of."""
+    """Checks the section `account` against the fleet."""
     for key in account.tags or {}:
         if not TAG_KEY.fullmatch(key):
             allowed = "keys of 1 to 128 of A-Z a-z 0-9 space _ . : / = + - @, but not Name, aws:... or gpufleet:..."
@@ -242,7 +242,7 @@ def _disk(path: str, disk: Disk, findings: Findings) -> None:
 
 
 def _place_problem(place: str, *, anywhere: bool = False) -> str:
-    """Why this is neither a folder of the project, or `anywhere` on this machine, nor an s3:// prefix; or nothing."""
+    """Why `place` is no folder of the project (`anywhere`: of this machine) and no s3:// prefix; or empty."""
     if place.startswith("s3://"):
         return (
             ""
@@ -273,7 +273,7 @@ def _limits(limits: Limits, findings: Findings, now: datetime, past_deadline: bo
 
 
 def _check_keep(s: StackDefinition, findings: Findings, now: datetime) -> None:
-    """Refused rather than kept for longer in silence: what is kept is on the bill."""
+    """Checks storage.keep. A value that is too small is refused, not raised silently: what is kept is on the bill."""
     if findings.bad & {MAX_HOURS, DEADLINE, END}:
         return
     now = s.begins_at(now)

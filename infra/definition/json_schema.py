@@ -1,9 +1,9 @@
 """The definition file as a JSON Schema, so that editors complete its keys, say what each means, and mark what is wrong
 as one types.
 
-Made from the dataclasses and rules by which the loader reads the file, and from the tables of docs/, whose words an
-editor shows. It is as strict as JSON Schema can be: what depends on sums, on the day, on prices or on AWS, the loader
-alone says. Stricter in one thing: a number stands without quotes. Draft 7, which every editor knows.
+It is made from the dataclasses and rules by which the loader reads the file, and from the tables of docs/, whose words
+editors show. It is as strict as JSON Schema can be. Only the loader checks what depends on sums, the day, prices or
+AWS. The schema is stricter in one thing: a number must not be quoted. It is Draft 7, which every editor knows.
 
 `make schema` writes the file that is shipped; the pages are in a clone alone.
 """
@@ -63,7 +63,7 @@ MOMENT = rf"^(in (?=[0-9.]*[1-9])({_HOURS}) h|{_TIME})$"
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What the pages say of the keys of a section: each one's value and why, and the values that their files hold."""
+    """The pages' words about the keys of a section: value and reason of each, and values from example files."""
 
     rows: dict[str, tuple[str, str]]
     files: list[Any]
@@ -71,7 +71,7 @@ class Page:
 
     @classmethod
     def read(cls, path: str, *tables: str) -> Page:
-        """The tables under these headings, of which a later one counts; one without a text keeps an earlier one's."""
+        """Reads the tables under these headings. A later table overrides an earlier one, except with an empty text."""
         rows: dict[str, tuple[str, str]] = {}
         for heading in tables:
             text = "".join(f"{(_PAGES / page).read_text()}\n## " for page in ("definition.md", "parameters.md"))
@@ -88,24 +88,24 @@ class Page:
         return replace(found, section="")
 
     def section_at(self, key: str) -> Page:
-        """What the pages say of the keys of this section within it."""
+        """The pages' words about the section at `key`."""
         files = [file[key] for file in self.files if isinstance(file, dict) and key in file]
         return Page(self.rows, files, f"{self.section}{key}.")
 
     def words(self, key: str) -> tuple[str, str]:
-        """Value and why of a key: of its own row, which may be in a table of its section's, or else of its section."""
+        """Value and reason of a key, from its own row, which may be in a table of its section, or from its section."""
         for name in (f"{self.section}{key}", key, self.section.rstrip(".")):
             if name in self.rows:
                 return self.rows[name]
         return "", ""
 
     def describe(self, key: str, allowed: str, about: str = "") -> str:
-        """What a key means, or else what its section is `about`, and what it holds."""
+        """The meaning of a key, or else `about`, that of its section, and the allowed values."""
         value, why = map(plain, self.words(key))
         return ". ".join(filter(None, ((why or about).rstrip("."), (value or allowed).rstrip(".")))) + "."
 
     def examples(self, key: str, found: Schema, allowed: str) -> Schema:
-        """A value that the key takes: one of the files that are shown, or of the key's words, or not its default."""
+        """An example of the key's value: from an example file, from the key's words, or any that is not its default."""
         from jsonschema import Draft7Validator  # here: a tool of development
 
         values = [file[key] for file in self.files if isinstance(file, dict) and key in file]
@@ -197,8 +197,8 @@ def write() -> None:
 
 
 def modeline(folder: Path, project: Path) -> str:
-    """The line that leads an editor from a file in `folder` to the `project`'s copy of the schema; empty where it has
-    none, since the way to the installed one would be this machine's.
+    """The line that leads an editor from a file in `folder` to the `project`'s copy of the schema. Empty without a
+    copy: the path to the installed schema would be that of this machine.
     """
     for file in (project.resolve() / SCHEMA, project.resolve() / "infra" / "definition" / FILE.name):
         if file.is_file():
@@ -207,7 +207,7 @@ def modeline(folder: Path, project: Path) -> str:
 
 
 def _kind(name: str, job: Schema, overlay: str, laid_over: Schema) -> Schema:
-    """What holds for a file whose job is of this kind."""
+    """The part of the schema for a file whose job is of this kind."""
     own = {"$ref": f"#/definitions/{overlay}"}
     of_job = own if name == COMMAND else _object({"parameters": own})
     sections = {"job": of_job, **laid_over}
@@ -267,12 +267,12 @@ def _section(
 
 
 def _meaning(cls: type[Any]) -> str:
-    """The first paragraph of what the section's class says of itself."""
+    """The first paragraph of the docstring of the section's class."""
     return inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
 
 
 def _object(properties: Schema) -> Schema:
-    """A section that may also stand there empty."""
+    """The schema of a section that may be empty."""
     return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}
 
 
@@ -282,7 +282,7 @@ def _required(cls: type[Any]) -> list[str]:
 
 
 def _field(cls: type[Any], name: str, page: Page, *, partial: bool = False, default: Any = None) -> Schema:
-    """One key. `default`: of the section around it, where that has one of its own."""
+    """The schema of one key. `default` is that of the section around it, if it has one."""
     (spec,) = (each for each in dataclasses.fields(cls) if each.name == name)
     hint, rule = hints_of(cls)[name], rule_of_key(cls, spec)  # type: ignore[arg-type]  # mypy: type[Any] unhashable
     kept = spec.default if default is None else getattr(default, name)
@@ -313,7 +313,7 @@ def _field(cls: type[Any], name: str, page: Page, *, partial: bool = False, defa
 
 
 def _value(hint: Any, rule: Rule) -> Schema:
-    """What a key of this type may hold."""
+    """The schema of values of this type."""
     origin = typing.get_origin(hint)
     if origin is tuple:
         item = _value(typing.get_args(hint)[0], rule)
@@ -339,7 +339,7 @@ def _value(hint: Any, rule: Rule) -> Schema:
 
 
 def _text(rule: Rule) -> Schema:
-    """Text, which YAML takes for a number or a truth value where it looks like one."""
+    """The schema of text; YAML reads text that looks like a number or a truth value as one."""
     takes = re.compile(rule.pattern or "[\\s\\S]*").fullmatch
     looks = {"number": "-1.5", "integer": "1", "boolean": "true"}
     kinds = ["string", *(kind for kind, example in looks.items() if takes(example))]
@@ -349,7 +349,7 @@ def _text(rule: Rule) -> Schema:
 
 
 def _anchored(pattern: str) -> str:
-    """A schema's pattern, which may match anywhere, of one that the whole text must match."""
+    """A pattern that must match the whole text, for JSON Schema, whose patterns may match anywhere."""
     return f"^(?:{pattern})$"
 
 
@@ -379,7 +379,7 @@ _BELOW = pattern(between.NAMES_BELOW + r"[\s\S]*\S", "names below checkpoint.fol
 _SECRET = {"type": "string", **pattern(_anchored(SECRET.pattern), "ssm:/name or secretsmanager:name")}
 _VARIABLE = "a variable of the environment: letters, digits and _, not beginning with a digit"
 _ZONE_IDS = "|".join(f"{region.zone_id_prefix}az[1-8]" for region in known_regions().values())
-# What a type and a rule do not say, and the checks between keys do.
+# Restrictions that come from the checks between keys, not from a type or a rule.
 _KNOWN: dict[tuple[type[Any], str], Schema] = {
     (Fleet, "region"): {"type": "string", "enum": [*known_regions()]},
     (Fleet, "zones"): {
@@ -428,7 +428,7 @@ _KNOWN: dict[tuple[type[Any], str], Schema] = {
     (CommandConfig, "secrets"): _names(VARIABLE, _VARIABLE) | {"additionalProperties": _SECRET},
     (CommandConfig, "registry"): _SECRET,
 }
-# Of keys for which no page and no file shows one.
+# Examples for keys for which no page and no file shows one.
 _EXAMPLES: dict[tuple[type[Any], str], Any] = {
     (CommandConfig, "workdir"): "{code}/trainer",
     (Code, "exclude"): ["data", "*.ckpt"],

@@ -1,4 +1,4 @@
-"""What a definition file's tree means: by itself, with its `rehearsal` laid over it, with each of its `scenarios`."""
+"""The meaning of a definition file: by itself, with its `rehearsal` laid over it, and with each of its `scenarios`."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def definition(
     catalog: Catalog | None = None,
     plain: StackDefinition | None = None,
 ) -> tuple[StackDefinition, list[Problem]]:
-    """The tree's definition and what is wrong in it. Not `launchable`: its types need only be known. `plain`: the
-    definition over which the tree is laid, nothing wrong in it: sections that are as there need not be read again.
+    """The tree's definition and its problems. Without `launchable`, its types need only be known. `plain` is the
+    definition, without problems, over which the tree is laid: sections that are equal there are not read again.
     """
     findings = Findings(tree=tree)
     check_keys(tree.entries, [*SECTIONS, "rehearsal", "scenarios"], "", findings)
@@ -76,7 +76,7 @@ def rehearsed(tree: Mapping) -> Mapping:
 
 
 def from_anywhere(tree: Mapping, root: Path) -> Mapping:
-    """The tree with the folders of a command's code and inputs in full, which it may name as seen from `root`."""
+    """The tree with full paths for a command's code and inputs, which the file may give relative to `root`."""
     found: Node = tree
     inputs = find_node(tree, "storage.inputs")
     names = inputs.entries if isinstance(inputs, Mapping) else {}
@@ -92,7 +92,7 @@ def from_anywhere(tree: Mapping, root: Path) -> Mapping:
 
 
 def apply_overlay(tree: Mapping, overlay: dict[str, Node]) -> Mapping:
-    """The tree with the sections that may be laid over it."""
+    """The tree with the overlay's sections laid over it."""
     entries: dict[str, Node] = dict(tree.entries)
     if nodes := overlay.get("nodes"):  # as scenarios of 0.1.0 wrote fleet.nodes
         fleet = Mapping(path=nodes.path.rpartition(".")[0], line=nodes.line, entries={"nodes": nodes})
@@ -111,7 +111,7 @@ def variants(
     catalog: Catalog | None = None,
     plain: StackDefinition | None = None,
 ) -> tuple[list[StackDefinition], list[Problem]]:
-    """Every entry of the tree's `scenarios`, laid over it, and what is wrong in them. `plain`: as in definition()."""
+    """Every entry of the tree's `scenarios`, laid over it, and the problems in them. `plain` is as in definition()."""
     findings = Findings(tree=tree)
     section = entries_of(tree.entries.get("scenarios"), "scenarios", "a section with one entry per scenario", findings)
     if len(section) > MOST_SCENARIOS:
@@ -139,7 +139,7 @@ def variants(
 
 
 def overlay_problems(overlay: Node, under: Mapping) -> list[Problem]:
-    """What is wrong in a `rehearsal` section that is laid over the tree `under`, before any of its values is read."""
+    """The problems of a `rehearsal` section over the tree `under` that can be seen before its values are read."""
     allowed = [*OVERLAID, "interruptions", "python"]
     findings = Findings(tree=Mapping(path="", line=overlay.line, entries={"rehearsal": overlay}))
     entries = entries_of(overlay, "rehearsal", f"a section with the keys {', '.join(allowed)}", findings)
@@ -161,13 +161,13 @@ def purpose(text: str) -> str:
 
 
 def _same_job(entries: dict[str, Node], under: Mapping, where: str, findings: Findings) -> None:
-    """Reports what of `job` cannot be laid over: it would be left out."""
+    """Reports keys of `job` that cannot be laid over and would be ignored."""
     if isinstance(laid := entries.get("job"), Mapping):
         check_keys(laid.entries, job_keys(under.entries.get("job"), laid_over=True), f"{where}.job", findings)
 
 
 def _laid_over(section: str, overlay: Node, under: Node | None) -> Node:
-    """The overlay, cut for `job` to what a rehearsal or scenario may change: it runs the same job in the same image."""
+    """The overlay, reduced for `job` to what may change: a rehearsal or scenario runs the same job and image."""
     if section != "job" or not isinstance(overlay, Mapping):
         return overlay
     known = job_keys(under, laid_over=True)

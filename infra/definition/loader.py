@@ -67,7 +67,7 @@ def load(
 
 
 def tagged(definition: StackDefinition, tags: abc.Mapping[str, str]) -> StackDefinition:
-    """The definition with more tags beside those of its `account`. Raises DefinitionError for what is no tag."""
+    """The definition with `tags` added to those of its `account`. Raises DefinitionError for an invalid tag."""
     given = {**(definition.account.tags or {}), **tags}
     entries: dict[str, Node] = {
         key: Scalar(path=f"account.tags.{key}", line=0, text=str(value)) for key, value in given.items()
@@ -124,16 +124,16 @@ def names_of(root: Path) -> list[str]:
 
 
 def is_definition(content: bytes) -> bool:
-    """Whether a file of a `stacks/`, which may be somebody else's folder of that name, is meant as a definition: it has
-    one of the sections that each must have, or nothing else at its top either.
+    """Whether a file in a folder `stacks/`, which may belong to another tool, is meant as a definition: it has one of
+    the required sections, or nothing at its top level.
     """
     keys = {key.decode(errors="replace") for key in _TOP_KEY.findall(content)}
     return not keys or bool(keys & _SECTIONS)
 
 
 def of_project(root: Path) -> re.Pattern[str]:
-    """What lies in the project `root` for gpufleet, as names relative to it: what describes runs, and what commands
-    wrote. None of it is the code that trains, also where that lies in the same folder.
+    """A pattern for the names, relative to the project `root`, of gpufleet's own files: descriptions of runs, and what
+    commands wrote. They are not part of the training code, even if that is in the same folder.
     """
     stacks = "|".join(map(re.escape, names_of(root))) or "(?!)"
     return re.compile(
@@ -152,7 +152,7 @@ def project_root(start: Path) -> Path:
 
 
 def rehearsal_text(path: Path, root: Path | None = None, *, changed: Callable[[Mapping], Mapping] | None = None) -> str:
-    """The file as a rehearsal sees it, as text: the merged form, with only `interruptions` left of its `rehearsal`.
+    """The file in the form of a rehearsal, as text: the merged sections, with only `interruptions` left of `rehearsal`.
     With `root`, the folders of a command's code and inputs are named in full, not as seen from that project's.
     `changed` gives another tree for the merged one.
     """

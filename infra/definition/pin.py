@@ -1,4 +1,4 @@
-"""Writes what `gpufleet doctor --pin` found into a definition file; comments and every other byte stay."""
+"""Writes the results of `gpufleet doctor --pin` into a definition file; comments and every other byte stay."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def pin(path: Path, *, ami: str, image: str, supervisor_image: str | None = None
 
 
 def _line_above(neighbour: str, text: str, tree: Mapping, where: str, value: str) -> tuple[int, int, str] | None:
-    """The line that a file without the key gets; None where `neighbour` is not on a line of its own in block style."""
+    """The line to add to a file without the key; None when `neighbour` is not on a line of its own in block style."""
     beside, key, beside_key = find_node(tree, neighbour), where.rpartition(".")[2], neighbour.rpartition(".")[2]
     lines = text.splitlines(keepends=True)
     if not neighbour or beside is None or beside.line > len(lines):

@@ -1,4 +1,4 @@
-"""What one key of a definition file may hold beyond its type, and why. The experiment's own bounds stand in job.kind.
+"""The allowed values of single keys of a definition file, and why. The experiments' own bounds are in job.kind.
 
 docs/definition.md explains every key, and a test compares it with this table.
 """
@@ -35,7 +35,7 @@ _IMAGE_NAME = rf"(?=.{{1,255}}$){_REGISTRY}(/[a-z0-9._-]+)+{_TAG}(@sha256:[0-9a-
 
 
 def _image_hint(written: str) -> str:
-    """What an image's name lacks, and how it is written in full."""
+    """What is missing in an image's name, and how to write it in full."""
     first, _, rest = written.partition("/")
     no_registry = not rest or not re.search("[.:]", first)
     no_tag = ":" not in written.rpartition("/")[2]

@@ -28,7 +28,7 @@ def scenarios(path: Path, *, now: datetime) -> tuple[StackDefinition, ...]:
 def scenario(
     path: Path, name: str, *, now: datetime, past_deadline: bool = False, to_run: bool = True
 ) -> StackDefinition:
-    """One entry as something to run: judged like the file itself. Without `to_run` also one that is only priced.
+    """One scenario to run, checked like the file itself; without `to_run` also one that is only priced.
 
     Raises GpufleetError when it is not there or cannot be run, DefinitionError for what is wrong in it.
     """
@@ -55,16 +55,14 @@ def scenario(
 
 
 def unknown(path: Path, name: str, known: Iterable[str]) -> GpufleetError:
-    """What to raise for a scenario that the file does not have."""
+    """The error for a scenario that the file does not have."""
     names = list(known)
     said = f"{path.name} has no scenario {name!r}; it has {', '.join(names) or 'none'}. {nearest(name, names)}"
     return GpufleetError(said.rstrip())
 
 
 def chosen(path: Path, variants: tuple[StackDefinition, ...], name: str | None) -> tuple[StackDefinition, ...]:
-    """The file's scenario called `name`, whose work can be taken to other types; all scenarios without a name. Raises
-    GpufleetError.
-    """
+    """The scenario `name`, if it can be priced on other types; all without a name. Raises GpufleetError."""
     if name is None:
         return variants
     found = tuple(variant for variant in variants if variant.scenario == name)

@@ -1,6 +1,6 @@
-"""From a tree of text to the dataclasses of infra.definition, every problem collected on the way.
+"""Turns a tree of text into the dataclasses of infra.definition, and collects every problem on the way.
 
-What a key may hold stands in rules.py, or, for the experiment's own parameters, in job.kind's field metadata.
+The allowed values of a key are in rules.py; those of an experiment's parameters are in job.kind's field metadata.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SECTIONS: dict[str, type[Any]] = {
 # One folder of keys per section: where a key written in the wrong place belongs.
 _HOME = {f.name: section for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)}
 _OF_COMMAND = [f.name for f in dataclasses.fields(KINDS[COMMAND])]
-# What other tools call it.
+# Names of the same keys in other tools.
 _ALSO = {
     "gpu": "cuda",
     "nvidia": "cuda",
@@ -86,19 +86,19 @@ _SCALARS = (str, bool, datetime, int, float, Decimal)
 
 @dataclass(slots=True)
 class Findings:
-    """The problems of one tree. A path reported once hides what follows from it."""
+    """The problems of one tree. A path is reported once; consequences of its problem are not."""
 
     tree: Mapping
     found: dict[str, Problem | None] = field(default_factory=dict)  # by path; None: another problem tells it
 
     @property
     def bad(self) -> KeysView[str]:
-        """The paths whose values cannot be relied on."""
+        """The paths whose values are invalid."""
         return self.found.keys()
 
     @property
     def problems(self) -> list[Problem]:
-        """In the order in which they were found."""
+        """The problems in the order in which they were found."""
         return [problem for problem in self.found.values() if problem]
 
     def add(
@@ -111,10 +111,10 @@ class Findings:
         default: str = "",
         unknown_key: bool = False,
     ) -> None:
-        """A problem at `path`, in the words of the file; where the file is silent, at the section above, with the
-        `default` that holds there.
+        """Adds a problem at `path`, with the file's own text; if the file does not have the path, at the section above,
+        with the `default` that applies.
 
-        `node` where the path cannot be trusted to lead there: an unknown key may hold dots and brackets.
+        `node` is for a path that may not lead there: an unknown key may contain dots and brackets.
         """
         separators = islice(re.finditer(r"[.\[]", path), 2 * MAX_DEPTH)  # a key may hold any number of them
         if path in self.found or any(path[: each.start()] in self.found for each in separators):
@@ -134,19 +134,19 @@ class Findings:
         self.found[path] = Problem(path=origin, value=written, allowed=allowed, hint=hint, line=line)
 
     def written_elsewhere(self, path: str) -> None:
-        """That a problem already tells what belongs at `path`: where nothing stands, it is not missing as well."""
+        """Notes that another problem explains `path`, so that it is not reported as missing too."""
         if find_node(self.tree, path) is None:
             self.found[path] = None
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """`Nearest: zones.`, or nothing."""
+    """A hint such as `Nearest: zones.`; empty when no name is similar."""
     meant = _meant(word, names)
     return f"Nearest: {meant}." if meant else ""
 
 
 def _meant(word: str, names: Iterable[str]) -> str:
-    """The name that is spelled most like `word`, or nothing."""
+    """The name with the spelling nearest to `word`; empty when none is similar."""
     import difflib  # here: only errors name a neighbour
 
     known, low = sorted(names), word.lower()
@@ -158,8 +158,8 @@ def _meant(word: str, names: Iterable[str]) -> str:
 
 
 def build(cls: type[Any], node: Node | None, path: str, findings: Findings, default: Any = None) -> Any:
-    """The dataclass at `path`. A wrong or missing value is reported, and a placeholder stands in. What is not written
-    is as in `default`, where the section around it has one of its own, or else as in `cls`.
+    """The dataclass at `path`. A wrong or missing value is reported and replaced by a placeholder. A key that is not
+    written has the value of `default`, if the section around it gives one, else that of `cls`.
     """
     if cls is Job:
         return _job(node, findings)
@@ -196,9 +196,7 @@ def _job(node: Node | None, findings: Findings) -> Job:
 
 
 def job_keys(node: Node | None, *, laid_over: bool = False) -> list[str]:
-    """What may stand under `job` where `node` does; `laid_over`: in a rehearsal or scenario, which runs the same job in
-    the same image.
-    """
+    """The keys that `job` may have, given its `node`; `laid_over`: in a rehearsal or scenario."""
     if not _is_command(node):
         return ["parameters"] if laid_over else list(READY_MADE)
     return _OF_COMMAND if laid_over else ["image", "supervisor_image", *_OF_COMMAND]

@@ -1,4 +1,4 @@
-"""What a program asks the engine and tells it: this project's own, and the component in programs of others.
+"""The exchange of a program with the engine, for this project's own program and for the component in other programs.
 
 Errors come before the first resource, the bill and its warnings into the engine's diagnostics.
 """
@@ -26,11 +26,11 @@ from gpufleet.job.text import printable
 # Before 3.208 the engine ignores a replacement trigger, and a new run id would start nothing; before 3.226 one may fire
 # by itself, which ends a run (Pulumi's change log).
 ENGINE = ">=3.226.0"
-OVER = "none: the run is over"  # where a fleet's id would stand
+OVER = "none: the run is over"  # the output in the place of a fleet's id
 
 
 def require() -> None:
-    """Raises where the engine is too old. The SDK's mocks are none."""
+    """Raises when the engine is too old. The SDK's mocks are not an engine."""
     engine = pulumi.runtime.settings.get_engine()
     if not isinstance(engine, pulumi.runtime.mocks.MockEngine) or hasattr(engine, "RequirePulumiVersion"):
         pulumi.require_pulumi_version(ENGINE)
@@ -53,7 +53,7 @@ def last_update(component: tuple[str, Sequence[str]] | None = None, definition: 
 
 
 def planned(root: Path, name: str, was: Previous, *, scenario: str, tags: Mapping[str, str] | None = None) -> Plan:
-    """The plan for now. Raises GpufleetError."""
+    """The plan for a run that begins now. Raises GpufleetError."""
     preview = bool(pulumi.runtime.is_dry_run())
     say = lines()
     with shown_by(lambda what, total, unit: Lines(what, total, unit, say)):  # of hashing, which may take minutes
@@ -80,12 +80,14 @@ def begin(verdict: RunDecision, was: Previous, name: str = "run", parent: pulumi
 
 
 def lines(resource: pulumi.Resource | None = None) -> Callable[[str], None]:
-    """Says a line beside the `resource` while the engine works; what the engine shows at the end leaves it out."""
+    """A function that shows a line next to `resource` while the engine works; the engine's final output omits it."""
     return lambda line: pulumi.log.info(printable(line), resource, ephemeral=True)
 
 
 def say(plan: Plan, resource: pulumi.Resource | None = None, *, also: Iterable[str] = ()) -> None:
-    """The bill, what a destroy will leave, which runs no program to say it, and what is to be warned of."""
+    """Shows the bill, the warnings, and what a destroy will leave (a destroy itself runs no program that
+    could say it).
+    """
     lines = answer(
         plan.bill,
         f"gpufleet cost {plan.definition.priced_argument}",

@@ -1,6 +1,6 @@
-"""Everything decided before the first resource: definition, bill, inputs, run. What is wrong is raised here, all of it.
+"""Everything that is decided before the first resource: definition, bill, inputs, run. All problems are raised here.
 
-Reads files, touches no AWS and no engine: the clock and the stack's previous outputs are given.
+It reads files but uses neither AWS nor the engine: the clock and the stack's previous outputs are parameters.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Plan:
     now: datetime
     definition: StackDefinition
     bill: Bill
-    fallback: Fallback | None  # what it costs with one
-    pools: Mapping[Capacity, tuple[tuple[str, str], ...]]  # (type, zone) that its fleets may launch
-    cheaper: Cheaper | None  # what would do the same for less; None for a run that has begun
+    fallback: Fallback | None  # the priced fallback; None: the definition has none
+    pools: Mapping[Capacity, tuple[tuple[str, str], ...]]  # each (type, zone) that a fleet of this market may launch
+    cheaper: Cheaper | None  # options that do the same work for less; None for a run that has begun
     verdict: RunDecision
     archive: archive.Archive
     dataset: DatasetManifest | None  # None: an s3:// prefix, or not prepared yet
@@ -54,12 +54,12 @@ class Plan:
     weights: WeightsManifest | None  # base weights; None: none, an s3:// prefix, or not listed yet
     weights_folder: Path | None
     code: code.Packed | None  # a command's; None: it has none, or a preview cannot have it yet
-    inputs: dict[str, folders.Listed]  # a command's
+    inputs: dict[str, folders.Listed]  # the inputs of a command
     run_config: str  # the text of run.json
     warnings: tuple[str, ...]
 
     def user_data(self, bucket: str, log_group: str, schedule: str, notify: str = "") -> str:
-        """The node's script, base64. Pure: the program calls it once AWS has named these."""
+        """The node's script in base64. The program calls this once AWS has given the names."""
         script = user_data.render(
             **user_data.known(self.definition),
             archive_sha256=self.archive.sha256,
@@ -72,7 +72,7 @@ class Plan:
         return base64.b64encode(script.encode()).decode()
 
     def kept_after_destroy(self) -> dict[str, str]:
-        """What a destroy will leave behind, and its price: destroy runs no program, so preview and up must say it."""
+        """What a destroy will leave, with its price. Preview and up must say it, because a destroy runs no program."""
         kept = self.bill.kept
         return {"what": kept.what, "usd_per_month": f"${kept.usd_per_month:.4f}"}
 
@@ -97,7 +97,7 @@ class Plan:
         }
 
     def record(self) -> dict[str, Any]:
-        """What the next update reads to tell whether a run goes on."""
+        """The record from which the next update decides whether a run goes on."""
         return {"run": asdict(self.verdict.run), "runs": list(self.verdict.runs)}
 
 

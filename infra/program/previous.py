@@ -1,7 +1,7 @@
-"""What the last update left of this stack, or of one component in it, as the engine tells it to the program.
+"""The state that the last update left of this stack, or of one component in it, as the engine reports it.
 
-The engine writes the state of a file backend while the program starts, in place: a read that meets the write finds a
-file cut short. It is asked again; any other refusal is passed on.
+The engine writes the state of a file backend in place while the program starts, so a read may find a file cut short.
+Then the program asks again; any other refusal is passed on.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def previous_of_component(
 
 
 def _resources(stack: str, invoke: Invoke, pause: Callable[[float], None]) -> dict[str, Any]:
-    """By URN, each with `type` and `outputs`; none before the first update."""
+    """The stack's resources by URN, each with `type` and `outputs`; empty before the first update."""
     there = _asked(invoke, "pulumi:pulumi:readStackResourceOutputs", {"stackName": stack}, pause)
     return dict(there.get("outputs") or {})
 

@@ -25,7 +25,7 @@ NAMES = ("Pulumi.yaml", "Pulumi.yml", "Pulumi.json")  # by which the engine find
 
 
 def pulumi_yaml(name: str, options: Mapping[str, str], main: str = PROGRAM) -> str:
-    """Its text. `options`: which Python runs it, as Pulumi's Python runtime takes them."""
+    """The text of Pulumi.yaml. `options` tell Pulumi's Python runtime which Python to use."""
     python = "".join(f"\n    {line}" for line in yaml.safe_dump(dict(options), sort_keys=False).splitlines())
     return f"""\
 name: {name}
@@ -57,7 +57,7 @@ def files(folder: Path, name: str, options: Mapping[str, str]) -> dict[Path, str
 
 
 def name_for(folder: Path) -> str:
-    """The project's name: the folder's, as far as Pulumi takes it."""
+    """The project's name: the folder's, without characters that Pulumi refuses."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.resolve().name).strip("-.")[:100] or "gpufleet"
 
 

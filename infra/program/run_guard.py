@@ -1,6 +1,6 @@
-"""One run is one id: does this program run begin a run, continue one, or find it over? Pure: no pulumi, no clock.
+"""Decides whether this update begins a run, continues one, or finds it over, by its id. Pure: no pulumi, no clock.
 
-A fleet takes its settings once, when it is created. Two kinds of change must therefore not pass in silence:
+A fleet takes its settings once, when it is created. So two kinds of change must not go unnoticed:
 
 - the definition file says something else under the same run id: an error, before the first resource;
 - job code or prices have changed since the run began: the run keeps what it began with, and a warning says so.
@@ -40,7 +40,7 @@ class RunRecord:
     """The stack output `run`: what the run began with."""
 
     id: str
-    digest: str  # of everything in the definition that a fleet takes only at creation
+    digest: str  # over everything in the definition that a fleet takes only at creation
     dataset: str  # sha256 of the prepared dataset; empty for an s3:// prefix. Of a command's inputs one after the other
     code: str  # sha256 of the job archive, and after it of a command's code
     weights: str  # sha256 of the base weights' list; empty without any, or for an s3:// prefix
@@ -50,7 +50,7 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Previous:
-    """The stack as its last update left it."""
+    """The state of the stack after its last update."""
 
     outputs: Mapping[str, Any]  # empty before the first update
     fleets: frozenset[str] = frozenset()  # the run that each of its fleets is tagged with; empty for one without tag
@@ -62,7 +62,7 @@ class Previous:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunDecision:
-    """What this program run may do."""
+    """What this update may do."""
 
     run: RunRecord
     runs: tuple[str, ...]  # every run id this stack has had: their objects share the bucket and each expires on its own
@@ -137,7 +137,7 @@ def _continued(
     previous: Previous,
     now: datetime,
 ) -> RunDecision:
-    """The recorded run goes on, or is over; `asked` is what the file says under its id."""
+    """The decision for a recorded run, which goes on or is over; `asked` is the file's record under the same id."""
     run_id = recorded.id
     if previous.fleets and not previous.fleets & {run_id, ""}:
         others = " and ".join(sorted(previous.fleets))
@@ -213,7 +213,7 @@ def _stays(definition: StackDefinition, previous: Previous) -> None:
 
 
 def _replaced(objects: frozenset[str], recorded: RunRecord) -> bool:
-    """Whether an object is not the run's own: its nodes read the others at every boot."""
+    """Whether an object that the run's nodes read at every boot has been replaced by another."""
     inputs = [
         input_key(sha256) for named in (recorded.code, recorded.dataset, recorded.weights) for sha256 in named.split()
     ]
@@ -243,7 +243,7 @@ def creation_digest(definition: StackDefinition, *, version: str = DIGESTS[0]) -
 
 
 def _digested(value: Any, version: str) -> Any:
-    """As asdict has it, without the fields that came after the version and are at their default."""
+    """The value as asdict gives it, without fields that are newer than `version` and at their default."""
     if is_dataclass(value):
         counted = {}
         for key in fields(value):
@@ -268,7 +268,7 @@ def timer_seconds(definition: StackDefinition) -> int:
 def _ended(
     definition: StackDefinition, recorded: RunRecord | None, fleets: frozenset[str], now: datetime
 ) -> tuple[str, ...]:
-    """That a new run's fleet takes another's place. Whether that one still has a node is not known here."""
+    """A warning that a new run's fleet replaces another one. Whether that still has a node is not known here."""
     expired = recorded.id if recorded and datetime.fromisoformat(recorded.valid_until) <= now else ""
     return tuple(
         f"Run {definition.run.id}'s fleet takes the place of run {each}'s. If {each} still trains, `pulumi up` ends "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from html import escape
@@ -56,74 +56,112 @@ class Bar:
 
 
 def lines(
-    found: Sequence[Series], *, x: str, y: str, marks: Sequence[Mark] = (), level: tuple[float, str] | None = None
+    series: Sequence[Series],
+    *,
+    x: str,
+    y: str,
+    marks: Sequence[Mark] = (),
+    level: tuple[float, str] | None = None,
+    from_zero: bool = False,
 ) -> str:
-    """Lines over `x`; `level`: a bound, and what it is. Empty without a point, as all are without matplotlib."""
-    found = [line for line in found if line.points]
-    if not found or not drawable():
+    """Lines over `x`, each named at its end where there are several; `level` is a bound with its name. Empty without a
+    point, and without matplotlib.
+    """
+    series = [line for line in series if line.points]
+    if not series or not drawable():
         return ""
     with style():
-        drawn, axes = figure()
-        for line in found:
+        drawn = figure()
+        axes = drawn.subplots()
+        ends = [(level[0], level[1], "red")] if level else []
+        for line in series:
             xs, ys = zip(*thinned(line.points), strict=True)
             shape = {"ls": "", "marker": "o", "ms": 4} if line.dots or len(xs) == 1 else {"lw": 1.6}
-            axes.plot(xs, ys, color=SENTINELS[line.colour], label=line.name, **shape)
-        if min(y for line in found for _, y in line.points) == 0:  # nothing is below none
+            axes.plot(xs, ys, color=SENTINELS[line.colour], **shape)
+            if len(series) > 1:
+                ends.append((ys[-1], line.name, line.colour))
+        if from_zero:
             axes.set_ylim(bottom=0)
         for mark in marks:
             axes.axvline(mark.at, color=SENTINELS[mark.colour], lw=1, ls=(0, (4, 2)))
-        named: dict[str, str] = {mark.name: mark.colour for mark in marks}
-        for name, colour in named.items():
-            axes.plot([], [], color=SENTINELS[colour], lw=1, ls=(0, (4, 2)), label=name)
         if level:
-            axes.axhline(level[0], color=SENTINELS["red"], lw=1, label=level[1])
-        if len(found) + len(named) + bool(level) > 1:
-            axes.legend(loc="best")
+            axes.axhline(level[0], color=SENTINELS["red"], lw=1)
+        _name_ends(axes, ends)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         return svg(drawn, f"{y} over {x}")
 
 
+def _name_ends(axes: Any, ends: Iterable[tuple[float, str, str]]) -> None:
+    """Writes (height, name, colour) at the right edge, one above the other where the heights are close."""
+    low, high = axes.get_ylim()
+    line_height, free_from = 0.075 * (high - low), low
+    for height, name, colour in sorted(ends):
+        at = max(height, free_from)
+        free_from = at + line_height
+        place = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}
+        axes.annotate(name, (1.02, at), color=SENTINELS[colour], **place)
+
+
+def steady(series: Iterable[Series]) -> float | None:
+    """The figure that all points share, within a hundredth; None where they differ, or there are none."""
+    heights = [height for line in series for _, height in line.points]
+    if not heights or max(heights) - min(heights) > 0.01 * max(map(abs, heights)):
+        return None
+    return heights[len(heights) // 2]
+
+
 def unit_of(seconds: float) -> tuple[str, float]:
-    """In what a stretch of time is told, and how many seconds that has."""
+    """The unit in which a stretch of time is written, and its seconds."""
     return ("hours", 3600.0) if seconds >= 7200 else ("minutes", 60.0) if seconds >= 180 else ("seconds", 1.0)
 
 
-def steps_to(start: tuple[str, float], changes: Mapping[str, float], end: tuple[str, float], *, unit: str) -> str:
-    """From one sum to another by what lies between: bars that begin where the one before ends."""
-    if not drawable():
+def steps_to(
+    start: tuple[str, float], changes: Mapping[str, float], end: tuple[str, float], *, unit: str, digits: int
+) -> str:
+    """A waterfall: from one sum to another by the changes that can be seen beside them. Empty where none can."""
+    changes = {name: change for name, change in changes.items() if abs(change) >= 0.005 * max(start[1], end[1])}
+    if not changes or not drawable():
         return ""
     with style():
-        drawn, axes = figure()
-        names, at = [start[0], *changes, end[0]], start[1]
-        axes.bar(0, start[1], color=SENTINELS["blue"])
-        for number, change in enumerate(changes.values(), start=1):
-            axes.bar(number, change, bottom=at, color=SENTINELS["red" if change > 0 else "green"])
+        drawn = figure(height=0.7 + 0.3 * (len(changes) + 2))
+        axes = drawn.subplots()
+        at, bars = start[1], [(0.0, start[1], "blue", f"{start[1]:.{digits}f}")]
+        for change in changes.values():
+            bars.append((at, change, "red" if change > 0 else "green", f"{change:+.{digits}f}"))
             at += change
-        axes.bar(len(names) - 1, end[1], color=SENTINELS["purple"])
-        axes.set_xticks(range(len(names)), names)
-        axes.set_ylabel(unit)
+        bars.append((0.0, end[1], "purple", f"{end[1]:.{digits}f}"))
+        for row, (begin, width, colour, text) in enumerate(bars):
+            axes.barh(row, width, left=begin, height=0.6, color=SENTINELS[colour])
+            axes.annotate(
+                text, (max(begin, begin + width), row), xytext=(4, 0), textcoords="offset points", va="center"
+            )
+            if row + 1 < len(bars):
+                axes.plot([begin + width] * 2, [row, row + 1], color=SENTINELS["faint"], lw=0.8, zorder=0.5)
+        axes.set_yticks(range(len(bars)), [start[0], *changes, end[0]])
+        axes.invert_yaxis()
+        axes.set_xlim(right=1.18 * max(begin + max(width, 0.0) for begin, width, _, _ in bars))
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel(unit)
         return svg(drawn, f"from {start[0]} to {end[0]}")
 
 
 def lanes(names: Sequence[str], bars: Sequence[Bar], marks: Sequence[tuple[int, float, str]], *, x: str) -> str:
-    """A lane per name with stretches of `kind`, by KINDS; `marks`: moments, as (lane, when, kind)."""
+    """A lane per name with stretches of a kind from KINDS; each of `marks` is a moment: (lane, when, kind)."""
     if not drawable():
         return ""
     with style():
-        drawn, axes = figure(height=1.1 + 0.28 * max(2, len(names)))
+        drawn = figure(height=0.8 + 0.28 * max(2, len(names)))
+        axes = drawn.subplots()
         for bar in bars:
             axes.barh(bar.lane, max(0.0, bar.end - bar.begin), left=bar.begin, height=0.6, color=_kind(bar.kind))
         for lane, at, kind in marks:
             shape = {"marker": "|"} if kind == "save" else {"marker": "X", "mec": SENTINELS["back"]}
             axes.plot([at], [lane], ms=7, color=_kind(kind), ls="", **shape)
-        for kind in dict.fromkeys([*(bar.kind for bar in bars), *(kind for _, _, kind in marks)]):
-            axes.plot([], [], marker="s", ls="", color=_kind(kind), label=kind)
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(x)
-        drawn.legend(loc="outside upper left", ncols=3)
         return svg(drawn, "nodes over time")
 
 
@@ -161,17 +199,16 @@ def style() -> AbstractContextManager[Any]:
             **{"xtick.color": line, "ytick.color": line, "xtick.labelcolor": faint, "ytick.labelcolor": faint},
             **{"axes.edgecolor": line, "axes.facecolor": "none", "axes.grid": True, "grid.color": line},
             **{"grid.linewidth": 0.6, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False},
-            **{"legend.frameon": False, "legend.fontsize": 8, "svg.hashsalt": "gpufleet"},
+            **{"svg.hashsalt": "gpufleet"},
         }
     )
 
 
-def figure(height: float = SIZE[1]) -> tuple[Any, Any]:
-    """matplotlib's figure and its axes, inside of `style`."""
+def figure(height: float = SIZE[1]) -> Any:
+    """matplotlib's figure, inside of `style`."""
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(SIZE[0], height), layout="constrained")
-    return drawn, drawn.subplots()
+    return Figure(figsize=(SIZE[0], height), layout="constrained")
 
 
 def svg(figure: Any, name: str) -> str:

@@ -14,13 +14,13 @@ from gpufleet.infra.show.html import paragraph
 
 def html(found: Comparison) -> str:
     """The page."""
-    definition, frontier = found.definition, found.own_frontier
+    frontier = found.own_frontier
     return page.page(
-        f"{definition.name}, {found.scenario}: cost against time",
-        f"{definition.fleet.region}; p50, and p10 to p90 in the picture; hours by the wall, with waits for capacity",
+        found.title,
+        "hours by the wall: with waits for capacity",
         (
             "" if charts.drawable() else paragraph(charts.LACKING),
-            page.charts([("The cheapest that can be run, and the frontier", _picture(found))]),
+            page.charts([(f"The cheapest that can be run ({plot.CAPTION})", _picture(found))]),
             page.section("Frontier: nothing is cheaper and sooner", _options(frontier)),
             page.section("All options for this work", _options(row for row in found.own_rows if row.usd)),
             page.section("What cannot be run or priced", _refused(found.own_rows)),
@@ -32,10 +32,9 @@ def _picture(found: Comparison) -> str:
     if not charts.drawable():
         return ""
     with charts.style():
-        figure, axes = charts.figure(height=4.2)
-        colours = {"spot": "blue", "on_demand": "orange", "ink": "ink"}
-        shades = {name: charts.SENTINELS[colour] for name, colour in colours.items()}
-        plot.fill(axes, found.own_rows, found.own_frontier, **shades)
+        figure = charts.figure(plot.height(found.own_rows, found.own_frontier))
+        shades = {"spot": charts.SENTINELS["blue"], "on_demand": charts.SENTINELS["orange"]}
+        plot.fill(figure, found.own_rows, found.own_frontier, **shades)
         return charts.svg(figure, found.title)
 
 

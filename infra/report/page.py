@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from gpufleet.infra.show import html
@@ -31,13 +31,23 @@ h1{font-size:1.5rem;margin:.5rem 0 0}h2{font-size:1.15rem;margin:2rem 0 .5rem}p{
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:.75rem;margin:1rem 0}
 .figures div{background:var(--soft);border:1px solid var(--line);border-radius:6px;padding:.6rem .8rem}
 .figures b{display:block;font-size:1.25rem;font-variant-numeric:tabular-nums}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:1rem}
+.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,420px),1fr));gap:1rem}
 figure{margin:0}figure svg{display:block;width:100%;height:auto}figcaption{font-weight:600;margin-bottom:.2rem}
-.wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.9rem}
+.wide{overflow-x:auto;background:linear-gradient(90deg,var(--back) 50%,#0000) 0/3rem 100% no-repeat local,
+linear-gradient(270deg,var(--back) 50%,#0000) 100%/3rem 100% no-repeat local,
+linear-gradient(90deg,var(--line),#0000) 0/.8rem 100% no-repeat scroll,
+linear-gradient(270deg,var(--line),#0000) 100%/.8rem 100% no-repeat scroll}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.9rem}
 th,td{text-align:left;padding:.3rem .7rem;border-bottom:1px solid var(--line);vertical-align:top}
 th{color:var(--faint);font-weight:600}td.number,th.number{text-align:right}
 td:not(:last-child){white-space:nowrap}td:not(.number):last-child{min-width:9rem}
-.charts figure{max-width:760px}tr.total td{font-weight:600}
+.charts figure{max-width:760px}.charts figure:only-child{grid-column:1/-1}tr.total td{font-weight:600}
+.key{margin:.2rem 0 .6rem;display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;max-width:none}
+.key i{display:inline-block;width:.8rem;height:.8rem;margin-right:.35rem;vertical-align:-.1rem}
+@media print{body{max-width:none;padding:0;font-size:9pt}figure,tr,.figures{break-inside:avoid}h2{break-after:avoid}
+.charts{grid-template-columns:1fr 1fr}.figures{grid-template-columns:repeat(auto-fit,minmax(90px,1fr))}
+.wide{overflow:visible;background:none}.figures b{font-size:11pt}
+td:not(:last-child){white-space:normal}*{print-color-adjust:exact}}
 """
 
 
@@ -72,6 +82,14 @@ def charts(drawn: Iterable[tuple[str, str]]) -> str:
     """(caption, SVG) side by side where the window is wide."""
     cells = [f"<figure><figcaption>{escape(caption)}</figcaption>{svg}</figure>" for caption, svg in drawn if svg]
     return f'<div class="charts">{"".join(cells)}</div>' if cells else ""
+
+
+def key(colours: Mapping[str, str]) -> str:
+    """What each colour of the charts of a section stands for; nothing for none."""
+    names = "".join(
+        f'<span><i style="background:var(--{colour})"></i>{escape(name)}</span>' for name, colour in colours.items()
+    )
+    return f'<p class="key">{names}</p>' if names else ""
 
 
 def table(found: Sheet, *, total: bool = False) -> str:

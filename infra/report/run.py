@@ -10,13 +10,13 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from gpufleet.infra.bill.answer import amount_within, figures_within
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence.receipts import LINES, is_rehearsal
-from gpufleet.infra.report import charts, page
+from gpufleet.infra.report import band, charts, page
 from gpufleet.infra.report.charts import Bar, Mark, Point, Series
 from gpufleet.infra.show.html import paragraph
 from gpufleet.infra.show.sheet import Column, Sheet
@@ -29,6 +29,7 @@ from gpufleet.job.contract.workdir import METRICS, RECEIPT, RUN
 from gpufleet.job.text import counted
 
 NAME = "report.html"
+SHORT_S = 0.1  # a save that keeps training waiting for less needs no chart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,12 +93,12 @@ def html(run: RunResults) -> str:
         (
             page.figures(list(_figures(run))),
             "" if charts.drawable() else paragraph(charts.LACKING),
+            "" if is_rehearsal(receipt) else page.section("Bill against receipt", _money(run), _lines_table(receipt)),
+            page.section("Training", *_training(run)),
+            page.section("Nodes", *_nodes(run), _attempts_table(receipt)),
             page.section("Dollars", _rehearsed_money(run))
             if is_rehearsal(receipt)
-            else page.section("Bill against receipt", _money(run), _lines_table(receipt)),
-            page.section("Training", page.charts(_training(run))),
-            page.section("Nodes", page.charts(_nodes(run)), _attempts_table(receipt)),
-            "" if is_rehearsal(receipt) else page.section("Predicted and measured", _speeds(run)),
+            else page.section("Predicted and measured", _speeds(run)),
             page.section("What was turned down", _options(run.bill)),
             page.section("What the bill warned of", *map(paragraph, _texts(run.bill.get("warnings")))),
         ),
@@ -116,24 +117,31 @@ def _figures(run: RunResults) -> Iterator[tuple[str, str, str]]:
         yield "cost", "nothing", "a rehearsal rents nothing"
         return
     error = f"{receipt.error_percent:+.1f} %" if receipt.estimate else "none"
-    yield "cost", f"{_usd(receipt.actual)} USD", f"bill {_usd(receipt.estimate)}, {error}: {receipt.grade}"
-    yield "range of the bill", f"{_usd(receipt.p10)} to {_usd(receipt.p90)}", "USD, p10 to p90"
+    low, middle, high = figures_within(band.of_receipt(receipt))
+    yield "cost", f"{_usd(receipt)} USD", f"bill {middle}, {error}: {receipt.grade}"
+    yield "range of the bill", f"{low} to {high}", "USD, in eight runs of ten"
     yield "node-hours", f"{receipt.actual_h:.2f}", f"bill {receipt.estimate_h:.2f}"
     yield "interruptions", *interruptions
     yield "steps", f"{steps:,}", counted(len(receipt.attempts), "node")
 
 
-def _usd(amount: Decimal) -> str:
-    return f"{amount:.2f}" if amount >= 1 else f"{amount:.4f}"
+def _usd(receipt: Receipt) -> str:
+    return amount_within(receipt.actual, band.of_receipt(receipt))
 
 
 def _money(run: RunResults) -> str:
-    """From the bill to the receipt by its causes, and the dollars over the hours."""
+    """The receipt in the bill's range, the way from one to the other by its causes, and the dollars over the hours."""
     receipt = run.receipt
     by_cause = {name: float(usd) for name, usd in receipt.causes.items()}
-    whole = charts.steps_to(("bill", float(receipt.estimate)), by_cause, ("receipt", float(receipt.actual)), unit="USD")
-    return page.charts([("Why the receipt is not the bill", whole), ("Dollars spent", _spent(run))]) + paragraph(
-        "Dollars spent are as the meter counts: with interrupted first hours, which AWS does not charge."
+    ends = ("bill", float(receipt.estimate)), ("receipt", float(receipt.actual))
+    digits = len(_usd(receipt).partition(".")[2])
+    drawn = [
+        ("What it cost, in the range of the bill", band.svg(band.of_receipt(receipt), receipt.actual)),
+        ("Why the receipt is not the bill", charts.steps_to(ends[0], by_cause, ends[1], unit="USD", digits=digits)),
+        ("Dollars spent", _spent(run)),
+    ]
+    return page.charts(drawn) + paragraph(
+        "The meter also counts first hours that AWS interrupted and does not charge, so it may end above the receipt."
     )
 
 
@@ -147,19 +155,22 @@ def _rehearsed_money(run: RunResults) -> str:
 def _spent(run: RunResults) -> str:
     """The meter's dollars over the run, with the cap where it is near."""
     begin, (unit, size) = run.began, charts.unit_of(run.lasted_s)
-    spent = sorted(
+    counted_usd = sorted(
         ((at - begin) / size, float(beat.spent_usd))
         for beats in run.beats.values()
         for at, beat in beats
         if beat.spent_usd is not None
     )
+    most = itertools.accumulate((usd for _, usd in counted_usd), max)  # a node may know less than another said before
+    points = [(at, usd) for (at, _), usd in zip(counted_usd, most, strict=True)]
     cap = (run.bill.get("cap") or {}).get("max_usd")
-    near = cap is not None and spent and float(cap) < 3 * spent[-1][1]
+    near = cap is not None and points and float(cap) < 3 * points[-1][1]
     return charts.lines(
-        [Series(name="spent, as the meter counts", points=spent, colour="blue")],
+        [Series(name="", points=points, colour="blue")],
         x=f"{unit} since the first launch",
-        y="USD",
+        y="USD, as the meter counts",
         level=(float(cap), "limits.max_usd") if near and cap else None,
+        from_zero=True,
     )
 
 
@@ -168,14 +179,20 @@ def _lines_table(receipt: Receipt) -> str:
     return page.table(Sheet.build(LINES, receipt.lines, ("total", *usd, receipt.grade)), total=True)
 
 
-def _training(run: RunResults) -> Iterator[tuple[str, str]]:
+def _training(run: RunResults) -> Iterator[str]:
     """Loss, speed and memory over the steps, a line per phase, with what interrupted them."""
     phases = list(dict.fromkeys(str(record["phase"]) for record in run.records))
     marks = [
-        Mark(at=each.last_step, name=name, colour=colour)
-        for each in run.receipt.attempts
-        if each.interrupted
-        for name, colour in [("taken with a notice", "orange") if _noticed(each) else ("gone without one", "red")]
+        Mark(at=node.last_step, name=name, colour=colour)
+        for node in run.receipt.attempts
+        if node.interrupted
+        for name, colour in [
+            ("node taken with a notice", "orange") if _noticed(node) else ("node gone without one", "red")
+        ]
+    ] + [
+        Mark(at=float(record["step"]), name=f"Xid {record['gpu_xid']}, an error of the GPU driver", colour="purple")
+        for record in run.records
+        if record.get("gpu_xid")
     ]
 
     def by_phase(key: str, words: str = "{}", *, dots: bool = False) -> list[Series]:
@@ -184,16 +201,25 @@ def _training(run: RunResults) -> Iterator[tuple[str, str]]:
             for phase, colour in zip(phases, itertools.cycle(charts.COLOUR_CYCLE))
         ]
 
-    def drawn(found: list[Series], y: str) -> str:
-        return charts.lines(found, x="step", y=y, marks=marks)
-
-    yield "Loss", drawn([*by_phase("loss"), *by_phase("val_loss", "{}, validation", dots=True)], "loss")
-    yield "Time of a step", drawn(by_phase("step_ms"), "ms")
-    yield "Throughput", drawn(by_phase("tok_s"), "tokens/s")
-    yield "GPU use", drawn(by_phase("gpu_util"), "%")
-    yield "GPU memory, peak", drawn(by_phase("mem_gb") or by_phase("gpu_mem_gb"), "GB")
-    yield "GPU temperature, hottest", drawn(by_phase("gpu_temp_c"), "°C")
-    yield "Xid errors of the GPU driver", drawn(by_phase("gpu_xid", dots=True), "Xid")
+    figures = [
+        ("time of a step", by_phase("step_ms"), "ms"),
+        ("throughput", by_phase("tok_s"), "tokens/s"),
+        ("GPU use", by_phase("gpu_util"), "%"),
+        ("GPU memory, peak", by_phase("mem_gb") or by_phase("gpu_mem_gb"), "GB"),
+        ("GPU temperature, hottest", by_phase("gpu_temp_c"), "°C"),
+    ]
+    steady = [(name, charts.steady(series), unit) for name, series, unit in figures]
+    loss = [*by_phase("loss"), *by_phase("val_loss", "{}, validation", dots=True)]
+    drawn = [("Loss", charts.lines(loss, x="step", y="loss", marks=marks))] + [
+        (f"{name[0].upper()}{name[1:]}", charts.lines(series, x="step", y=unit, marks=marks, from_zero=True))
+        for (name, series, unit), (_, figure, _) in zip(figures, steady, strict=True)
+        if figure is None
+    ]
+    pictures = page.charts(drawn)
+    yield pictures
+    yield page.key({mark.name: mark.colour for mark in marks}) if pictures else ""
+    same = ", ".join(f"{name} {figure:g} {unit}" for name, figure, unit in steady if figure is not None)
+    yield paragraph(f"The same at every step: {same}.") if same else ""
 
 
 def _points(records: Sequence[Mapping[str, Any]], phase: str, key: str) -> list[Point]:
@@ -201,37 +227,43 @@ def _points(records: Sequence[Mapping[str, Any]], phase: str, key: str) -> list[
     return [(float(record["step"]), float(record[key])) for record in own if record.get(key) is not None]
 
 
-def _nodes(run: RunResults) -> Iterator[tuple[str, str]]:
+def _nodes(run: RunResults) -> Iterator[str]:
     """A lane per node since the first launch, and one for the checkpoints."""
-    known = [each for each in run.receipt.attempts if each.instance in run.launched]
+    known = [node for node in run.receipt.attempts if node.instance in run.launched]
     if not known:
         return
     (unit, size), before, bars, marks = charts.unit_of(run.lasted_s), None, list[Bar](), list[tuple[int, float, str]]()
-    for lane, each in enumerate(known):
-        launched = (run.launched[each.instance] - run.began) / size
-        ended = launched + float(each.lived_s) / size
-        trains = ended if each.started_s is None else min(ended, launched + float(each.started_s) / size)
-        told = ended
-        if each.exit and each.exit.notice and (at := epoch(each.exit.at or "")):
-            told = min(ended, max(trains, (at - run.began) / size))
+    for lane, node in enumerate(known):
+        launched = (run.launched[node.instance] - run.began) / size
+        ended = launched + float(node.lived_s) / size
+        trains = ended if node.started_s is None else min(ended, launched + float(node.started_s) / size)
+        noticed = ended
+        if node.exit and node.exit.notice and (at := epoch(node.exit.at or "")):
+            noticed = min(ended, max(trains, (at - run.began) / size))
         if before is not None and before < launched:
             bars.append(Bar(lane=lane, begin=before, end=launched, kind="waiting for a node"))
         bars += [
-            Bar(lane=lane, begin=launched, end=min(trains, told), kind="start"),
-            Bar(lane=lane, begin=trains, end=told, kind="training"),
+            Bar(lane=lane, begin=launched, end=min(trains, noticed), kind="start"),
+            Bar(lane=lane, begin=trains, end=noticed, kind="training"),
         ]
-        if told < ended:
-            bars.append(Bar(lane=lane, begin=told, end=ended, kind="after a notice"))
-        if each.interrupted and not _noticed(each):
+        if noticed < ended:
+            bars.append(Bar(lane=lane, begin=noticed, end=ended, kind="after a notice"))
+        if node.interrupted and not _noticed(node):
             marks.append((lane, ended, "gone"))
         before = ended
     saves = [(float(record["ts"]), save) for record in run.records for save in metrics.saves(record)]
     marks += [(len(known), (at - run.began) / size, "save") for at, _ in saves]
-    names = [*(f"{number}  {each.zone}" for number, each in enumerate(known, start=1)), *(["saves"] if saves else [])]
-    yield "Nodes over time", charts.lanes(names, bars, marks, x=f"{unit} since the first launch")
-    blocked = [(float(save.step), save.blocked_s) for _, save in saves]
-    kept = Series(name="a save", points=blocked, colour="green", dots=True)
-    yield "What each save kept training waiting", charts.lines([kept], x="step", y="s")
+    names = [*(f"{number}  {node.zone}" for number, node in enumerate(known, start=1)), *(["saves"] if saves else [])]
+    kept = Series(name="", points=[(float(save.step), save.blocked_s) for _, save in saves], colour="green", dots=True)
+    longest = max((save.blocked_s for _, save in saves), default=0.0)
+    varies = longest >= SHORT_S and charts.steady([kept]) is None
+    waits = charts.lines([kept], x="step", y="s", from_zero=True) if varies else ""
+    drawn = charts.lanes(names, bars, marks, x=f"{unit} since the first launch")
+    yield page.charts([("Nodes over time", drawn), ("What each save kept training waiting", waits)])
+    kinds = dict.fromkeys([*(bar.kind for bar in bars), *(kind for _, _, kind in marks)])
+    yield page.key({kind: charts.KINDS[kind] for kind in kinds}) if drawn else ""
+    most = f"less than {SHORT_S:g} s" if longest < SHORT_S else f"{longest:.2g} s at most"
+    yield paragraph(f"A save kept training waiting for {most}.") if saves and not varies else ""
 
 
 _ATTEMPT = (

@@ -17,22 +17,22 @@ from gpufleet.infra.risk.simulation import Exposure, simulate_each
 
 SHORTEST_S = 1.0
 LONGEST_S = 86_400.0  # as a run config allows
-_SHARES = 16  # quantiles of the hazard that stand for its distribution
-_RUNS, _ATTEMPTS = 1_000, 64  # simulated runs behind what it is worth, and nodes of each at least
-_CARRIED_ON = 0.01  # share of runs not done with so many from which dollars carried on as they went are no dollars
+_SHARES = 16  # number of quantiles that represent the hazard's distribution
+_RUNS, _ATTEMPTS = 1_000, 64  # simulated runs from which the saving is computed, and the least nodes of each
+_CARRIED_ON = 0.01  # if more runs are unfinished after _ATTEMPTS nodes, their extrapolated dollars mean nothing
 _NARROWINGS = 24  # each leaves 62 % of the bracket
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BestInterval:
-    """The best interval and what it is worth against the present one, on average."""
+    """The best interval, and what it saves on average compared with the present one."""
 
     interval_s: float
     present_s: float
     saved_usd: float
     saved_h: float
-    share: float  # of the run's expected dollars
+    share: float  # the saving as a share of the run's expected dollars
 
     def sentence(self) -> str:
         """For people."""
@@ -63,7 +63,7 @@ def optimal(exposure: Exposure, save_cost_s: float) -> BestInterval | None:
     both = [_with_interval(alone, each, save_cost_s) for each in (present_s, best_s)]
     present, best = simulate_each(both, runs=_RUNS, attempts=_ATTEMPTS, unfinished=_CARRIED_ON)
     saved_usd = float(present.usd.mean() - best.usd.mean())
-    if saved_usd <= 0:  # as good to the last digit, or nothing to gain at all
+    if saved_usd <= 0:  # equal to the last digit, or there is nothing to gain
         best_s, saved_usd, best = present_s, 0.0, present
     return BestInterval(
         interval_s=best_s,
@@ -81,7 +81,7 @@ def _hours(exposure: Exposure, interval_s: float, save_cost_s: float, hazards: t
 
 
 def _with_interval(exposure: Exposure, interval_s: float, save_cost_s: float) -> Exposure:
-    """The run with another interval, the work's stalls exchanged for that interval's."""
+    """The run with another interval; the stalls of saving in its hours of work are those of that interval."""
     present_s, whole_s = exposure.interval_h * 3600, exposure.phase_ends_h[-1] * 3600
     stalls = (1 + save_cost_s / min(interval_s, whole_s)) / (1 + save_cost_s / min(present_s, whole_s))
     ends = tuple(end * stalls for end in exposure.phase_ends_h)
@@ -89,7 +89,7 @@ def _with_interval(exposure: Exposure, interval_s: float, save_cost_s: float) ->
 
 
 def _hazards(exposure: Exposure) -> tuple[float, ...]:
-    """Equally likely hazards."""
+    """Equally likely hazards that represent the distribution."""
     chance = exposure.chance
     if not chance.sigma:
         return (chance.median,)
@@ -114,5 +114,5 @@ def _least(cost: Callable[[float], float], low: float, high: float) -> float:
 
 
 def _rounded(interval_s: float) -> float:
-    """To two digits: the minimum is flat."""
+    """The interval rounded to two digits, since the minimum is flat."""
     return float(f"{interval_s:.2g}")

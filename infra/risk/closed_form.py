@@ -8,17 +8,18 @@ from gpufleet.infra.risk.gathering import mean_billed_h
 from gpufleet.infra.risk.hazard import gang, left_share
 from gpufleet.infra.risk.simulation import NOTICE_H, Exposure
 
-KEEPS_NOTHING = 100  # times its work that a checkpoint interval lasts of a run without any
-FINEST, HIGHEST = 1e-4, 10.0  # interruptions per node-hour: that are told apart, that are looked at
+KEEPS_NOTHING = 100  # a run without checkpoints counts as one whose interval is this many times its work
+FINEST, HIGHEST = 1e-4, 10.0  # interruptions per node-hour: the finest step and the highest rate of the search
 
 
 def expected_hours(exposure: Exposure, hazard: float) -> float:
-    """Mean hours of its nodes at one fixed hazard per node-hour, without limits; the simulation is checked against it.
+    """Mean node-hours of a run at one fixed hazard per node-hour, without limits; tests check the simulation against
+    it.
 
     A node gets past its first `a` = restart + notice with probability exp(-hazard a), so one useful stretch costs
-    (exp(hazard a) - 1) / hazard on average, and work W is cut into 1 + hazard W stretches on average. Work grows by
-    what interruptions tear off. Exact when set-up equals restart and no checkpoint interval outlasts an attempt. Where
-    one outlasts all of the work, nothing is kept of a stretch, and the work is one.
+    (exp(hazard a) - 1) / hazard on average, and work W is cut into 1 + hazard W stretches on average. The work that
+    interruptions destroy is added to W. The form is exact when set-up equals restart and no checkpoint interval
+    outlasts an attempt. If an interval outlasts all of the work, no stretch keeps anything, and W is a single stretch.
     """
     work_h = exposure.phase_ends_h[-1]
     if not hazard:
@@ -47,8 +48,9 @@ def expected_hours(exposure: Exposure, hazard: float) -> float:
 def break_even(exposure: Exposure, on_demand_usd: float) -> float | None:
     """The hazard per node-hour from which spot costs more on average than `on_demand_usd`.
 
-    Without limits, since a run that a limit stops is cheap but not done; and with interrupted first hours billed, since
-    otherwise a node lost every ten minutes would cost nothing. None: spot is cheaper up to HIGHEST.
+    Limits do not apply, because a run that a limit stops is cheap but not done. Interrupted first hours count as
+    billed, because otherwise a node that is lost every ten minutes would cost nothing. None: spot is cheaper up to
+    HIGHEST.
     """
 
     def dearer(hazard: float) -> bool:

@@ -25,14 +25,14 @@ _MARGINS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeadlinePlan:
-    """What to do by when, and what it comes to. Hours are by the wall, from the run's start."""
+    """When to switch to on demand, and the outcome. Hours are by the wall, from the run's start."""
 
     hours_left: float  # to the deadline
-    stop_h: float  # before it the job begins to stop
-    switch_h: float | None  # with nothing done yet; None: spot alone is on time; 0: on demand at once
-    typical_switch_h: float | None  # the median of the runs that switch; None: none does
-    margin_h: float  # slack at which to switch
-    on_time: float  # probability, with the switch
+    stop_h: float  # how long before the deadline the job begins to stop
+    switch_h: float | None  # when a run that has done nothing switches; None: spot alone is on time; 0: at once
+    typical_switch_h: float | None  # the median over the runs that switch; None: no run does
+    margin_h: float  # the slack at which to switch
+    on_time: float  # probability of being on time with the switch
     on_time_spot: float  # probability that spot alone is on time
     switched: float  # probability of a switch
     usd: tuple[float, float, float, float]  # p10, p50, p90, mean
@@ -83,14 +83,14 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
             return found, *finished(found, spot, on_demand)
 
         sure = leaving(0.0)
-        most = min(on_time, float((sure[2] <= by_h + 1e-6).mean()))  # a speed that is not known may miss it anyway
-        # Finer where it is small: what has to be made up for is mostly one lost checkpoint interval.
+        most = min(on_time, float((sure[2] <= by_h + 1e-6).mean()))  # a slow job may miss it even on demand
+        # The steps are finer for small margins: a run mostly has to make up for one lost checkpoint interval.
         for margin_h in max(slack_h, 0.0) * np.linspace(0, 1, _MARGINS) ** 2:
             switch_h = max(0.0, slack_h - margin_h)
             begun, usd, wall = leaving(switch_h)
             if (wall <= by_h + 1e-6).mean() >= most:
                 break
-        # Too little slack to get anything done on spot: its nodes are paid in vain.
+        # With too little slack spot gets nothing done, and its nodes are paid in vain.
         if sure[1].mean() < usd.mean() - 1e-9:
             margin_h, switch_h, (begun, usd, wall) = max(slack_h, 0.0), 0.0, sure
         met = float((wall <= by_h + 1e-6).mean())
@@ -110,7 +110,7 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
 
 
 def finished(begun: SimulatedRuns, spot: Exposure, on_demand: Exposure) -> tuple[Floats, Floats]:
-    """Dollars and hours by the wall of runs whose rest is done on demand where they left spot."""
+    """(USD, hours by the wall) of runs that left spot and do the rest of their work on demand."""
     left_share = (begun.work_h - begun.done_h) / spot.phase_ends_h[-1]  # of the work as the bill has it
     start_h = np.where(begun.done_h > 0, on_demand.restart_h, on_demand.setup_h)
     rest_h = np.maximum(start_h + left_share * on_demand.phase_ends_h[-1], MINIMUM_H)

@@ -1,6 +1,7 @@
-"""Several nodes wait for missing ones, billed, until they let go; then AWS is asked for all of them now and then.
+"""What it costs to gather several nodes. Those that are there wait for the missing ones, and are billed. After a while
+they end, and AWS is asked for all nodes again from time to time.
 
-How long they wait and how long nobody is asked for is the nodes' own rule (job/contract/gathering.py).
+job/contract/gathering.py has the rule for how long they wait and how long the pauses between two requests are.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import numpy as np
 from gpufleet.infra.risk.hazard import Floats
 from gpufleet.job.contract.gathering import LATER_S, pause_s
 
-_MOST_TIMES = 40  # that AWS is asked: a week of pauses
-_POINTS = 2000  # of a log-normal, equally likely, for its mean
+_MOST_TIMES = 40  # requests to AWS that are simulated: a week of pauses
+_POINTS = 2000  # equally likely values of a log-normal, from which its mean is taken
 
 
 def gathered(wait_h: Floats, gather_h: Floats | float, boot_h: Floats | float) -> tuple[Floats, Floats]:
-    """Hours until all nodes train again, and hours of them that whoever is there is billed, for waits that would have
-    been `wait_h` had nobody let go. `gather_h`: how long they wait, inf: for ever; `boot_h`: a node's start, which is
-    billed each time that AWS is asked in vain, as is the wait after it.
+    """(hours until all nodes train again, hours billed for each waiting node), for waits that would have been `wait_h`
+    if no node had ended. `gather_h` is how long nodes wait, inf for ever. `boot_h` is a node's start; it is billed
+    each time that AWS is asked in vain, and so is the wait after it.
     """
     if not (wait_h > gather_h).any():
         return wait_h, wait_h
@@ -47,7 +48,7 @@ def gathered(wait_h: Floats, gather_h: Floats | float, boot_h: Floats | float) -
 
 @lru_cache(maxsize=256)
 def mean_billed_h(median_h: float, sigma: float, gather_h: float, boot_h: float) -> float:
-    """The mean of what `gathered` says is billed, for log-normal waits."""
+    """The mean hours billed by `gathered` for log-normal waits."""
     if math.isinf(gather_h):
         return median_h * math.exp(sigma**2 / 2)
     normals = np.array([NormalDist().inv_cdf((point + 0.5) / _POINTS) for point in range(_POINTS)])

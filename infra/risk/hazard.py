@@ -42,7 +42,7 @@ from gpufleet.job.text import counted
 HAZARD_MEDIAN, SIZE_POWER = 0.3, 0.5
 HAZARD_SIGMA = 1.2
 TRACES = "log-normal of public traces of 2022 to 2025"
-MOST_SIGMAS = 2.0  # from the median: at hazards beyond, which nobody has seen, a run gets nowhere and makes every mean
+MOST_SIGMAS = 2.0  # hazards are cut here: beyond, where nothing was measured, runs never end and dominate every mean
 HAZARD_WORDS = (("calm", 0.05), ("usual", 0.2), ("rough", 0.5))
 
 # Between zones of one type these spread by 0.9 to 1.5 in ln hazard, nearly all there is; the rest is left to types.
@@ -80,16 +80,16 @@ Indices = NDArray[np.intp]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hazard:
-    """Interruptions per node-hour: log-normal between runs. `median` 0 is never, `sigma` 0 a known figure."""
+    """Interruptions per node-hour, log-normal between runs. `median` 0 means never, `sigma` 0 a known figure."""
 
     median: float = HAZARD_MEDIAN
     sigma: float = HAZARD_SIGMA  # standard deviation of ln hazard
-    unevenness: float = UNEVENNESS  # of ln hazard between the nodes of one run; 0: every node has the run's
+    unevenness: float = UNEVENNESS  # standard deviation of ln hazard between the nodes of one run
     source: str = TRACES
 
     @classmethod
     def fixed(cls, per_hour: float) -> Hazard:
-        """Exactly `per_hour`."""
+        """The hazard that is exactly `per_hour`."""
         return cls(median=per_hour, sigma=0.0, unevenness=0.0, source="estimate.hazard_per_hour")
 
     def quantile(self, share: float) -> float:
@@ -97,8 +97,8 @@ class Hazard:
         return self.median * math.exp(self.sigma * NormalDist().inv_cdf(share))
 
     def of_gang(self, nodes: int) -> Hazard:
-        """Interruptions per hour of a run of so many nodes, any of which interrupts it: the less certain, the more
-        nodes. A figure that is fixed stays one.
+        """Interruptions per hour of a run on `nodes` nodes, any of which interrupts it. It is less certain for more
+        nodes, except for a fixed figure, which stays fixed.
         """
         sigma = math.hypot(self.sigma, GANG_POWER_SIGMA * math.log(nodes)) if self.sigma else 0.0
         return replace(self, median=self.median * gang(nodes), sigma=sigma)
@@ -109,39 +109,39 @@ class Hazard:
 
 
 def prior(gpus: int) -> Hazard:
-    """The hazard of a node with so many GPUs, of whose type nothing was seen."""
+    """The hazard of a node with `gpus` GPUs when nothing was observed for its type."""
     times = gpus**SIZE_POWER
     assumed = "" if gpus == 1 else f", {times:.1f} times one GPU's for {gpus}, an assumption"
     return Hazard(median=HAZARD_MEDIAN * times, source=TRACES + assumed)
 
 
 def gang(nodes: int) -> float:
-    """How many times as often a run of so many nodes loses one as a run of one does."""
+    """How many times as often a run on `nodes` nodes is interrupted as a run on one."""
     return float(nodes**GANG_POWER)
 
 
 def left_share(nodes: int) -> float:
-    """The share of so many nodes that a loss leaves, on average."""
+    """The share of the nodes that remain after a loss, on average."""
     return (1 - ALL_AT_ONCE) * (1 - 1 / nodes)
 
 
 def wait(zones: int, nodes: int) -> tuple[float, float]:
-    """Median hours and sigma of the wait for all of so many nodes, in any of so many zones (in one, if several)."""
+    """Median hours and sigma of the wait for a node in any of `zones` zones, or for all of several in one zone."""
     alone = {1: (ZONE_WAIT_H, ZONE_WAIT_SIGMA), 2: (ZONES_WAIT_H, ZONES_WAIT_SIGMA)}  # by zones
     return {1: alone[min(zones, 2)]}.get(nodes, (GANG_WAIT_H, GANG_WAIT_SIGMA))
 
 
 def gather(wait_h: float) -> float:
-    """Hours that nodes wait for missing ones before they let go, unless the file says it. `wait_h`: median of waits."""
+    """Hours that nodes wait for missing ones before they end, unless the file sets it. `wait_h` is the median wait."""
     return min(max(GATHER_SHARE * wait_h, LEAST_GATHER_H), MOST_GATHER_H)
 
 
 def of_node(normals: Floats, unevenness: Floats | float, *, first: bool) -> Floats:
-    """What a run's hazard is multiplied with for one node, from one standard normal number per run.
+    """The factors that turn a run's hazard into that of one node, from one standard normal number per run.
 
-    Nodes differ by a log-normal factor; the run's hazard is interruptions per node-hour over all of them. Long lives
-    fill more of the time than they are many, so the node found up at a run's first hour is a calmer one than the one
-    that follows an interruption: half the variance below the run's ln hazard instead of above.
+    Nodes differ by a log-normal factor; the run's hazard is interruptions per node-hour over all of them. Long-lived
+    nodes fill most of the time although they are few. So the first node, which is taken at any hour, is calmer than a
+    node after an interruption: half the variance below the run's ln hazard instead of above.
     """
     shift = unevenness**2 / 2
     return np.asarray(np.exp(unevenness * normals + (-shift if first else shift)))
@@ -210,7 +210,7 @@ def _log_likelihood(seen: list[Observation]) -> Floats:
 
 
 def _of_median(of_zone: Floats) -> Floats:
-    """ln likelihood of the type's median, given one zone's."""
+    """ln likelihood of the type's median, from the likelihood of one zone's hazard."""
     peak = of_zone.max()
     return np.asarray(np.log(_spread() @ np.exp(of_zone - peak) + 1e-300))
 

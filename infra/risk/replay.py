@@ -1,8 +1,8 @@
 """What a run would have cost in the hours of an availability trace, against the interval that the bill states.
 
-A replay begins the run at many hours of it: the run waits for the next stretch, keeps its node until the stretch ends,
-and pays by the same rules as the simulation (`risk.account`); only luck is replaced by what happened. A run that
-outlasts the trace goes on at its beginning, so that long runs are not the ones left out.
+A replay begins the run at many hours of the trace. The run waits for the next stretch with capacity, keeps its node
+until the stretch ends, and pays by the rules of the simulation (`risk.account`); the trace takes the place of random
+numbers. A run that reaches the end of the trace goes on at its beginning, so that long runs are not left out.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from gpufleet.job.text import counted
 
 STARTS = 2_000  # hours of a trace at which a run is begun, evenly spread
 SHARES = (0.1, 0.5, 0.9)
-FIXED_HAZARD = 0.2  # the figure that a stated interval is to beat
+FIXED_HAZARD = 0.2  # interruptions per node-hour of the simple forecast that a bill's range should beat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """A forecast against replayed bills."""
+    """How well one forecast describes the replayed bills."""
 
     name: str
     p10_usd: float
     p50_usd: float
     p90_usd: float
     contained: float  # share of replayed bills in p10-p90
-    contained_hours: float  # the same of hours by the wall, waits included
-    pinball_usd: float  # mean over the three quantiles; less is better
+    contained_hours: float  # the same share for hours by the wall, waits included
+    pinball_usd: float  # pinball loss, the mean over the three quantiles; less is better
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """What a trace did to a run, against what was stated before."""
+    """The outcome of a run on a trace, and how well each forecast describes it."""
 
     trace: Trace
     p10_usd: float
     p50_usd: float
     p90_usd: float
     interruptions: float  # mean per run
-    windows: int  # runs begun
-    independent: float  # runs that fit into the trace one after the other: the sample's real size
-    scores: tuple[Score, ...]  # stated first
+    windows: int  # number of runs begun
+    independent: float  # how many runs fit into the trace one after the other: the effective sample size
+    scores: tuple[Score, ...]  # the bill's own forecast first
 
 
 def run(exposure: Exposure, trace: Trace, *, starts: int = STARTS, seed: int = SEED) -> SimulatedRuns:
@@ -70,10 +70,10 @@ def run(exposure: Exposure, trace: Trace, *, starts: int = STARTS, seed: int = S
 
 
 def compare(exposure: Exposure, trace: Trace, *, gpus: int = 1, starts: int = STARTS) -> Replayed:
-    """Replays without limits (a run that a limit stops is cheap, but not done), speed, price and set-up as the bill's
-    lines have them, and grades the exposure's own hazard, a fixed 0.2, and the prior of nodes with so many GPUs where
-    that is another one. Raises GpufleetError for a trace shorter than the run: going round in it, every run would meet
-    the same hours, and its interval would hold or not by construction.
+    """Replays the run and grades three forecasts: the exposure's own hazard, a fixed 0.2, and the prior for nodes with
+    `gpus` GPUs if that differs. Limits do not apply, because a run that a limit stops is cheap but not done; speed,
+    price and set-up are those of the bill's lines. Raises GpufleetError for a trace shorter than the run: every run
+    would go through the same hours, so the result would say nothing.
     """
     exposure = exposure.unlimited.interruptions_alone
     if trace.hours < exposure.uninterrupted_h:
@@ -99,7 +99,7 @@ def compare(exposure: Exposure, trace: Trace, *, gpus: int = 1, starts: int = ST
 
 
 def score(name: str, stated: Exposure, realised: SimulatedRuns) -> Score:
-    """How the simulated p10, p50 and p90 of `stated` did on realised runs."""
+    """The score of the simulated p10, p50 and p90 of `stated` on replayed runs."""
     outcome = simulate(stated)
     p10, p50, p90 = map(float, np.quantile(outcome.usd, SHARES))
     return Score(
@@ -114,7 +114,7 @@ def score(name: str, stated: Exposure, realised: SimulatedRuns) -> Score:
 
 
 def _share_inside(realised: Floats, stated: Floats) -> float:
-    """The share within p10 to p90. One on the edge is inside: many runs meet no interruption at all."""
+    """The share within p10 to p90. A value on the edge is inside: many runs have no interruption at all."""
     low, high = np.quantile(stated, (SHARES[0], SHARES[-1]))
     edge = 1e-9 * max(1.0, float(high))
     return float(((realised >= low - edge) & (realised <= high + edge)).mean())
@@ -130,7 +130,7 @@ def pinball(values: Floats, quantiles: Sequence[float]) -> float:
 
 
 def _next(trace: Trace, at_h: Floats) -> tuple[Floats, Floats]:
-    """Hours the node lives that is launched at `at_h`, and hours until the next one can be had."""
+    """(hours that a node launched at `at_h` lives, hours after that until the next node can be had)."""
     now = np.mod(at_h + _EDGE_H, trace.hours)
     index = np.searchsorted(trace.up_from_h, now, side="right") - 1
     ends = trace.up_to_h.copy()
@@ -155,27 +155,27 @@ def _up_from(trace: Trace, at_h: Floats) -> Floats:
 _EDGE_H = 1e-7
 
 
-HELD = 0.75  # of replayed bills inside the stated p10-p90, which eight in ten are to be
+HELD = 0.75  # a range holds when at least this share of replayed bills is inside its p10-p90; it should be 0.8
 WIDE = 0.9
 
 
 def interval_held(found: Sequence[Replayed]) -> bool:
-    """Whether the stated intervals held, of dollars and of hours by the wall."""
+    """Whether the bill's ranges of dollars and of hours by the wall held."""
     return min(contained(found), contained_hours(found)) >= HELD
 
 
 def contained(found: Sequence[Replayed]) -> float:
-    """Share of bills inside the stated interval; every trace counts alike."""
+    """The share of replayed bills inside the bill's range, each trace with equal weight."""
     return sum(each.scores[0].contained for each in found) / len(found)
 
 
 def contained_hours(found: Sequence[Replayed]) -> float:
-    """The share of hours by the wall."""
+    """The same share for hours by the wall."""
     return sum(each.scores[0].contained_hours for each in found) / len(found)
 
 
 def render(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed]) -> str:
-    """What the traces did to the run, and whether to plan with its bill."""
+    """The outcome on the traces as text, and whether to rely on the bill's range."""
     chance, stated = exposure.chance, found[0].scores[0]
     lines = [
         f"{name}: {hours(exposure.phase_ends_h[-1])} h of work, stated ${stated.p10_usd:.2f} to ${stated.p90_usd:.2f} "
@@ -284,7 +284,7 @@ def _learned(found: Sequence[Replayed]) -> list[hazard.Hazard]:
 
 
 def _likely(share: float, runs: float) -> tuple[float, float]:
-    """The share that so many runs leave likely: Wilson's interval at 80 %."""
+    """The interval in which the true share lies, when `share` was seen in `runs` runs: Wilson's at 80 %."""
     z = 1.2816
     centre, spread = share + z * z / (2 * runs), z * math.sqrt(share * (1 - share) / runs + (z / (2 * runs)) ** 2)
     whole = 1 + z * z / runs

@@ -49,8 +49,8 @@ FREE_H, MINIMUM_H = FREE_S / 3600, MINIMUM_S / 3600
 RUNS = 10_000
 SEED = 7
 _EDGE_H = 1e-9
-_CHUNK = 50_000  # runs simulated together: fits the processor's cache
-_TOGETHER = 4_096  # numbers of a kind that are drawn at once for late attempts
+_CHUNK = 50_000  # runs simulated together: as many as fit the processor's cache
+_TOGETHER = 4_096  # how many numbers of a kind are drawn at once for late attempts
 MAX_ATTEMPTS = 200
 _NOWHERE = 1e4  # times what was done so far: a run that needs more never gets anywhere
 
@@ -60,12 +60,12 @@ Hours = TypeVar("Hours", float, Floats)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NextNode:
-    """What becomes of the next node of each run that needs one."""
+    """The fate of the next node of each run that needs one."""
 
-    life_h: Floats  # from launch until AWS takes it; inf: never
-    wait_h: Floats  # for capacity, after that
-    missed: Floats  # uniform: the notice is missed where it is below Exposure.notice_missed
-    lost: Floats  # uniform: the share of a checkpoint interval that is lost then
+    life_h: Floats  # hours from launch until AWS takes the node; inf: never
+    wait_h: Floats  # hours of waiting for capacity after that
+    missed: Floats  # uniform; the notice is missed where it is below Exposure.notice_missed
+    lost: Floats  # uniform; the share of a checkpoint interval that is then lost
 
 
 # (runs that need a node, which attempt it is, hours by the wall since the run was begun) -> their nodes
@@ -74,15 +74,15 @@ Fate = Callable[[Indices, int, Floats], NextNode]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedEnd:
-    """A run's owner ends it, by the wall, at `by_h` less `work_h` for the share of its work that is not done; the
-    longer its work takes than the bill says, the more for each share.
+    """The owner ends the run at the hour `by_h` by the wall, less `work_h` times the share of its work that is not
+    done. If the work takes longer than the bill says, `work_h` grows in proportion.
     """
 
     by_h: float
     work_h: float
 
     def at_h(self, left_share: Floats) -> Floats:
-        """The hour, for runs with that share of their work left."""
+        """The hour of the end, for runs with `left_share` of their work to do."""
         return self.by_h - self.work_h * left_share
 
 
@@ -93,23 +93,23 @@ class Exposure:
     setup_h: float
     restart_h: float
     phase_ends_h: tuple[float, ...]  # hours of work from the first step to each phase's end
-    saves_fit: tuple[bool, ...]  # per phase: save and upload fit the notice
-    interval_h: float  # between timed checkpoints
-    compute_usd_h: float  # of all nodes
-    extras_usd_h: float  # disks and addresses: never free
+    saves_fit: tuple[bool, ...]  # for each phase, whether save and upload are done within the notice
+    interval_h: float  # hours between timed checkpoints
+    compute_usd_h: float  # USD per hour of compute of all nodes
+    extras_usd_h: float  # USD per hour of disks and addresses, which are never free
     fixed_usd: float
-    hazard: Hazard | float | None  # per node-hour; drawn per run, None from the prior; a number is taken as it is
+    hazard: Hazard | float | None  # per node-hour: a distribution to draw from, an exact figure, or None for the prior
     nodes: int = 1
-    wait_h: float = ZONES_WAIT_H  # for capacity: median of a log-normal
-    wait_sigma: float = ZONES_WAIT_SIGMA  # of its logarithm
-    gather_h: float = math.inf  # that several nodes wait for missing ones before they let go (risk/gathering.py)
+    wait_h: float = ZONES_WAIT_H  # hours of waiting for capacity: the median of a log-normal
+    wait_sigma: float = ZONES_WAIT_SIGMA  # the standard deviation of its logarithm
+    gather_h: float = math.inf  # hours that several nodes wait for missing ones before they end (risk/gathering.py)
     notice_missed: float = NOTICE_MISSED
     free_h: float = FREE_H
     max_usd: float | None = None
     max_hours: float | None = None
-    reserve_h: float = 0.0  # before a limit the job begins to stop: to save, upload and export
-    leave: PlannedEnd | None = None  # when its owner ends it, everything saved
-    idle_h: float = 0.0  # of them, at the end: a node that is held, the shorter the longer its work takes
+    reserve_h: float = 0.0  # hours before a limit at which the job begins to stop, to save, upload and export
+    leave: PlannedEnd | None = None  # when the owner ends the run, with everything saved
+    idle_h: float = 0.0  # hours that the node is held idle at the end; work that takes longer shortens them
     unknown: Unknown = NOTHING
 
     @property
@@ -120,8 +120,8 @@ class Exposure:
         return Hazard() if self.hazard is None else Hazard.fixed(self.hazard)
 
     def first_wait_h(self, hazard: Floats, normals: Floats, there: Floats, since: Floats) -> Floats:
-        """The wait for the first node of runs with that hazard, from a normal and two uniform numbers each. A run is
-        begun at any hour: mostly a node is there, else a part of a wait is over, more likely of a long one.
+        """Hours of waiting for the first node, from a normal and two uniform numbers for each run. A run may begin at
+        any hour. Mostly capacity is there; else the run begins in the middle of a wait, more likely of a long one.
         """
         variance = self.wait_sigma**2
         mean_h = self.wait_h * math.exp(variance / 2)
@@ -130,17 +130,17 @@ class Exposure:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether two simulated runs differ."""
+        """Whether anything is random, so that two simulated runs can differ."""
         return bool(self.chance.median) or self.unknown.is_drawn
 
     @property
     def unlimited(self) -> Exposure:
-        """Without the limits of the definition: a run that one stops is cheap, and not done."""
+        """The same run without limits: a run that a limit stops is cheap but not done."""
         return replace(self, max_usd=None, max_hours=None)
 
     @property
     def interruptions_alone(self) -> Exposure:
-        """As if all else were as the bill's lines say."""
+        """The same run with interruptions as the only uncertainty."""
         return replace(self, unknown=NOTHING)
 
     @property
@@ -157,7 +157,7 @@ class Exposure:
         return self.compute_usd_h + self.extras_usd_h
 
     def metered(self, hours: Hours) -> Hours:
-        """USD of a run of so many node-hours as the job's meter counts: interrupted first ones too."""
+        """USD of `hours` node-hours as the job's meter counts, which does not credit interrupted first hours."""
         return self.fixed_usd + hours * self.usd_h
 
     def hours_at_cap(self) -> tuple[float, float]:
@@ -167,7 +167,7 @@ class Exposure:
         return max(0.0, by_money - self.reserve_h), max(0.0, by_hours - self.reserve_h)
 
     def hours_paid(self, price: Hours) -> Hours:
-        """Node-hours that max_usd pays for where the node costs `price` times what it is said to; inf without it."""
+        """Node-hours that max_usd pays for when a node costs `price` times the bill's price; inf without max_usd."""
         rate = price * self.compute_usd_h + self.extras_usd_h
         if self.max_usd is None or not self.usd_h:
             return rate * 0 + np.inf
@@ -179,14 +179,14 @@ class SimulatedRuns:
     """One value per simulated run."""
 
     usd: Floats
-    metered_usd: Floats  # as the job's meter counts: interrupted first hours too
-    hours: Floats  # node-hours, as `limits.max_hours` counts them: free first hours included
-    wall_hours: Floats  # with the waits for capacity
-    idle_hours: Floats  # of them, of each of several nodes: billed while it waited for the others
+    metered_usd: Floats  # as the job's meter counts, with interrupted first hours
+    hours: Floats  # node-hours as `limits.max_hours` counts them, with free first hours
+    wall_hours: Floats  # hours by the wall, with the waits for capacity
+    idle_hours: Floats  # hours that each of several nodes is billed while it waits for the others
     interruptions: NDArray[np.int64]
-    stopped: Flags  # by a limit or its owner, before the work was done
+    stopped: Flags  # whether a limit or the owner ended the run before its work was done
     work_h: Floats  # hours that the work takes
-    done_h: Floats  # hours of work that survive; only of runs that ended finished or by their owner
+    done_h: Floats  # hours of work that are kept; only valid for runs that finished or that their owner ended
 
 
 def quantiles(values: Floats) -> tuple[float, float, float, float]:
@@ -201,7 +201,7 @@ def quantiles(values: Floats) -> tuple[float, float, float, float]:
 
 
 def simulate(exposure: Exposure, *, runs: int = RUNS, seed: int = SEED, attempts: int = MAX_ATTEMPTS) -> SimulatedRuns:
-    """`runs` independent runs. One that is not done after `attempts` nodes is carried on as it went so far."""
+    """`runs` independent runs. A run that is not done after `attempts` nodes is extrapolated."""
     return simulate_each([exposure], runs=runs, seed=seed, attempts=attempts)[0]
 
 
@@ -213,8 +213,9 @@ def simulate_each(
     attempts: int = MAX_ATTEMPTS,
     unfinished: float = 1.0,
 ) -> list[SimulatedRuns]:
-    """What `simulate` gives for each, many at once. `unfinished`: while more runs than this share of them are not done
-    after `attempts` nodes, they get more, up to MAX_ATTEMPTS. Raises ValueError for an owner who ends one of several.
+    """The result of `simulate` for each exposure, computed together. While more than the share `unfinished` of the runs
+    is not done after `attempts` nodes, they get more nodes, up to MAX_ATTEMPTS. Raises ValueError when one of
+    several exposures has a planned end.
     """
     if len(exposures) > 1 and any(exposure.leave for exposure in exposures):
         raise ValueError("a run that its owner ends is simulated alone")
@@ -229,8 +230,8 @@ def simulate_each(
 
 
 def within_limits(exposure: Exposure, free: SimulatedRuns, *, seed: int = SEED) -> SimulatedRuns:
-    """What `simulate` gives for `exposure`, from what it gave for `exposure.unlimited`: only the runs that come near a
-    limit are simulated again.
+    """The result of `simulate(exposure)`, from the result `free` of `simulate(exposure.unlimited)`. Only runs that come
+    near a limit are simulated again.
     """
     rate = (free.metered_usd - exposure.fixed_usd) / free.hours
     paid_h = np.inf if exposure.max_usd is None else (exposure.max_usd - exposure.fixed_usd) / np.maximum(rate, _EDGE_H)
@@ -258,8 +259,8 @@ def _joined(parts: Sequence[SimulatedRuns]) -> SimulatedRuns:
 def _chunk(
     exposures: Sequence[Exposure], luck: Luck, attempts: int, only: Indices | None = None, unfinished: float = 1.0
 ) -> list[SimulatedRuns]:
-    """Runs of all exposures, one exposure after the other; the first run of each meets the same luck, and so on.
-    `only`: these runs; the others' figures mean nothing.
+    """Runs of all exposures, one exposure after the other. The first runs of all exposures have the same luck, and so
+    do the second, and so on. With `only`, only these runs are simulated, and the figures of others mean nothing.
     """
     runs = luck.runs
     factors = luck.unknown.factors([each.unknown for each in exposures])
@@ -280,8 +281,8 @@ def _chunk(
 
 
 class _Nodes:
-    """The nodes of simulated runs, whose numbers are `luck`'s. Late attempts, which few runs come to, are drawn several
-    at a time: a call of numpy costs more than its numbers there.
+    """The nodes of simulated runs, with random numbers from `luck`. Few runs reach late attempts, so these are drawn
+    several at a time: a call of numpy would cost more than its numbers.
     """
 
     def __init__(
@@ -298,7 +299,7 @@ class _Nodes:
         self._ahead: tuple[int, Indices, NextNode] | None = None  # from which attempt, of which runs
 
     def __call__(self, active: Indices, attempt: int, wall_h: Floats) -> NextNode:
-        """The nodes of the runs `active`; from ATTEMPTS_IN_STEP on these are some of those of the attempt before."""
+        """The nodes of the runs `active`. From attempt ATTEMPTS_IN_STEP on, these are fewer with each attempt."""
         if attempt < ATTEMPTS_IN_STEP:
             return self._nodes(active, self._luck.draw(active, attempt), first=attempt == 0)
         if self._ahead is None or attempt >= self._ahead[0] + len(self._ahead[2].life_h):
@@ -322,7 +323,7 @@ class _Nodes:
 
 
 def account(exposure: Exposure, first_wait_h: Floats, fate: Fate, attempts: int = MAX_ATTEMPTS) -> SimulatedRuns:
-    """What runs cost that wait `first_wait_h` (one value per run) for their first node and whose nodes meet `fate`."""
+    """What runs cost whose first wait is `first_wait_h` (one value per run) and whose nodes have the fate `fate`."""
     return _account([exposure], len(first_wait_h), first_wait_h, fate, attempts)[0]
 
 
@@ -397,7 +398,7 @@ def _account(
             if at_limit.any():
                 node_h, interrupted = np.minimum(node_h, room), interrupted & ~at_limit
                 allowed = np.maximum(_select(allowed_h, active) - before_h, 0.0)
-                stops = at_limit & np.isfinite(allowed)  # an owner who leaves has no limits
+                stops = at_limit & np.isfinite(allowed)  # a run with a planned end has no limits
                 spent_h = np.where(stops, np.minimum(node_h + _select(reserve_h, active), allowed), node_h)
                 stopped[active] |= at_limit
         span = np.maximum(spent_h, MINIMUM_H)
@@ -443,7 +444,7 @@ def _account(
         interruptions[active] = (interruptions[active] * grow).astype(np.int64)
         done[active] = np.where(at_limit, done[active], work)
         stopped[active] |= at_limit
-    # What does not depend on hours is that of the whole run: a limit below it ends the run before it can be spent.
+    # The charges that do not depend on hours are those of the whole run; a low limit may end it before they are spent.
     fixed_usd = per_exposure(lambda e: e.fixed_usd if e.max_usd is None else min(e.fixed_usd, e.max_usd))
     compute_usd_h, extras_usd_h = (
         per_exposure(lambda e: e.compute_usd_h) * price,
@@ -478,7 +479,7 @@ def _select(values: Floats | float, active: Indices) -> Floats | float:
 
 
 def _patient(exposure: Exposure | None, wait_h: Floats, wall: Floats, done: Floats, work_h: Floats | float) -> Floats:
-    """The wait for capacity, as long as the owner waits."""
+    """The wait for capacity, cut off at the hour at which the owner ends the run."""
     if exposure is None or exposure.leave is None:
         return wait_h
     return np.clip(exposure.leave.at_h((work_h - done) / exposure.phase_ends_h[-1]) - wall, 0.0, wait_h)
@@ -487,7 +488,7 @@ def _patient(exposure: Exposure | None, wait_h: Floats, wall: Floats, done: Floa
 def _hours_left(
     exposure: Exposure | None, wall: Floats, done: Floats, start_h: Floats | float, work_h: Floats | float
 ) -> Floats | float:
-    """Hours until the owner ends the run, for a node launched now: while it works, what is left to do shrinks."""
+    """Hours until the owner ends the run, for a node launched now. The remaining work shrinks meanwhile."""
     if exposure is None or exposure.leave is None:
         return math.inf
     left = exposure.leave.at_h((work_h - done) / exposure.phase_ends_h[-1]) - wall
@@ -503,7 +504,7 @@ _WEYL, _MIX_1, _MIX_2 = (np.uint64(each) for each in (0x9E3779B97F4A7C15, 0xBF58
 
 @dataclass(frozen=True, slots=True)
 class NodeLuck:
-    """Random numbers of the next nodes of some runs."""
+    """The random numbers of the next nodes of some runs."""
 
     life: Floats  # exponential
     wait: Floats  # normal
@@ -524,7 +525,7 @@ class Luck:
         self._rng = rng = np.random.default_rng(seed)
         self.hazard, self.wait = rng.standard_normal(runs), rng.standard_normal(runs)
         self.there, self.since = rng.random((2, runs))
-        # Of its own: the other luck stays what it is for an even hazard.
+        # A generator of its own, so that the other numbers stay the same for an even hazard.
         self._uneven, late = rng.spawn(2)
         self._late = late.integers(2**63, dtype=np.uint64)
         self._in_step: list[NodeLuck] = []
@@ -571,7 +572,7 @@ class Luck:
 
 
 def _luck(seed: int, part: int, runs: int) -> Luck:
-    """That of the `part`-th runs simulated together; kept where there are no more of them than a bill has."""
+    """The luck of the `part`-th group of runs simulated together; cached when it has as many runs as a bill."""
     return _kept_luck(seed, part, runs) if runs <= RUNS else _new_luck(seed, part, runs)
 
 

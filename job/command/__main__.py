@@ -1,7 +1,7 @@
 """`python -m gpufleet.job.command WORKDIR`: runs WORKDIR/run.json's command, from WORKDIR/ckpt's newest checkpoint.
 
-With --wait it begins when start.json is there. --rung is of the ready-made jobs, and changes nothing here. The command
-runs in a container that the node starts where GPUFLEET_JOB_CONTAINER is set, else as processes of this machine.
+With --wait it begins when start.json exists. --rung is for ready-made jobs and changes nothing here. If
+GPUFLEET_JOB_CONTAINER is set, the command runs in a container that the node starts, else as processes of this machine.
 
 Exit codes: 0 finished; 75 stopped on request; 65 cannot succeed, the reason in fatal.json; anything else is a crash,
 the reason in left.json.

@@ -1,12 +1,12 @@
-"""A command's checkpoints: found whole, copied aside, committed; and put back before it starts.
+"""A command's checkpoints: the host finds whole ones, copies and commits them, and puts one back before a start.
 
-A checkpoint counts when its names are complete, none of its files is open for writing, two looks a second apart see the
-same, and no file's own format says that it is cut. Then it is copied into ckpt/ in a thread, looked at again, and only
-then committed: what the command prunes or overwrites meanwhile makes another look differ, and the copy is thrown away.
+A checkpoint counts as whole when all of its files are there, none is open for writing, two looks a second apart see the
+same, and no file's format shows a cut. A thread then copies it into ckpt/ and looks at it again. It is committed only
+if it has not changed: if the command has pruned or overwritten it meanwhile, the copy is thrown away.
 
-Its step is the one that its name counts, where the run counts the same; else what the command's lines had told when it
-was written. So a commit has two places, that of its name and that of its lines (Commit.lines), and neither is made of
-the other.
+The step of a checkpoint is the number in its name, if names count what the run counts; else it is the step that the
+command's lines had told when the checkpoint was written. A commit keeps both, the name's and the lines' (Commit.lines),
+and never converts one into the other.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from gpufleet.job.contract.workdir import CHECKPOINTS, STEPS, step_folder
 from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.kind.command import PHASE, CommandConfig
 
-FILES = "files"  # below a step's folder in ckpt/: names of the command's own meet none of gpufleet's
-LOOK_S = 1.0  # between two looks that must be equal
-LEAVING_S = 0.1  # between two looks where the command has been asked to leave: it may be gone as soon as it has saved
-FIRST_QUIET_S = 60.0  # the first one counts after that, where nothing else says that it is complete
-UNKNOWN_QUIET_S = 5.0  # where nobody can say who writes a file
-SAVING_S = 5.0  # between two files of one checkpoint, at most
-AGAIN_S = 30.0  # after a copy that failed
-LEADER_S = 30.0  # that a node waits at its end for the leader's last word
-ARRIVAL_S = 0.02  # that a line takes from the command to here
+FILES = "files"  # folder below ckpt/step_N/ for the command's files, so that their names cannot clash with gpufleet's
+LOOK_S = 1.0  # seconds between two looks that must be equal
+LEAVING_S = 0.1  # the same after a stop was sent: the command may end as soon as it has saved
+FIRST_QUIET_S = 60.0  # how long the first checkpoint must be unchanged when nothing else shows that it is complete
+UNKNOWN_QUIET_S = 5.0  # how long a file must be unchanged when nobody can tell whether it is open
+SAVING_S = 5.0  # the longest pause between two files of one checkpoint
+AGAIN_S = 30.0  # seconds from a failed copy to the next try
+LEADER_S = 30.0  # how long a node at its end waits for the leader to announce its last checkpoint
+ARRIVAL_S = 0.02  # seconds that a line takes from the command to the host
 
 File = tuple[int, int]  # device and inode
 
 
 @dataclass(slots=True)
 class Watched:
-    """One that has begun: as it was last seen, and since when. `still`: nobody had it open, and nobody who may have had
-    it open was gone; `doubtful`: somebody was.
+    """A checkpoint that has begun, as it was last seen, and since when. `still`: no process has it open. `doubtful`: a
+    process that may have had it open has ended.
     """
 
     found: FoundCheckpoint
@@ -61,7 +61,7 @@ class Watched:
 
 
 class LineReader(Protocol):
-    """What the command's output has told."""
+    """What the checkpoints need to know from the command's output."""
 
     @property
     def val(self) -> Mapping[int, float]: ...
@@ -72,12 +72,12 @@ class LineReader(Protocol):
 
 
 class CommandCheckpoints:
-    """The checkpoints of one command, in `folder` below `user`, where it makes what it likes meanwhile. `alive` gives
-    its processes, `writing` which files of checkpoints somebody has open for writing, None where that is not known;
-    `moment` the time on `clock` of a file's time. `run`: the run's id.
+    """The checkpoints of one command in `folder` below `user`, which the command may change at any time. `alive` gives
+    its processes; `writing` gives the checkpoint files that a process has open for writing, None when that is not
+    known; `moment` converts a file's time to the time of `clock`. `run` is the run's id.
 
-    On a `node` of several that follows another, only what its ranks have written of a checkpoint that the `leader` has
-    whole: its part, which is taken after the leader's word, and may be of no files.
+    On a `node` that follows another one, a checkpoint is only the part that the node's own ranks have written. The part
+    is taken after the `leader` has announced that the checkpoint is whole, and it may have no files.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class CommandCheckpoints:
         self._begun_before: set[Key] = set()  # those that were not committed at the signal
 
     def restore(self) -> Commit | None:
-        """The newest commit is all that is in the command's folder now. None: there is none, and the folder is empty.
-        Raises OSError.
+        """Puts the newest commit into the command's folder, and nothing else. None: there is no commit, and the folder
+        is empty. Raises OSError.
         """
         self._settle()
         self._before = set()
@@ -162,24 +162,24 @@ class CommandCheckpoints:
         return max(found, key=lambda each: each.step, default=None)
 
     def copy_newest(self, target: Path) -> None:
-        """The files of the newest commit, where there is one, as the command had named them. Raises OSError."""
+        """Copies the files of the newest commit, if any, under the command's own names. Raises OSError."""
         if (newest := self._newest()) is not None:
             for name, _ in newest.files:
                 self._own.copy(self._kept / newest.folder / name, target / name.removeprefix(f"{FILES}/"))
 
     @property
     def restored(self) -> FoundCheckpoint | None:
-        """What was put back before this start; None: nothing."""
+        """The checkpoint that was put back before this start; None: none was."""
         return next(iter(self._put_back.values()), None)
 
     def place(self, restored: Commit) -> Path:
-        """What the command is told as {checkpoint}."""
+        """The path for the placeholder {checkpoint}."""
         if self.restored is not None:
             return self.folder / place(self.restored)
         return self.folder / sorted(name.removeprefix(f"{FILES}/") for name, _ in restored.files)[0]
 
     def counts(self, restored: Commit) -> dict[str, int]:
-        """What it is told as {step} and {epoch}: what the names of the checkpoint count."""
+        """The values of the placeholders {step} and {epoch}: the numbers in the checkpoint's names."""
         return {"step": restored.step, **(self.restored.counts if self.restored else {})}
 
     def saving(self) -> bool:
@@ -194,29 +194,25 @@ class CommandCheckpoints:
 
     @property
     def _is_settled(self) -> bool:
-        """It is known which names a whole one has."""
+        """Whether it is known which files a whole checkpoint has."""
         return self.names.are_known or bool(self.names.learned) or (self._node > 0 and self._knows_parts)
 
     def _lacks(self, found: FoundCheckpoint) -> str:
         return self.names.lacks(found, is_part=self._node > 0)
 
     def find(self) -> list[FoundCheckpoint]:
-        """Every checkpoint of the command's folder that has begun, the newest last. What can never be published is
-        said.
-        """
+        """Every checkpoint that has begun, the newest last. Warns of those that can never be published."""
         found = self.names.find(self.folder, self._user)
         for what, why in self.names.unfit.items():
             self._say_once(f"warning: {what} does not count, and is never published: {why}")
         return [self.names.newest(each, self._put_back.get(each.key)) for each in found]
 
     def written_anew(self, found: Iterable[FoundCheckpoint]) -> list[FoundCheckpoint]:
-        """Those of them that this start has written."""
+        """The checkpoints of `found` that this start has written."""
         return [each for each in found if (before := self._put_back.get(each.key)) is None or each.is_anew(before)]
 
     def _find_part(self) -> list[FoundCheckpoint]:
-        """On a node that follows: its part of the checkpoint that the leader has told of last, if need be without any
-        files.
-        """
+        """On a node that follows another: its part of the checkpoint announced last; it may have no files."""
         told = self._leader()
         named = None if told is None or told.step <= self.newest else self.names.named(told.named_by)
         if told is None or named is None:
@@ -227,7 +223,7 @@ class CommandCheckpoints:
         return [part]
 
     def _find_again(self, found: FoundCheckpoint) -> FoundCheckpoint:
-        """What is there of it now; without any files where nothing is."""
+        """The checkpoint as it is on disk now; without files when nothing is left of it."""
         nothing = found.without_files(found.files)
         return next((each for each in self.find() if each.key == found.key), nothing)
 
@@ -239,7 +235,9 @@ class CommandCheckpoints:
         return told is None or not told.ended
 
     def look(self, found: list[FoundCheckpoint] | None = None) -> None:
-        """Called often; never waits. Looks once a second, more often at the end, and has one copy at a time made."""
+        """Looks for new checkpoints, at most once a second, more often after a stop, and copies one at a time. It is
+        called often and never waits.
+        """
         now = self._clock()
         if self._copying is not None and self._copying[1].done():
             self._settle()
@@ -260,10 +258,10 @@ class CommandCheckpoints:
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, True))
 
     def end(self, *, by_itself: bool) -> None:
-        """The command and all of its processes are gone: what it has left whole is committed now. Waits.
+        """Commits what the command has left whole, after all of its processes have ended. Waits until that is done.
 
-        `by_itself`: it ended well, so nothing was cut. Else a file that was never seen closed counts only where a cut
-        would show.
+        `by_itself`: the command ended well, so no file is cut. Otherwise a file that was never seen closed counts only
+        if its format would show a cut.
         """
         self._settle()
         until = self._clock() + LEADER_S
@@ -288,7 +286,7 @@ class CommandCheckpoints:
                     return  # older ones are of no use any more
 
     def signalled(self) -> None:
-        """A signal is about to be sent: a save that has begun by now, or is whole, was not made because of it."""
+        """Notes that a signal is about to be sent: a save that has begun or is whole by now is not an answer to it."""
         self._begun_before = {each.key for each in self.find() if self._done.get(each.key, (None,))[0] != each}
         self._signalled_at, mark = 0.0, self._kept.parent / ".signalled"
         with suppress(OSError):  # a full disk: the names alone tell then
@@ -296,7 +294,7 @@ class CommandCheckpoints:
             self._signalled_at = mark.stat().st_mtime_ns / 1e9
 
     def prune(self, published: int) -> None:
-        """Keeps the newest of the command's own, as many as it asks for, and what is not in the bucket yet."""
+        """Deletes the command's older checkpoints, but as many as the definition keeps, and unpublished ones."""
         keep = self._config.checkpoint.keep_on_disk
         if keep is None:
             return
@@ -314,7 +312,7 @@ class CommandCheckpoints:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _is_new(self, found: FoundCheckpoint) -> bool:
-        """Whether it is not as it was committed or put back."""
+        """Whether the checkpoint differs from what was committed or put back."""
         return self._done.get(found.key, (None, 0))[0] != found
 
     def _watch(self, found: FoundCheckpoint, now: float) -> None:
@@ -332,7 +330,7 @@ class CommandCheckpoints:
             self._watched[found.key] = Watched(found, now, now if is_another else before.begun)
 
     def _begins_anew(self, found: FoundCheckpoint) -> bool:
-        """Whether the names of this start count from the beginning, which the user has said is no matter."""
+        """Whether the names of this start count from the beginning again, which the definition allows."""
         before = self._put_back.get(found.key)
         is_anew = before is None or found.is_anew(before)
         return self._config.resume.check == "none" and self.count == 0 and bool(self._put_back) and is_anew
@@ -381,7 +379,7 @@ class CommandCheckpoints:
         return found
 
     def _snapshot(self, watched: Watched, alive: bool) -> None:
-        """Raises OSError, or ValueError for one that has changed or is cut."""
+        """Copies and commits a checkpoint. Raises OSError, or ValueError when it has changed or is cut."""
         found, started = watched.found, time.monotonic()
         begun, written = self.moment(found.first_written), self.moment(found.written)
         step, is_counted = self._step(found, self._lines.told_by(begun + ARRIVAL_S).step)
@@ -443,15 +441,15 @@ class CommandCheckpoints:
         self._say(f"{what} is whole: {size}, copied in {took:.1f} s")
 
     def _in_unit(self, found: FoundCheckpoint) -> int | None:
-        """What its name counts, in the run's unit but for `_offset`; None: nothing that can be told in it."""
+        """The number in the checkpoint's name in the run's unit, without `_offset`; None if it cannot be converted."""
         each = self._config.work.steps_per_epoch
         if self._config.unit == "step" and "step" not in found.counts and each is not None and "epoch" in found.counts:
             return found.counts["epoch"] * each
         return found.counts.get(self._config.unit)
 
     def _step(self, found: FoundCheckpoint, told: int | None) -> tuple[int, bool]:
-        """The run's step of one, and whether anything tells it: else it is one more than the one before. `told`: by
-        lines when its first file was whole.
+        """The checkpoint's step in the run, and whether a name or line tells it; else it is the previous step plus one.
+        `told` is the step that lines had told when its first file was whole.
         """
         if self._node:
             return self._leaders_step[found.key], True
@@ -468,7 +466,7 @@ class CommandCheckpoints:
         return max(-1 if known is None else known, self.newest + 1), known is not None
 
     def _take_evaluation(self) -> None:
-        """One that was told after its checkpoint was committed: the supervisor sends the manifest again."""
+        """Takes an evaluation told after its checkpoint's commit; the supervisor sends the manifest again."""
         if self.newest in self._evaluated or (val := self._lines.val.get(self.newest)) is None:
             return
         self._evaluated.add(self.newest)
@@ -482,7 +480,7 @@ class CommandCheckpoints:
         return any((look.device, look.inode) in (writing or ()) for look in found.files.values())
 
     def _settle(self) -> None:
-        """Waits for the copy under way."""
+        """Waits for the copy that is being made."""
         if self._copying is None:
             return
         (watched, copying), self._copying = self._copying, None

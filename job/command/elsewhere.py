@@ -1,4 +1,6 @@
-"""What a command has written where nobody looks for its checkpoints, and the line that would make it count."""
+"""Finds checkpoints that a command has written elsewhere than declared, and the line of the definition that would find
+them.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from gpufleet.job.command.names import Names
 from gpufleet.job.contract.workdir import KEPT, OUTPUTS, STATE
 from gpufleet.job.kind.command import CommandConfig
 
-FIRST_S, LONGEST_S = 2.0, 60.0  # between two searches: each twice as long as the one before
+FIRST_S, LONGEST_S = 2.0, 60.0  # seconds between two searches: each pause is twice the one before
 SKIPPED = {".git", "__pycache__", ".venv", "venv", "node_modules", "wandb", "tb", "runs.tb"}
 KEPT_AS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".npz", ".npy", ".pkl", ".h5", ".keras", ".msgpack", ".tar")
 SHOWN = 3
-MOST = 10_000  # new files of a folder that are looked at
+MOST = 10_000  # a search looks at so many new files of a folder
 TEMPORARY = re.compile(r"tmp|temp|part|lock|^\.", re.IGNORECASE)
 NO_CHECKPOINT = re.compile(  # what trainings write beside their checkpoints, by its path
     r"(^|/)(__pycache__|\.git|wandb|\.cache|mlruns|\.ipynb_checkpoints)/|\.pyc$|tfevents|\.lock$|\.log$|\.csv$|\.txt$|\.md$"
@@ -26,8 +28,8 @@ NO_CHECKPOINT = re.compile(  # what trainings write beside their checkpoints, by
 
 
 class Search:
-    """Looks for what one start has written. `folder`: where its checkpoints are looked for; `moment`: the time by the
-    clock of `began` of a file's time.
+    """Looks for files that one start has written. `folder` is the declared place of checkpoints; `moment` converts a
+    file's time to the clock of `began`.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class Search:
         self._at, self._pause, self._answer = began + FIRST_S, FIRST_S, ""
 
     def look(self, now: float, *, at_once: bool = False) -> str:
-        """In a sentence: what was written elsewhere, and what to write; empty: nothing that may be a checkpoint."""
+        """A sentence: what was written elsewhere, and what to put into the definition. Empty: nothing like a
+        checkpoint.
+        """
         if (now >= self._at or at_once) and self._config.saves:
             self._at, self._pause = now + self._pause, min(2 * self._pause, LONGEST_S)
             self._answer = self._search()
@@ -73,7 +77,7 @@ class Search:
         return ""
 
     def _cure(self, place: str) -> str:
-        """What to write for checkpoints that come into this folder; empty: into that of the code."""
+        """What the definition needs for checkpoints in this folder; an empty `place` is the folder of the code."""
         if not place:
             return "write job.workdir: '{checkpoints}', and {code}/ before the script's name in job.command"
         option = re.search(rf"(--?[\w.-]+[= ])(?:\./)?{re.escape(place.partition('/')[0])}\b", self._config.command)
@@ -81,8 +85,8 @@ class Search:
         return f"write job.checkpoint.folder: '{place}', or {other}"
 
     def _written(self) -> Iterator[Path]:
-        """Files that are new since the start, below the folders that the host sees; the checkpoints' first. Without
-        those whose names could not be shown, nor published.
+        """Files that are new since the start below the folders that the host sees, the checkpoints' folder first. Files
+        whose names cannot be printed or published are left out.
         """
         for root in (self._folder, self._folders.code, *self._folders.written):
             new = list[Path]()
@@ -95,7 +99,7 @@ class Search:
             yield from sorted(new, key=lambda path: (path.parent.parts, path.name))
 
     def _matching(self, path: Path) -> str | None:
-        """The folder, as a definition names it, from which on the path is a checkpoint's; None: from none on."""
+        """The folder, in a definition's words, below which the path matches the declared checkpoints, or None."""
         for text, root in self._roots():
             if path.is_relative_to(root):
                 parts = path.relative_to(root).parts
@@ -111,14 +115,15 @@ class Search:
 
 
 def _shown(path: Path, user: Path) -> str:
-    """As the user knows it."""
+    """The path as the user knows it."""
     relative = path.relative_to(user).parts
     return "/".join(relative[1:] if relative[0] == "code" else ("{" + relative[0] + "}", *relative[1:]))
 
 
 def pattern_of(names: list[str]) -> tuple[str, bool]:
-    """What names the most of them: with {step} or {epoch} where a number differs, best one that is called a step, and
-    `*` where others do; and whether there is one. What lies in a folder that counts is the folder.
+    """(the pattern that matches most of the names, whether one was found). A number that differs becomes {step} or
+    {epoch}, preferably one that is called a step; other differences become `*`. For files in a numbered folder, the
+    pattern names the folder.
     """
     kind = re.sub(r"\d+", "#", names[-1])
     rows = [re.split(r"(\d+)", each) for each in names if re.sub(r"\d+", "#", each) == kind]

@@ -1,4 +1,4 @@
-"""What the end of a command means: its exit code, how far it came and what it printed, to a verdict. Pure.
+"""Judges the end of a command, from its exit code, how far it came and what it printed. Pure functions.
 
 | Exit code | No stop was sent | After a stop |
 |---|---|---|
@@ -7,10 +7,10 @@
 | one of exit.again | another node | stopped |
 | another, or a signal | again in place, exit.restarts times; then another node; twice alike: failed | stopped |
 
-Exit code 0 is contradicted by a step that lies further before the declared last one than lines do from each other, if
-nothing was written to the outputs after it; and by a start that was given a checkpoint and has done nothing. After a
-stop it takes a whole checkpoint of the last step, or an output after it: where that is not so the next node finds out
-what is left, which costs minutes.
+Two things contradict exit code 0: the newest step is further from the declared last one than lines are from each other,
+and nothing was written to the outputs after it; or the start was given a checkpoint and has done nothing. After a stop,
+"finished" needs a whole checkpoint of the last step, or an output after it. Without either, the next node finds out
+what is left to do, which costs minutes.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ Verdict = Literal["finished", "failed", "again", "elsewhere", "refused", "stoppe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """How one start ended. `code` as a shell has it; `why`: gpufleet ended it, for this reason."""
+    """How one start ended. `code` is as in a shell; `why` is the reason when gpufleet ended the command."""
 
     code: int
-    step: int  # how far it came, as far as that is known
-    is_told: bool = True  # whether a line or a checkpoint of this start has told it
-    is_read: bool = True  # whether a line has
-    spread: int = 1  # steps that may be done after the last one told
-    saved: int = -1  # the newest step that a whole checkpoint tells
+    step: int  # the newest step that is known
+    is_told: bool = True  # whether a line or a checkpoint of this start gave that step
+    is_read: bool = True  # whether a line gave it
+    spread: int = 1  # steps that may have been done after the newest known one
+    saved: int = -1  # the step of the newest whole checkpoint
     is_saved: bool = False  # this start has left a whole checkpoint
     is_delivered: bool = False  # something was written to the outputs after the last step was told
-    restored: int | None = None  # the step of the checkpoint that it was given
-    is_idle: bool = False  # no step was told, nothing saved, nothing delivered
-    follows: bool = False  # of several nodes it is none that has to print or save: the first one tells
+    restored: int | None = None  # the step of the checkpoint that the start was given
+    is_idle: bool = False  # the start told no step, saved nothing and delivered nothing
+    follows: bool = False  # it is not the first of several nodes, which alone has to print and save
     lines: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()  # lines with numbers that job.progress.stdout does not match
     why: str = ""
     what: str = "the command"
-    cause: str = ""  # the exception, or what else it died of
+    cause: str = ""  # the exception or other cause of the end
 
     @property
     def sentence(self) -> str:
-        """In a sentence without its period."""
+        """The end as a sentence, without its period."""
         if self.why:
             return f"{self.what} was ended at step {self.step:,}: {self.why}"
         said = f"exit code {self.code}"
@@ -76,18 +76,18 @@ class End:
         return f"{self.what} ended with {said} at step {self.step:,}{named}"
 
     def is_like(self, other: End) -> bool:
-        """At the same step for the same cause; where none is known, with the same last words."""
+        """Whether both ended at the same step for the same cause, or, when none is known, with the same last lines."""
         mine, theirs = ((each.cause,) if each.cause else each.lines for each in (self, other))
         return (self.step, self.code, *map(_plain, mine)) == (other.step, other.code, *map(_plain, theirs))
 
 
 def _plain(text: str) -> str:
-    """Without what differs from one start to the next: processes, addresses, sizes, times."""
+    """The text without what differs between starts: process ids, addresses, sizes, times."""
     return re.sub(r"0x[0-9a-f]+|[0-9]+", "#", text)
 
 
 def judge(config: CommandConfig, end: End, before: Sequence[End], *, stopped: bool) -> tuple[Verdict, str]:
-    """What follows, and why in a sentence. `before`: earlier ends of this node; `stopped`: a stop had been sent."""
+    """The verdict and its reason. `before` are earlier ends on this node; `stopped`: a stop had been sent."""
     if stopped:
         return ("finished" if _is_finished_by_stop(config, end) else "stopped"), end.sentence
     if end.code == 0 and not end.why:
@@ -103,14 +103,14 @@ def judge(config: CommandConfig, end: End, before: Sequence[End], *, stopped: bo
 
 
 def _is_finished_by_stop(config: CommandConfig, end: End) -> bool:
-    """Whether the last step is done for certain."""
+    """Whether the last step was certainly done before the stop."""
     if end.code or config.total is None:
         return False
     return end.saved >= config.total or (end.is_delivered and end.is_told and end.step >= config.total)
 
 
 def _contradiction(config: CommandConfig, end: End) -> str:
-    """Why an exit code of 0 cannot mean that the work is done; empty: it can."""
+    """Why exit code 0 cannot mean that the work is done; empty when it can."""
     if end.follows:
         return ""
     total, unit = config.total, config.unit
@@ -136,7 +136,7 @@ def _contradiction(config: CommandConfig, end: End) -> str:
 
 
 def _unread(end: End) -> str:
-    """That no line was read, with the last ones that hold numbers; empty where lines have told steps."""
+    """A sentence that no line gave a step, with the last lines that hold numbers; empty when lines have given steps."""
     if end.is_told or not end.unread:
         return ""
     return f". No line matched job.progress.stdout; the last ones with numbers were: {' | '.join(end.unread)}"

@@ -1,4 +1,6 @@
-"""What a command is given: folders, placeholders, environment, secrets; and what of it must not be seen again."""
+"""What a command is given: folders, placeholders, environment and secrets, and how secrets are blanked in
+its output.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,14 @@ from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.kind.command import CommandConfig, filled
 
 PROGRESS = "progress.jsonl"  # below the user's folder, where the command names no file of its own
-HIDDEN = 8  # characters that a secret has at least, to be blanked in what is printed
+HIDDEN = 8  # secrets shorter than this many characters are not blanked in the output
 BLANK = b"***"
 ALONE = {"nodes": "1", "node_rank": "0", "master": "127.0.0.1", "port": "29400"}  # of a run on one node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Folders:
-    """The user's folders, by the same absolute path for the host and in the command's container."""
+    """The user's folders. Their absolute paths are the same for the host and in the command's container."""
 
     user: Path
 
@@ -34,7 +36,7 @@ class Folders:
 
     @property
     def own(self) -> ForeignFolder:
-        """All of them, for whoever works there while the command runs."""
+        """All of these folders, opened so that the running command cannot redirect whoever works in them."""
         return ForeignFolder(self.user)
 
     @property
@@ -43,7 +45,7 @@ class Folders:
 
     @property
     def written(self) -> tuple[Path, ...]:
-        """Those that the command writes."""
+        """The folders that the command writes."""
         return tuple(self.user / name for name in (KEPT, OUTPUTS, STATE))
 
     @property
@@ -52,17 +54,17 @@ class Folders:
 
     @property
     def stop_file(self) -> Path:
-        """For scripts that would rather look than catch a signal."""
+        """The file that appears at a stop, for scripts that look for a file instead of catching a signal."""
         return self.user / STOP
 
     def make(self) -> None:
-        """All of them, for whoever the command's image runs as."""
+        """Makes all of these folders, writable for any user that the command's image runs as."""
         self.user.mkdir(parents=True, exist_ok=True)
         for folder in (self.user, self.code, *self.written):
             self.own.make(folder)
 
     def values(self, run: str, gpus: int) -> dict[str, str | int]:
-        """The placeholders."""
+        """The values of the placeholders."""
         named = self.user / NAMED
         inputs = {f"inputs.{name}": str(named / name) for name in self.own.names(named)}
         meeting = {name: os.environ.get(environment.COMMAND[name], alone) for name, alone in ALONE.items()}
@@ -79,8 +81,8 @@ class Folders:
         }
 
     def resolve_path(self, text: str, values: Mapping[str, str | int]) -> Path:
-        """A folder or file that the definition names, relative names below the code. Raises ValueError for one that the
-        command does not have to itself.
+        """The path of a folder or file that the definition names; relative names are below the code. Raises ValueError
+        for a path that is not the command's own.
         """
         path = Path(os.path.normpath(self.code / filled(text, dict(values))))
         if not path.is_relative_to(self.user) or path == self.user:
@@ -91,7 +93,7 @@ class Folders:
 def variables(
     config: CommandConfig, folders: Folders, values: Mapping[str, str | int], *, stack: str, attempt: int
 ) -> dict[str, str]:
-    """The environment of each start, apart from secrets and from what a resume adds."""
+    """The environment of each start, without secrets and without what a resume adds."""
     told = {
         **{name: str(values[name]) for name in ("run", "gpus", "checkpoints", "outputs", "state", "ranks", *ALONE)},
         "attempt": str(attempt),
@@ -117,13 +119,14 @@ def variables(
 
 
 def progress_file(config: CommandConfig, folders: Folders, values: Mapping[str, str | int]) -> Path:
-    """Where its lines of JSON are looked for."""
+    """The file in which the host looks for the command's lines of JSON."""
     return folders.resolve_path(config.progress.file, values) if config.progress.file else folders.user / PROGRESS
 
 
 def secrets(references: Mapping[str, str], ask: Callable[[str, str], str] | None = None) -> dict[str, str]:
-    """The values, from where the definition says that they are kept; in a rehearsal from the environment. Raises
-    ValueError, without any value, for one that is not there or not to be read; what else goes wrong is this node's.
+    """The secrets' values, from where the definition says, in a rehearsal from the environment. Raises ValueError,
+    which never contains a value, for a secret that does not exist or cannot be read; any other error is a fault of
+    this node.
     """
     found = {}
     for name, reference in references.items():
@@ -151,8 +154,8 @@ def _asked(kind: str, place: str) -> str:
 
 
 class Mask:
-    """Replaces these values in what is printed: each as it is and each of its lines, and of JSON every text and number
-    in it, where they are long enough to be told from anything else. `longest`: bytes of the longest of them.
+    """Blanks secret values in the output: each whole value, each of its lines and, for JSON, every text and number in
+    it, if they are long enough not to match by chance. `longest` is the bytes of the longest of them.
     """
 
     def __init__(self, values: Iterable[str]) -> None:
@@ -167,7 +170,7 @@ class Mask:
 
 
 def _parts(value: str) -> Iterator[str]:
-    """What of a secret is one by itself."""
+    """The parts of a secret that must be hidden by themselves."""
     yield from (value, *value.splitlines())
     with suppress(ValueError, RecursionError):
         waiting = [json.loads(value)]

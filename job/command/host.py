@@ -1,4 +1,6 @@
-"""One start of the host: the command is started, watched, asked to leave, and judged, until the supervisor knows."""
+"""One start of the host: it starts the command, watches it, asks it to stop, judges its end, and tells the
+supervisor.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ class Host:
         self.values = self.folders.values(run, gpus)
         nodes, self.node = int(self.values["nodes"]), int(self.values["node_rank"])
         if nodes > 1:
-            # From a checkpoint that the others may not have: all begin again together.
+            # A restart would use a checkpoint that the others may not have, so all nodes begin again together.
             self.config = replace(self.config, exit=replace(self.config.exit, restarts=0))
         spent = Spent.read(workdir)
         self.variables = variables(
@@ -115,7 +117,7 @@ class Host:
         self.place: Place | None = None
 
     def run(self) -> int:
-        """Until it is over here."""
+        """Runs the command, with its restarts, until it is over on this node; the exit code."""
         # Of who writes a file while it is looked at (foreign.py); without a handler it would end this process.
         signal.signal(signal.SIGIO, lambda *_: None)
         self.output.start()
@@ -183,7 +185,7 @@ class Host:
         return *start.judge(end, before), end, Stop.read(self.workdir)
 
     def _command(self, restored: Commit | None) -> str:
-        """With what a resume adds."""
+        """The command line, with what a resume adds to it."""
         values = dict(self.values)
         text = filled(self.config.command, values).rstrip()
         if restored is not None and self.config.resume.args:
@@ -202,7 +204,7 @@ class Host:
         return {**told, **self.secrets}
 
     def _run(self, start: CommandStart, what: str, command: str, name: str) -> End:
-        """Until no process of it is left. Raises GoneError."""
+        """Runs set-up or command until no process of it is left. Raises GoneError."""
         own = self.folders.own
         own.remove(self.folders.stop_file)
         if self.place is None:
@@ -258,7 +260,7 @@ class Host:
         return end
 
     def _why_not(self, start: CommandStart, what: str, watch: StartWatch, refusal: str) -> str:
-        """Why this start is ended now; nothing where it goes on."""
+        """The reason to end this start now; empty while it may go on."""
         stop = Stop.read(self.workdir) if (self.workdir / STOP).exists() else None
         if stop is not None and start.leaving is None:
             start.leaving = Leaving(self.config, stop, self.clock(), self.checkpoints.newest)
@@ -282,8 +284,8 @@ class Host:
         return watch.stuck(self.output.at, self.progress.at)
 
     def _leftover(self, start: CommandStart, code: int | None, now: float, since: float | None) -> float | None:
-        """Since when the command has ended and processes of it are left; None where there are none. They may save
-        still, and have a while, after a stop as long as the stop gives.
+        """The moment since when processes have been left over from a command that has ended; None without any. They may
+        still be saving, so they get a while, after a stop the whole time that the stop gives.
         """
         if code is None:
             return None
@@ -309,7 +311,7 @@ class Host:
         )
 
     def _every_s(self) -> float | None:
-        """Between two checkpoints, as declared; None: nobody has said, or the time of a step is not known."""
+        """Declared seconds between two checkpoints; None when none are declared, or the time of a step is not known."""
         every, count = self.config.checkpoint.every, self.config.steps_between_saves()
         if not self.config.saves or every.minutes is not None:
             return math.inf if every.minutes is None else every.minutes * 60
@@ -325,7 +327,7 @@ class Host:
             self.checkpoints.prune(found.published)
 
     def _ask_to_save(self) -> None:
-        """The machine may go away soon: a signal that saves and goes on, where there is one."""
+        """Asks for a save because the machine may go away soon, if the command has a signal for that."""
         if (self.workdir / SAVE).exists():
             (self.workdir / SAVE).unlink(missing_ok=True)
             if self.config.stop.request is not None:
@@ -338,7 +340,7 @@ class Host:
         self._send(name, self.checkpoints.signalled)
 
     def _send(self, name: str, just_before: Callable[[], None] = lambda: None) -> None:
-        """`just_before` is called when nothing is sent yet."""
+        """Sends a signal to the command. `just_before` is called immediately before."""
         if self.place is not None and self.is_there:
             just_before()
             say(f"SIG{name} to {self.place.send(name)} processes")
@@ -365,8 +367,8 @@ class Host:
             time.sleep(TICK_S)
 
     def _deliver(self) -> None:
-        """Its outputs, below final/: those of {outputs} as they are there, others by their path; where there are none,
-        its newest checkpoint. No process of it is left, so that nothing of them changes.
+        """Copies the outputs below final/: those in {outputs} with the names there, others by their path; without any,
+        the newest checkpoint. No process of the command is left, so they no longer change.
         """
         for text in self.config.outputs:
             try:
@@ -379,7 +381,7 @@ class Host:
                 self.checkpoints.copy_newest(self.workdir / FINAL)
 
     def _deliver_from(self, source: Path, text: str) -> None:
-        """The files of one of job.outputs, itself one or a folder. What does not come is said."""
+        """Copies the files of one entry of job.outputs, a file or a folder. Prints what could not be copied."""
         own, target, left = self.folders.own, self.workdir / FINAL, list[str]()
         if source != self.folders.outputs:
             target /= source.relative_to(self.folders.user)
@@ -409,7 +411,7 @@ class Host:
             atomic.write_json(self.workdir / RESULTS, {**tree, "val_loss": self.progress.val.get(newest)})
 
     def _leave_place(self) -> None:
-        """What the set-up did was in the container."""
+        """Removes the container, and with it what the set-up did."""
         if self.place is not None:
             self.place.close()
         self.place, self.is_there, self.is_set_up = None, False, not self.config.setup.strip()
@@ -429,7 +431,7 @@ class Host:
         say(f"warning: {text}")
 
     def alarm(self, kind: str, text: str) -> None:
-        """A warning in the log, in status and receipt, and for whoever the definition names."""
+        """A warning in the log, in status and receipt, and to the people that the definition names."""
         self.warn(text)
         self._note(Alarm(kind=kind, text=text))
 

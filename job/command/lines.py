@@ -1,8 +1,7 @@
-"""What one line of a command's output says: where its training is, and figures.
+"""Reads one line of a command's output: the position of the training in it, and figures.
 
-The definition's regular expressions are read a little wider than they are written: numbers may have thousands
-separators, losses may be nan or inf, totals may be unknown (`25/?`). Which of several counters of a script is the one
-of its training is decided in progress.py.
+The definition's regular expressions match a little more than is written: numbers may have thousands separators, losses
+may be nan or inf, totals may be unknown (`25/?`). progress.py decides which of a script's counters is the training's.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any
 
 from gpufleet.job.kind.command import Unit
 
-# What a terminal obeys and nobody reads: colours, cursor movements, titles, single controls but for tab.
+# Control sequences of a terminal: colours, cursor movements, titles, single control characters except tab.
 CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])|[\x00-\x08\x0a-\x1f\x7f]")
 COUNTS, TOTALS, LOSSES = ("step", "epoch", "batch"), ("total", "batches"), ("loss", "val")
 _THOUSANDS = r"[0-9]{1,3}(?:[,_'’][0-9]{3})+(?![0-9])"
 _BAR = re.compile(r"(?P<words>[^|]*?)[0-9]+(?:\.[0-9]+)?%\|")  # as tqdm draws it
-# Words before a bar. A bar of the second kind is none of the training's.
+# Words before a bar. A bar with words of the second kind is not the training's.
 _TRAINS = re.compile(r"\b(steps?|epochs?|iter(ation)?s?|train\w*|batch(es)?|updates?|fine-?tun\w*)\b", re.IGNORECASE)
 _ELSE = re.compile(
     r"\b(map|filter|load|download|fetch|tokeni[sz]|resolv|generat|extract|prepar|process|cach|shard|upload|sav|check|data"
@@ -31,7 +30,7 @@ _ELSE = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """Where a training is, as a line says it. None: it does not say."""
+    """The position of a training in one line; None for what the line does not give."""
 
     step: int | None = None
     epoch: int | None = None
@@ -40,35 +39,35 @@ class Position:
 
     @classmethod
     def from_json(cls, tree: Any) -> Position | None:
-        """None for anything but what `asdict` gives."""
+        """The position from what `asdict` wrote; None for anything else."""
         if not isinstance(tree, dict) or not set(tree) <= set(cls.__slots__):
             return None
         return cls(**tree) if all(each is None or type(each) is int for each in tree.values()) else None
 
     @property
     def is_beginning(self) -> bool:
-        """Whether nothing is done of what it counts: a bar may stand there before it jumps to where it goes on."""
+        """Whether the count is at its beginning. A bar may show that before it jumps to where a resume goes on."""
         counter = self.step if self.step is not None else self.batch
         return counter is not None and counter <= 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counting:
-    """How the lines of a run count, as they have shown; kept with each checkpoint."""
+    """What the lines have shown about how the run counts; kept with each checkpoint."""
 
     unit: Unit
     batches: int | None = None  # of a whole epoch
     base: int | None = None  # the number of the first epoch, 0 or 1
-    first: Position | None = None  # what a start without a checkpoint has told first
-    newest: Position | None = None  # what was told last by then
-    interval: int | None = None  # steps between two lines, usually
+    first: Position | None = None  # the first position in a start without a checkpoint
+    newest: Position | None = None  # the last position before the checkpoint
+    interval: int | None = None  # the usual number of steps between two lines
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any], unit: Unit, batches: int | None) -> Counting:
-        """What a checkpoint has kept of it; `batches`: of an epoch, as the definition states it."""
+        """The counting that a checkpoint has kept. `batches` are those of an epoch, as the definition states them."""
         numbers = ("batches", "base", "interval")
         kept = {key: value if type(value := tree.get(key)) is int else None for key in numbers}
         return cls(
@@ -81,7 +80,7 @@ class Counting:
         )
 
     def position(self, place: Position) -> int | None:
-        """So many of `unit` are done there; None: that cannot be told."""
+        """How many of `unit` are done at a position; None when that cannot be computed."""
         if self.unit == "step":
             if place.step is not None or place.epoch is None or self.batches is None:
                 return place.step
@@ -95,18 +94,18 @@ class Counting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputLine:
-    """What a line says. `total`: of its counter; a bar of it has `words` before it."""
+    """The content of a line. `total` is that of its counter; `words` stand before its bar."""
 
     text: str
     place: Position | None
     total: int | None
     figures: Mapping[str, float]
-    is_other: bool = False  # its bar is of something else than training
-    is_doubtful: bool = False  # its bar has words that may be of anything
+    is_other: bool = False  # the bar is that of something else than training
+    is_doubtful: bool = False  # the words before the bar do not tell what it counts
 
     @classmethod
     def from_groups(cls, groups: Mapping[str, Any], text: str = "") -> OutputLine:
-        """From what the groups of a pattern, or the keys of a JSON line, hold."""
+        """The line from the groups of a pattern, or from the keys of a JSON line."""
         numbers = {name: value for name in groups if (value := number(groups[name])) is not None}
         whole = {
             name: int(value)
@@ -134,7 +133,7 @@ class Patterns:
         self._patterns = [widened(each) for each in patterns]
 
     def read(self, text: str) -> OutputLine | None:
-        """What a line without control sequences says; None where no pattern matches it."""
+        """The content of a line without control sequences; None when no pattern matches."""
         groups: dict[str, str] = {}
         for pattern in self._patterns:
             if (match := pattern.search(text)) is not None:
@@ -143,7 +142,7 @@ class Patterns:
 
 
 def widened(pattern: str) -> re.Pattern[str]:
-    """The pattern, whose groups also take what scripts write beyond plain digits. Raises re.error."""
+    """The pattern with groups that also match what scripts write in addition to plain digits. Raises re.error."""
     re.compile(pattern)
     for names, more in (
         (COUNTS, _THOUSANDS),
@@ -156,7 +155,7 @@ def widened(pattern: str) -> re.Pattern[str]:
 
 
 def _with_alternative(pattern: str, name: str, more: str) -> str:
-    """The pattern, whose group of this name may also be `more`; not a count that a comma follows, as in CSV."""
+    """The pattern with `more` as an alternative in the group `name`; but not for a count before a comma, as in CSV."""
     start = pattern.find(mark := f"(?P<{name}>")
     if start < 0:
         return pattern
@@ -178,7 +177,7 @@ def _with_alternative(pattern: str, name: str, more: str) -> str:
 
 
 def number(value: Any) -> float | None:
-    """The number that a text or JSON value is, nan and inf too; None for anything else."""
+    """The number in a text or JSON value, nan and inf included; None for anything else."""
     if isinstance(value, bool):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Whether the ranks that a command starts on several nodes meet, by the numbers that its launcher has given them."""
+"""Whether the ranks that a command starts on several nodes train together, judged by the numbers of its launcher."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from gpufleet.job.kind.command import STATIC
 from gpufleet.job.text import counted
 
-STABLE_S = 10.0  # for which the numbers stay the same, so that all ranks of a node are there
+STABLE_S = 10.0  # when the numbers have been the same for so long, all ranks of a node have started
 FLAGS = (
     f"With torchrun write {STATIC}; with accelerate, --num_machines {{nodes}} --machine_rank {{node_rank}}"
     " --main_process_ip {master} --main_process_port {port} --num_processes {ranks} (it starts none on a CPU: rehearse"
@@ -28,7 +28,7 @@ class Meeting:
         self.why = ""  # why the command is refused
 
     def look(self, seen: tuple[int, int, bool] | None) -> None:
-        """Takes the number of all ranks and of those of this node (processes.world), once they stay the same."""
+        """Takes the numbers of all ranks and of this node's ranks (processes.world), once they stay the same."""
         if seen is not None:
             size, here, has_first = seen
             self.has_first = has_first or (self.has_first and size == self._size)
@@ -40,7 +40,7 @@ class Meeting:
             self.settle()
 
     def settle(self) -> None:
-        """What was seen last is what there is."""
+        """Takes the numbers that were seen last as final."""
         if self.is_open and self._size:
             self.is_open = False
             if not self._meets:
@@ -52,11 +52,11 @@ class Meeting:
 
     @property
     def figure(self) -> str:
-        """The ranks that train together; empty: none were seen that do."""
+        """The ranks that train together, as text; empty when none were seen."""
         return f"{self._size} ranks, {self._here} of them on one node" if self._size and self._meets else ""
 
     @property
     def _meets(self) -> bool:
-        """Whether there are as many ranks elsewhere as other nodes have; a node may have more or fewer than GPUs."""
+        """Whether there are ranks on the other nodes too. A node may have more or fewer ranks than GPUs."""
         least = self._nodes * self._here
         return self._size == least or self._size >= max(least, self._nodes * self._gpus)

@@ -1,6 +1,7 @@
-"""What one checkpoint of a command is by its names: which files belong to which step, and whether they look whole.
+"""Groups a command's files into checkpoints by their names: which files belong to which step, and whether all are
+there.
 
-Pure but for reading ends and heads of files.
+Apart from reading the beginning and end of files, the functions are pure.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from gpufleet.job.kind.command import COUNTED, RANK, CommandConfig, filled
 
 ZIPPED = (".pt", ".pth", ".ckpt", ".bin", ".npz", ".zip")  # torch.save's, where they begin as a zip does
 PICKLED = ".metadata"  # torch.distributed.checkpoint's
-MOST_STEPS = 10**8  # names of ckpt/ have eight digits
+MOST_STEPS = 10**8  # names in ckpt/ have eight digits
 MOST_JSON = 64 * 1024 * 1024
 MOST_HEADER = 100_000_000  # of a .safetensors file, as its library has it, and of a .metadata that is looked into
 Key = tuple[str, int | None]
@@ -33,7 +34,7 @@ Key = tuple[str, int | None]
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file as it was seen. `renamed`: something was done to it after it was last written, as a rename is."""
+    """A file as it was seen. `renamed`: its inode changed after its last write, as by a rename."""
 
     inode: int
     device: int
@@ -53,7 +54,7 @@ class FoundCheckpoint:
     folder; `places`: its files, or the folders that they are in where the definition names a folder.
     """
 
-    counts: Mapping[str, int]  # what its names tell: step, epoch; empty: nothing
+    counts: Mapping[str, int]  # the numbers in its names, by `step` and `epoch`; may be empty
     folder: str  # what stands for the folders that the definition names with a `*`
     files: Mapping[str, FileState]
     inner: Mapping[str, str]
@@ -61,22 +62,22 @@ class FoundCheckpoint:
 
     @property
     def number(self) -> int | None:
-        """By which its names are in order; None: no name tells any."""
+        """The number by which checkpoints are ordered; None when no name has one."""
         return self.counts.get("step", self.counts.get("epoch"))
 
     @property
     def key(self) -> Key:
-        """What tells it from the others of its folder."""
+        """The key that distinguishes it from other checkpoints of its folder."""
         return self.folder, self.number
 
     @property
     def series(self) -> str:
-        """The kind of its folder: exp and exp2 are of one, pretrain and tune of two."""
+        """The kind of its folder: exp and exp2 are of the same kind, pretrain and tune are not."""
         return re.sub(r"[-_.]?\d+", "", self.folder)
 
     @property
     def title(self) -> str:
-        """It, in a sentence."""
+        """Its name for use in a sentence."""
         return _title(self.counts)
 
     @property
@@ -100,13 +101,13 @@ class FoundCheckpoint:
         return replace(self, files=files, inner={name: self.inner[name] for name in files}, places=outer)
 
     def is_anew(self, before: FoundCheckpoint) -> bool:
-        """Whether it was written again since it looked like `before`: not where a file only came into its folder."""
+        """Whether it was written again after `before` was seen. A file added to its folder does not count."""
         changed = any(name in before.files and before.files[name] != look for name, look in self.files.items())
         return changed or bool(self.places - before.places)
 
 
 class Names:
-    """The names of a definition, and what the first whole checkpoint has taught of them."""
+    """The names that a definition gives, and what was learned about them from the first whole checkpoint."""
 
     def __init__(self, config: CommandConfig, prefix: str = "") -> None:
         """`prefix`: what stands before a file's name in the bucket."""
@@ -122,8 +123,8 @@ class Names:
         self.learned: dict[str, tuple[int, int]] = {}  # of a kind of name: how many there are, bytes of the smallest
 
     def match(self, relative: str) -> tuple[dict[str, int], str, str, str] | None:
-        """What a path below the folder of checkpoints tells: its counts, what stands for folders with a `*`, the file
-        or folder that is the checkpoint, and its path below that folder. None: it is of no checkpoint.
+        """Reads a path below the folder of checkpoints: its counts, what stands for folders with a `*`, the file or
+        folder that is the checkpoint, and the path below that folder. None: it belongs to no checkpoint.
         """
         for pattern, depth in self._patterns:
             if (match := pattern.fullmatch(relative)) is not None:
@@ -175,12 +176,12 @@ class Names:
         return sorted(checkpoints, key=lambda each: (each.number or 0, each.written))
 
     def named(self, relative: str) -> FoundCheckpoint | None:
-        """The checkpoint that has a file of this name, without any files; None: it is of none."""
+        """The checkpoint to which a file of this name belongs, without its files; None: it belongs to none."""
         told = self.match(relative)
         return told and FoundCheckpoint(counts=told[0], folder=told[1], files={}, inner={}, places=frozenset())
 
     def companions(self, folder: Path, allowed: Path) -> dict[str, int]:
-        """The bytes of files that are kept with each checkpoint, by their names below the folder."""
+        """Sizes in bytes of the files that are kept with each checkpoint, by their names below the folder."""
         found = {}
         for name, look in ForeignFolder(allowed).files(folder):
             if any(pattern.fullmatch(name) for pattern in self._also) and not self._problem(name, {}):
@@ -189,7 +190,7 @@ class Names:
         return found
 
     def _problem(self, name: str, counts: Mapping[str, int]) -> str:
-        """Why no checkpoint with a file of this name can be published; nothing where it can."""
+        """Why a checkpoint with a file of this name cannot be published; empty when it can."""
         if any(count >= MOST_STEPS for count in counts.values()):
             return f"a step has at most eight digits: count in thousands, or name {reading.show(name)} otherwise"
         try:
@@ -202,8 +203,8 @@ class Names:
         return ""
 
     def lacks(self, found: FoundCheckpoint, *, is_part: bool = False) -> str:
-        """What of it is not there yet, in words; nothing where its names are complete. Of a part, which a node writes
-        that follows another, as far as earlier parts tell: what says that all are whole is the other's.
+        """What is missing from the checkpoint, in words; empty when it is complete. For the part of a node that follows
+        another one, earlier parts tell what belongs to it: the file that completes a checkpoint is the leader's.
         """
         if is_part:
             return self._unlike_learned(found)
@@ -230,8 +231,8 @@ class Names:
         return ""
 
     def newest(self, found: FoundCheckpoint, before: FoundCheckpoint | None) -> FoundCheckpoint:
-        """The checkpoint with those of its files alone that were written since it looked like `before`, where its names
-        count nothing, match several files, and these are a checkpoint by themselves; else as it is.
+        """The checkpoint with only the files that were written after `before` was seen, if its names have no number and
+        match several files and the new ones are a checkpoint by themselves. Otherwise it is returned unchanged.
         """
         if before is None or found.number is not None or not self._has_parts:
             return found
@@ -240,20 +241,21 @@ class Names:
         return newer if newer.files and is_whole else found
 
     def _last(self, found: FoundCheckpoint) -> list[str]:
-        """The files of it that say by their being there that the others are whole; all where none does."""
+        """The files that are written last and so show that the others are whole; all files when there are none."""
         if not self._complete:
             return list(found.files)
         return [name for name, inner in found.inner.items() if inner == filled(self._complete, {**found.counts})]
 
     def learn(self, found: FoundCheckpoint) -> None:
-        """From one that is whole: the first teaches the names, the newest the sizes."""
+        """Learns from a whole checkpoint: the names from the first one, the sizes from the newest."""
         if not self._complete and not self.learned:
             self.learned = _kinds(found.inner, found.files)
         self._sizes = {(_kind(name), look.bytes) for name, look in found.files.items()}
 
     def shows_a_cut(self, opened: Callable[[str], BinaryIO], found: FoundCheckpoint) -> bool:
-        """Whether a cut in what was written last would show: by the file itself, as it is as long as the newest whole
-        one's, or as who renames a file has written it. `opened` gives a file by its name. Raises OSError.
+        """Whether it would be visible if the file that was written last were cut: by its format, because it is as long
+        as in the newest whole checkpoint, or because it was renamed after it was written. `opened` opens a file by
+        its name. Raises OSError.
         """
         return all(
             _tells_itself(opened, name)
@@ -264,13 +266,13 @@ class Names:
 
 
 def place(found: FoundCheckpoint) -> str:
-    """What a command is told as {checkpoint}: the file, or the folder that all of it is in."""
+    """The path for {checkpoint}, below the folder of checkpoints: the file, or the folder that holds all files."""
     return sorted(found.places)[0]
 
 
 def _pattern(name: str) -> tuple[re.Pattern[str], int]:
-    """The first {step} tells it, each other one repeats it; the same of {epoch}. With how many of its folders, from
-    the first on, are told apart by a `*`.
+    """(the regular expression of a declared name, how many of its leading folders contain a `*`). The first {step}
+    captures the number and the others must repeat it; the same holds for {epoch}.
     """
     text, seen = "", set[str]()
     for part in re.split(r"(\{(?:step|epoch)(?::[0-9a-z]+)?\}|\{rank\}|\*)", name.rstrip("/")):
@@ -292,12 +294,12 @@ def _title(counts: Mapping[str, int]) -> str:
 
 
 def _kind(name: str) -> str:
-    """The name that all share which differ in their numbers."""
+    """The name with its numbers taken out: files that differ only in numbers share it."""
     return re.sub(r"\d+", "#", name)
 
 
 def _kinds(inner: Mapping[str, str], files: Mapping[str, FileState]) -> dict[str, tuple[int, int]]:
-    """Names with their digits taken out: how many there are of each, and the bytes of the smallest."""
+    """For each name with its digits taken out: how many files have it, and the bytes of the smallest."""
     kinds = {name: _kind(inside) for name, inside in inner.items()}
     counted = Counter(kinds.values())
     return {
@@ -307,19 +309,19 @@ def _kinds(inner: Mapping[str, str], files: Mapping[str, FileState]) -> dict[str
 
 
 def torn(path: Path) -> str:
-    """Why a file cannot be whole, as far as its own format tells; nothing where it is, or cannot be told."""
+    """Why a file cannot be whole, by its format; empty when it is whole, or when its format does not tell."""
     with path.open("rb") as file:
         return _checked(file, path.name)[0]
 
 
 def _tells_itself(opened: Callable[[str], BinaryIO], name: str) -> bool:
-    """Whether a cut would show in the file."""
+    """Whether the file's format would show a cut."""
     with opened(name) as file:
         return _checked(file, PurePath(name).name)[1]
 
 
 def _checked(file: BinaryIO, name: str) -> tuple[str, bool]:
-    """Why it cannot be whole, and whether its format would tell."""
+    """(why the file cannot be whole, whether its format tells)."""
     size, head = os.fstat(file.fileno()).st_size, file.read(8)
     suffix = PurePath(name).suffix
     if suffix in ZIPPED:

@@ -18,11 +18,11 @@ from contextlib import suppress
 from gpufleet.job.command.lines import CONTROL
 
 LAST = 20  # lines that an ending tells
-LONGEST = 32 * 1024  # a line is cut there
-FINISH_S = 10.0  # at most, to read what is there
-BAR_S = 10.0  # between two states of a progress bar in the log
-SAMPLES = 3  # lines with numbers that nothing was read of
-SURVIVED = 3  # steps told after an exception: it was none to die of
+LONGEST = 32 * 1024  # longer lines are cut
+FINISH_S = 10.0  # the longest time to read what is left in the pipe
+BAR_S = 10.0  # seconds between two states of a progress bar in the log
+SAMPLES = 3  # how many unread lines with numbers are kept as samples
+SURVIVED = 3  # an exception with this many steps after it did not end the command
 
 EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?::|$)")
 LAUNCHERS_OWN = re.compile(r"(ChildFailed|CalledProcess)Error|Process(Exited|Raised)Exception|SignalException")
@@ -35,7 +35,7 @@ PLAIN = re.compile(r"no space left on device|disk quota exceeded|uncorrectable E
 
 
 class CauseOfEnd:
-    """What a command has died of, by its lines. `text`: empty before anything went wrong."""
+    """The cause of a command's end, from its lines. `text` is empty before anything went wrong."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -43,7 +43,7 @@ class CauseOfEnd:
         self._is_traced = self._is_chained = False
 
     def take(self, line: str, *, tells_step: bool) -> None:
-        """The next line; `tells_step`: it shows that training goes on."""
+        """Takes the next line. `tells_step`: the line shows that training goes on."""
         self._steps += tells_step
         if self.text and self._steps >= SURVIVED:
             self.text, self._weight = "", 0
@@ -56,7 +56,7 @@ class CauseOfEnd:
             self._is_traced = self._is_chained = False
 
     def _cause(self, line: str) -> tuple[str, int]:
-        """What a line says that a command may have died of, and how surely; 0: nothing."""
+        """(the possible cause of an end in the line, how certain it is); 0: the line has none."""
         if match := NCCL.search(line):
             whose = f"rank {match['rank']}'s" if match["rank"] else "a"
             return f"NCCL: {whose} {match['what'] or 'collective'} ran for {int(match['ms']) / 1000:.0f} s", 3
@@ -66,9 +66,9 @@ class CauseOfEnd:
 
 
 class Output:
-    """The command's output, read in a thread of its own until `close`: each byte is a sign of life, a line ends at a
-    line feed or at a carriage return, and what a bar draws over itself is shown now and then. `line` reads one, without
-    what a terminal obeys, and says whether it tells a step.
+    """The command's output. A thread reads it until `close`. Each byte is a sign of life. A line ends at a line feed or
+    a carriage return, and the states of a progress bar are shown from time to time. `line` gets each line without
+    control sequences and tells whether it gives a step.
     """
 
     def __init__(
@@ -95,23 +95,23 @@ class Output:
         self._thread.start()
 
     def begin(self) -> None:
-        """A new start, of which nothing is printed yet."""
+        """Forgets the lines of an earlier start."""
         self.last.clear()
         self.unread.clear()
         self.cause, self.lines = CauseOfEnd(), 0
 
     def finish(self) -> None:
-        """Returns when all that is there is read, a last line without an end too."""
+        """Waits until everything in the pipe has been read, including a last line without an end."""
         self._read_all.clear()
         self._read_all.wait(FINISH_S)
 
     def close(self) -> None:
-        """Stops reading, after what is there has been read."""
+        """Stops reading, after what is in the pipe has been read."""
         self._ended.set()
         self._thread.join()
 
     def take(self, content: bytes) -> None:
-        """More bytes."""
+        """Takes more bytes of output."""
         self.at = self._clock()
         *lines, self._rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", self._rest + content)
         if len(self._rest) > LONGEST + self._overlap:

@@ -1,9 +1,9 @@
 """Where a command runs: in a container that the node starts (docs/own-training.md), or as processes of this machine.
 
-Either way the first process is `sh first.sh`, which outlives what it starts: it reads the name of a script from a pipe,
-runs it, and leaves its exit code in a file. So what the set-up installed is there for each start, and the end of the
-command ends nothing that still saves. Everything goes through small files of WORKDIR/control/job, the one folder of
-gpufleet's that the container sees; what is asked of the node lies above it.
+In both cases the first process is `sh first.sh`, which outlives what it starts. It reads the name of a script from a
+pipe, runs the script, and writes its exit code to a file. So each start has what the set-up installed, and the end of
+the command ends no process that still saves. Host and container talk through small files in WORKDIR/control/job, the
+only folder of gpufleet that the container sees; requests to the node are in the folder above it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ exec sh -ec {command}
 
 
 class Place(Protocol):
-    """Where the first process is. `poll`: whether it is there yet; from then on `alive` gives the ids of the processes
-    below it, `send` a signal by its name to those that it is for, and how many these are, `kill` whether all of them
-    could be ended, `world` what processes.world gives. Each raises GoneError.
+    """The place of the first process. `poll` tells whether it has started. From then on `alive` gives the ids of the
+    processes below it; `send` sends a named signal to those it is for and gives their number; `kill` ends all and
+    tells whether it could; `world` is processes.world. Each raises GoneError.
     """
 
     def poll(self) -> bool: ...
@@ -57,13 +57,11 @@ class Place(Protocol):
 
 
 class GoneError(Exception):
-    """There is no first process any more, or none can be had."""
+    """The first process has ended, or cannot be started."""
 
 
 class Scripts:
-    """The folder of scripts and pipes, which the command may write too. Nothing of what the command is told lies in a
-    file: it goes through a pipe.
-    """
+    """The folder of scripts and pipes. The command can write there, so secrets go through pipes only."""
 
     def __init__(self, workdir: Path) -> None:
         self.folder = workdir / CONTROL / SCRIPTS
@@ -76,11 +74,11 @@ class Scripts:
         for name in (OUT, NEXT):
             self._own.make_pipe(self.folder / name)
         self._own.write(self.folder / FIRST, FIRST_TEXT.format(folder=shlex.quote(str(self.folder))).encode())
-        # Never at its end: who opens it to write closes it again, and others come. Never waited for.
+        # Reading never reaches the end: writers come and go. It never blocks either.
         self.out = self._own.open_pipe(self.folder / OUT, os.O_RDWR)
 
     def run(self, name: str, command: str, environment: Mapping[str, str], start: Path) -> None:
-        """Asks for the command, in the folder `start`. `offer` goes on with it."""
+        """Asks the first process to run the command in the folder `start`; `offer` hands it over."""
         folder, quoted = shlex.quote(str(self.folder)), shlex.quote(str(start))
         text = STEP_TEXT.format(folder=folder, name=name, start=quoted, command=shlex.quote(command))
         self._own.write(self.folder / f"{name}.sh", text.encode())
@@ -100,7 +98,7 @@ class Scripts:
         return self.folder / name
 
     def offer(self) -> None:
-        """Writes into each pipe that is waited at, in turn, as much as it takes. Raises GoneError where one is none."""
+        """Writes as much into each waiting pipe as it takes. Raises GoneError when a pipe has been replaced."""
         while self._waiting:
             path, content = self._waiting[0]
             try:
@@ -122,7 +120,7 @@ class Scripts:
                 self.began = not self._waiting
 
     def code(self, name: str) -> int | None:
-        """Exit code of what was run, as a shell has it; None: it runs, or has not begun."""
+        """The exit code of what was run, as in a shell; None while it runs or has not begun."""
         with suppress(OSError), self._own.open(self.folder / f"{name}.code") as file:
             said = file.read(16)
             if said.endswith(b"\n"):
@@ -130,7 +128,7 @@ class Scripts:
         return None
 
     def close(self) -> None:
-        """Nothing is read any more."""
+        """Stops reading."""
         self._let_go()
         os.close(self.out)
 
@@ -141,7 +139,7 @@ class Scripts:
 
 
 class NodeContainer:
-    """A container, which job/node/jobs.py starts and removes when it is asked to."""
+    """A container that job/node/jobs.py starts and removes on request."""
 
     def __init__(self, workdir: Path) -> None:
         self._folder = workdir / CONTROL
@@ -149,7 +147,7 @@ class NodeContainer:
         Container(number=self._number).write(self._folder)
 
     def answer(self) -> Contained | None:
-        """What the node says of it; None: nothing yet."""
+        """The node's answer about the container; None: none yet."""
         answer = Contained.read(self._folder)
         return answer if answer is not None and answer.number == self._number else None
 
@@ -158,8 +156,8 @@ class NodeContainer:
 
 
 class WatchedContainer(NodeContainer):
-    """A command's. Its processes cannot be seen from here: a third container, which the node starts beside it, answers
-    what is asked of them (`processes.watch`).
+    """The container of a command. The host cannot see its processes, so the node starts a third container next to it,
+    which answers questions about them (`processes.watch`).
     """
 
     def __init__(self, workdir: Path) -> None:
@@ -211,7 +209,7 @@ class WatchedContainer(NodeContainer):
 
 
 class GuardedProcesses:
-    """Processes of this machine, below a guard that ends with this process. Nothing of gpufleet's Python is theirs."""
+    """Processes of this machine, below a guard that ends with this process. They do not use gpufleet's Python."""
 
     def __init__(self, workdir: Path) -> None:
         self._guard = subprocess.Popen(
@@ -249,7 +247,7 @@ class GuardedProcesses:
 
 
 def own_environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """What a command of the user's may see of this process's environment: its Python is its own, and no keys."""
+    """The part of this process's environment that a user's command may see: no keys, and not gpufleet's Python."""
     kept = {key: value for key, value in ours.items() if not key.startswith(("AWS_", "GPUFLEET_", "PYTHON"))}
     kept.pop("VIRTUAL_ENV", None)
     bins = {str(Path(sys.prefix) / "bin"), str(Path(sys.executable).parent)} - {"/usr/bin", "/usr/local/bin", "/bin"}
@@ -259,6 +257,6 @@ def own_environment(ours: Mapping[str, str]) -> dict[str, str]:
 
 
 def activated(programs: str) -> dict[str, str]:
-    """What says that a virtual environment is in use, where `programs` is the folder of one: to uv, for one."""
+    """Variables that tell tools such as uv that a virtual environment is active, if `programs` is the folder of one."""
     folder = Path(programs).parent
     return {"VIRTUAL_ENV": str(folder)} if programs and (folder / "pyvenv.cfg").is_file() else {}

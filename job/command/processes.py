@@ -1,9 +1,9 @@
-"""The processes of a command, as the kernel shows them: who is there, who catches a signal, and signals to them.
+"""The processes of a command as the kernel shows them: which exist, which catch a signal, and sending signals.
 
-Run as a program (`python -I processes.py PARENT WORD...`) it is the guard of a command without a container: what it
-starts stays below it, and all of it ends when PARENT does. `python -I processes.py watch FOLDER` answers at a socket in
-FOLDER whoever cannot see the command's processes, from where they can be seen. The standard library alone, nothing of
-job: so that it can be started by its path. Without /proc (macOS, rehearsals only) less is known.
+As a program, `python -I processes.py PARENT WORD...` is the guard of a command without a container: what it starts
+stays below it and ends when PARENT ends. `python -I processes.py watch FOLDER` runs where the command's processes are
+visible and answers questions about them at a socket in FOLDER. The file uses only the standard library, so that it can
+be started by its path. Without /proc (macOS, in rehearsals) less is known.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ BY_ACCELERATE = {"ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_MODE"}  # of the one t
 
 
 def descendants(first: int) -> list[int]:
-    """Processes below `first`, parents before children; without those that only wait to be reaped. None is looked for
-    twice: who loses its parent while it is looked at seems to be nobody's.
+    """Processes below `first`, parents before children, without zombies. /proc is read once: a process that loses its
+    parent in between would seem to be nobody's child.
     """
     return _walk(first) or _walk(first)
 
@@ -88,12 +88,12 @@ def catches(pid: int, number: int) -> bool:
 
 
 def addressees(first: int, number: int) -> list[int]:
-    """Those below `first` that a signal is for.
+    """The processes below `first` to which a signal should be sent.
 
-    Who catches it has the care of its children: the workers that load data for a script are the script's, and one that
-    dies of the signal would take the save with it. A launcher's ranks get it themselves: torchrun passes it on to
-    everything below them, such workers too. Who does not catch it, a shell, gets it as well as those below, except USR1
-    and USR2, which would only end it.
+    A process that catches the signal is responsible for its children. A script's data loaders get none: one that died
+    of the signal would make the save fail. The ranks of a launcher get the signal directly, because torchrun would pass
+    it on to everything below them, data loaders included. A process that does not catch it, such as a shell, gets it
+    together with its children, except USR1 and USR2, which would only end it.
     """
     if not KNOWN:
         return descendants(first)
@@ -115,17 +115,16 @@ def addressees(first: int, number: int) -> list[int]:
 
 
 def _rank(pid: int) -> bytes | None:
-    """The rank that a launcher has started it as."""
+    """The rank that a launcher has given to the process; None: no launcher has."""
     found = [each for each in _read(pid, "environ").split(b"\0") if each.startswith((b"LOCAL_RANK=", b"RANK="))]
     return b" ".join(sorted(found)) or None
 
 
 def world(first: int) -> tuple[int, int, bool] | None:
-    """The number of ranks that the processes below `first` were told of when they were started, how many of these are
-    here, and whether rank 0 is. None: no environment tells, as where a script sets its own once it runs.
+    """(number of all ranks, number of ranks on this node, whether rank 0 is one of them), from the environments of the
+    processes below `first`. None: no environment has them, for example when a script sets its own variables later.
 
-    A shell or a launcher may have numbers of its own, which it replaces for the ranks that it starts; they do not
-    count.
+    Numbers in the environment of a shell or launcher do not count: it replaces them for the ranks that it starts.
     """
     parents, replaced = _parents(), set[int]()
     numbers = {pid: found for pid in descendants(first) if (found := _numbers(pid)) is not None}
@@ -144,7 +143,7 @@ def world(first: int) -> tuple[int, int, bool] | None:
 
 
 def _numbers(pid: int) -> tuple[int, int | None, int | None, int | None] | None:
-    """Number of ranks, rank, and of the node number of ranks and rank, as the process was started with them."""
+    """(number of ranks, rank, ranks of the node, rank on the node) from the environment of the process at its start."""
     lines = _read(pid, "environ").decode("utf-8", "replace").split("\0")
     variables = dict(line.split("=", 1) for line in lines if "=" in line)
 
@@ -164,7 +163,7 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def send(first: int, name: str) -> int:
-    """Sends a signal (TERM, INT, USR1, USR2) to those below `first` that it is for. How many these are."""
+    """Sends a signal (TERM, INT, USR1, USR2) to its addressees below `first`, and gives their number."""
     number = int(signal.Signals[f"SIG{name}"])
     to = addressees(first, number)
     _send(to, number)
@@ -172,14 +171,14 @@ def send(first: int, name: str) -> int:
 
 
 def _send(pids: Iterable[int], number: int) -> None:
-    """The signal to each that is still there."""
+    """Sends the signal to each process that still exists."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def kill(first: int) -> bool:
-    """Ends all below `first`, those that fork meanwhile too. False: one cannot be ended."""
+    """Kills all processes below `first`, also those that fork meanwhile. False: one of them cannot be killed."""
     until = time.monotonic() + GONE_S
     while found := descendants(first):
         if time.monotonic() > until:
@@ -191,7 +190,7 @@ def kill(first: int) -> bool:
 
 
 def adopt_orphans() -> None:
-    """From now on who loses its parent becomes this process's child, as in a container."""
+    """From now on an orphaned descendant becomes this process's child, as in a container."""
     _prctl(ADOPT, 1)
 
 
@@ -201,7 +200,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def guard(parent: int, argv: list[str], die: Callable[[int], None] = os._exit) -> int:
-    """Runs it in a group of its own as the parent of all that it starts. Its exit code, as a shell has it."""
+    """Runs `argv` in a group of its own, as the parent of its orphans; the exit code, as in a shell."""
 
     def end(*_: object) -> None:
         kill(os.getpid())
@@ -218,7 +217,7 @@ def guard(parent: int, argv: list[str], die: Callable[[int], None] = os._exit) -
 
 
 def watch(folder: Path, first: int) -> NoReturn:
-    """Answers questions about the processes below `first`, a line each, until it is ended."""
+    """Answers questions about the processes below `first`, one per line, until it is killed."""
     answers: dict[str, Callable[..., object]] = {"alive": descendants, "send": send, "kill": kill, "world": world}
     with suppress(FileNotFoundError):
         (folder / SOCKET).unlink()
@@ -235,7 +234,7 @@ def watch(folder: Path, first: int) -> NoReturn:
 
 
 def connect(folder: Path) -> socket.socket:
-    """A connection to who watches at the folder. Raises OSError where nobody does yet."""
+    """A connection to the watching process of the folder. Raises OSError when there is none yet."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(ANSWER_S)
@@ -247,7 +246,7 @@ def connect(folder: Path) -> socket.socket:
 
 
 def _reach(folder: Path, act: Callable[[str], object]) -> None:
-    """Acts on the socket's address, which by the folder's own path may be longer than the kernel takes (107 bytes)."""
+    """Calls `act` with a short address of the socket: the kernel takes 107 bytes, the path may be longer."""
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         act(f"/proc/self/fd/{at}/{SOCKET}" if KNOWN else str(folder / SOCKET))

@@ -1,8 +1,8 @@
-"""What a command says of its progress: lines to steps, steps to metrics.jsonl.
+"""Reads a command's progress: from lines to steps, and from steps to metrics.jsonl.
 
-Which lines are the training's: none of a bar of something else (its words, its total), none that goes back or jumps,
-and none at all once steps were told beyond the last one that the definition declares. Where no line is left, whole
-checkpoints whose names count tell the steps.
+Not every line with a step is the training's. Left out are lines of another progress bar (by its words or its total),
+lines that go back or jump, and all lines once steps have passed the last one that the definition declares. If no line
+remains, the names of whole checkpoints give the steps.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from gpufleet.job.gpus import Sampler
 from gpufleet.job.kind.command import PHASE, CommandConfig
 from gpufleet.job.measured import WARM_UP
 
-FLUSH_S = 1.0  # between two lines of metrics.jsonl
-MOST_READ = 4 * 1024 * 1024  # of its progress file at once; a line that long is none
-JUMP = 100  # logging intervals: a step further away is not believed at once
+FLUSH_S = 1.0  # seconds between two lines of metrics.jsonl
+MOST_READ = 4 * 1024 * 1024  # bytes of the progress file that are read at once; a longer line is ignored
+JUMP = 100  # a step that is further ahead than this many logging intervals is not believed at once
 REMEMBERED = 2000
 SLACK = 0.02  # by which totals and last steps may differ from the declared ones
 
@@ -44,7 +44,7 @@ class Metrics:
         self._path = path
 
     def resume(self, step: int) -> int | None:
-        """Cuts off what will be repeated. The usual distance between two lines before it; None: not known."""
+        """Cuts off the lines after `step`. The usual number of steps between lines; None: not known."""
         with suppress(FileNotFoundError):
             lines = self._path.read_bytes().splitlines(keepends=True)
             kept = [(each, found) for each in lines if (found := metrics.line(each)) and found["step"] <= step]
@@ -56,22 +56,22 @@ class Metrics:
         return None
 
     def append(self, record: dict[str, Any]) -> None:
-        """A full disk stops nothing."""
+        """Appends a line; a full disk is no error."""
         with suppress(OSError), self._path.open("ab") as file:
             file.write(metrics.write(record))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToldProgress:
-    """What the lines of a start had told by a moment. `step`: of the run; None: no line has told any in this start."""
+    """What the lines of a start had told by a moment. `step` is the run's; None: no line has given one."""
 
     step: int | None
     counting: Counting
 
 
 class StepReader:
-    """The command's steps, from its output or from its file. `first`: what this start has told first; `at`: when it
-    last told a step.
+    """The command's steps, from its output or from its file. `first` is the first position of this start; `at` is when
+    a step was last told.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class StepReader:
         opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb"),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`note` is told what is kept out, `alarm` of a loss that is no number (its name, a sentence); each once.
-        `opened` opens its file of progress, and raises OSError.
+        """`note` gets a sentence about lines that are left out; `alarm` gets a name and a sentence when a loss is not a
+        number; each once. `opened` opens the progress file, and raises OSError.
         """
         self._opened, self._clock = opened, clock
         self._metrics, self._config, self._note, self._alarm, self._gpus = metrics, config, note, alarm, gpus
@@ -118,7 +118,7 @@ class StepReader:
         self._offset_of_file = 0
 
     def begin(self, restored: Commit | None, file: Path) -> None:
-        """A start from this checkpoint; `file`: of JSON lines, which holds earlier starts' as well."""
+        """Begins a start from the restored checkpoint. `file` has the JSON lines, also those of earlier starts."""
         step = 0 if restored is None else restored.step
         with self._lock:
             self._flush(self._clock())
@@ -140,12 +140,12 @@ class StepReader:
 
     @property
     def interval(self) -> int | None:
-        """Steps between two records, usually; None: not known."""
+        """The usual number of steps between two records; None: not known."""
         return round(median(self._gaps)) if len(self._gaps) >= 3 else self._interval
 
     @property
     def spread(self) -> int:
-        """Steps that may lie between the last one told and the one that is done."""
+        """How many steps may be done after the last one that was told."""
         told_in_epochs = self.counting.unit == "step" and "step" not in self._config.groups
         return max(1, self.interval or 0, (self.counting.batches or 0) if told_in_epochs else 0)
 
@@ -160,11 +160,11 @@ class StepReader:
 
     @property
     def is_believed(self) -> bool:
-        """Whether a line of this start has told a step of the run, and none has shown that it counts something else."""
+        """Whether a line of this start has given a step, and none has shown that it counts something else."""
         return self._is_told and not self._counts_else
 
     def told_by(self, moment: float) -> ToldProgress:
-        """What lines had told by then."""
+        """What the lines had told by that moment."""
         with self._lock:
             for at, step, counting in reversed(self._history):
                 if at <= moment and not self._counts_else:
@@ -172,13 +172,14 @@ class StepReader:
             return ToldProgress(step=None, counting=replace(self.counting, newest=None))
 
     def event(self, text: str) -> None:
-        """Into the next line of metrics.jsonl."""
+        """Adds the event to the next line of metrics.jsonl."""
         with self._lock:
             self._events.append(text)
 
     def saved(self, save: Save, written: float, *, is_counted: bool) -> None:
-        """Adds a save to those that a line of metrics tells: once a step has been told after `written`, which shows how
-        long the command stood still for it. Where no line tells steps, one whose name counts (`is_counted`) does.
+        """Adds a save to a later line of metrics.jsonl. It is written when a step has come after `written`, which shows
+        how long the command stood still for the save. If no line gives steps, a save with a number in its name
+        (`is_counted`) is a step itself.
         """
         with self._lock:
             self._saves.append((save, written))
@@ -189,12 +190,12 @@ class StepReader:
                 self._pending = {**self._pending, "step": save.step}
 
     def line(self, text: str, at: float) -> bool:
-        """Reads one that the command has printed. Whether it tells a step of the training."""
+        """Reads a printed line; whether it gives a step of the training."""
         line = self._patterns.read(text)
         return line is not None and self._take(line, at)
 
     def poll(self) -> None:
-        """What its file has got since, and what waits to be written."""
+        """Reads new lines of the progress file, and writes the records that are due."""
         if self._file is not None:
             with suppress(OSError), self._opened(self._file) as file:
                 if file.seek(0, os.SEEK_END) < self._offset_of_file:  # written anew
@@ -212,12 +213,12 @@ class StepReader:
                 self._flush(now)
 
     def flush(self) -> None:
-        """Writes what waits."""
+        """Writes the records that wait."""
         with self._lock:
             self._flush(self._clock(), last=True)
 
     def _take(self, line: OutputLine, at: float) -> bool:
-        """Whether the line tells a step of the training."""
+        """Takes a line; whether it gives a step of the training."""
         with self._lock:
             accepted = line.place is not None and self._accept(line, line.place, at)
             if line.place is not None and not accepted:
@@ -238,7 +239,7 @@ class StepReader:
             return accepted
 
     def _accept(self, line: OutputLine, place: Position, at: float) -> bool:
-        """Whether it is a step of the training, which is then the newest."""
+        """Decides whether the line is a step of the training, which then becomes the newest."""
         if self._counts_else or not self._is_of_training(line):
             return False
         if self._is_fresh and self.counting.base is None and place.epoch in (0, 1):
@@ -264,7 +265,7 @@ class StepReader:
         return is_next
 
     def _remember(self, place: Position, at: float, *, is_newest: bool) -> None:
-        """The first place of this start, and the newest, for who asks what was told by a moment."""
+        """Keeps the first and the newest position of this start with their times, for `told_by`."""
         if self.first is None:
             self.first, self._is_begun = place, True
             if self._is_fresh:
@@ -274,7 +275,7 @@ class StepReader:
             self._history.append((at, self.step if self._is_told else None, self.counting))
 
     def _is_of_training(self, line: OutputLine) -> bool:
-        """By the words before its bar, and by its total: the declared one, or else of several the longest."""
+        """Whether the bar is the training's, by its words and by its total: the declared one, else the longest."""
         if line.is_other:
             return False
         tells_steps = line.place is not None and line.place.step is not None
@@ -296,7 +297,7 @@ class StepReader:
         return line.total is None or line.total == self._longest
 
     def _is_beyond(self, line: OutputLine, position: int) -> bool:
-        """Whether it lies beyond the declared end. The second such step shows that all of them count something else."""
+        """Whether the step is beyond the declared end. The second such step shows that lines count something else."""
         total = self._config.total
         if total is None or position <= total * (1 + SLACK) + self.spread:
             return False
@@ -314,7 +315,7 @@ class StepReader:
         return True
 
     def _follows(self, step: int) -> bool:
-        """Whether it comes after the newest one, and not too far from it."""
+        """Whether the step comes after the newest one and is not too far from it."""
         ahead = step - self.step
         if ahead < 0:
             if self._history and -ahead > (self.interval or 1):
@@ -334,7 +335,7 @@ class StepReader:
         return True
 
     def _move(self, step: int, at: float) -> None:
-        """The newest step is this one."""
+        """Makes this the newest step."""
         ahead = step - self.step
         if ahead:
             if self._seen:
@@ -351,7 +352,7 @@ class StepReader:
             self._events.append(text)
 
     def _flush(self, now: float, *, last: bool = False) -> None:
-        """`last`: of what waits for a step to come nothing waits any longer."""
+        """Writes records that are due. `last`: also those that wait for a later step."""
         told = [self._told_save(save, at) for save, at in self._saves if last or at < self.at]
         if "step" not in self._pending and not (last and told and self.step):
             return
@@ -369,8 +370,8 @@ class StepReader:
         self._pending, self._events = {}, []
 
     def _step_time(self) -> dict[str, float]:
-        """step_ms, from the times of the lines since the last one of metrics.jsonl; nothing during the warm-up, and
-        where the command has evaluated meanwhile.
+        """step_ms, from the times of the lines since the last line of metrics.jsonl; empty during the warm-up, and when
+        the command has evaluated in between.
         """
         if self._timed is None or not self._seen or self._seen[-1][1] <= self._timed[1]:
             return {}
@@ -379,8 +380,9 @@ class StepReader:
         return {} if "val_loss" in self._pending else {"step_ms": round((at - since) * 1000 / (step - known), 3)}
 
     def _told_save(self, save: Save, written: float) -> dict[str, Any]:
-        """As a line has it: it has kept the command waiting for what its steps do not explain of the time between the
-        two that were told around it; the last one of a stop as long as one before.
+        """The save as in a line of metrics.jsonl. It has kept training waiting for the time between the steps around it
+        that the steps themselves do not explain. The last save of a stop is assumed to take as long as an earlier
+        one.
         """
         blocked_s, pace = save.blocked_s if self._blocked_s is None else self._blocked_s, self._pace()
         around = next(((a, b) for a, b in pairwise(self._seen) if a[0] <= written < b[0]), None)
@@ -390,6 +392,6 @@ class StepReader:
         return asdict(replace(save, blocked_s=round(blocked_s, 3)))
 
     def _pace(self) -> float | None:
-        """Seconds of a step, in the middle; None: not known."""
+        """The median seconds of a step; None: not known."""
         paces = [(at - since) / (step - known) for (since, known), (at, step) in pairwise(self._seen)]
         return median(paces) if len(paces) >= 3 else None

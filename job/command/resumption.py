@@ -1,17 +1,17 @@
-"""Whether a start goes on from the checkpoint that it was given, as its files and its lines show.
+"""Whether a start goes on from the checkpoint that it was given, judged by its files and its lines.
 
-| It has | That shows |
+| The start has | Verdict |
 |---|---|
-| written a checkpoint whose name lies below the restored one's | begins anew |
-| written the restored one again, and no line tells that it goes on | begins anew |
-| told a place before the one that was told when the checkpoint was begun | begins anew |
-| told a place after it that no start without a checkpoint tells first | goes on |
-| written the checkpoint that comes next, by `checkpoint.every`, and none before it | goes on |
-| neither | not shown |
+| written a checkpoint with a lower number than the restored one | begins anew |
+| written the restored checkpoint again, and no line shows that it goes on | begins anew |
+| told a position before the one that was told when the checkpoint was begun | begins anew |
+| told a position after it that no start without a checkpoint tells first | goes on |
+| written the next checkpoint by `checkpoint.every`, and none before it | goes on |
+| done none of these | not shown |
 
-Names are held against names and lines against lines: neither is converted into the other. What shows that it begins
-anew counts whenever it comes. After the last step, and in a second training of one command, lines tell of something
-else: they show nothing then.
+Names are compared with names, lines with lines; neither is converted into the other. A sign of beginning anew counts
+whenever it comes. After the last step, and in a second training of the same command, lines are about something else and
+show nothing.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ Verdict = Literal["goes on", "begins anew", "not shown", "not looked at"]
 
 
 class ResumeCheck:
-    """Judges one start: its `verdict` so far, and `why` in a sentence."""
+    """Judges one start: `verdict` is the verdict so far, `why` a sentence with the reason."""
 
     def __init__(
         self, config: CommandConfig, restored: Commit, checkpoint: FoundCheckpoint | None, counting: Counting
     ) -> None:
-        """`checkpoint`: as its files were put back; `counting`: what its commit has kept of the lines."""
+        """`checkpoint` has the files that were put back; `counting` is what its commit has kept about the lines."""
         self.verdict: Verdict = "not shown"
         self.why = "it has told nothing and saved nothing yet"
         self._config, self._restored, self._checkpoint, self._counting = config, restored, checkpoint, counting
         self._interval, total = counting.interval or 1, config.total
-        # Steps that are counted from 0 end with one less; no line comes any more where the next is not due.
+        # A count from 0 ends with one less. After the last due line no other one comes.
         last = total - (config.unit == "step") if total is not None else None
         self.is_done = last is not None and (restored.step >= last or restored.step + self._interval > last + 1)
         self._reads_lines = not self.is_done and config.stages < 2
 
     @property
     def expects_lines(self) -> bool:
-        """Whether lines had told a place when the checkpoint was begun, and so will tell one that can be compared."""
+        """Whether a line had told a position when the checkpoint was begun, to compare a later one with."""
         return self._counting.newest is not None and self._reads_lines
 
     @property
@@ -54,7 +54,7 @@ class ResumeCheck:
         return self.verdict == "not shown"
 
     def look(self, anew: Iterable[FoundCheckpoint], first: Position | None, *, is_over: bool = False) -> Verdict:
-        """The verdict, by the checkpoints that this start has written, and by what it has told first. `is_over`: the
+        """The verdict, from the checkpoints that this start has written and from its first position. `is_over`: the
         start has ended, and nothing more comes.
         """
         if self._config.resume.check == "none":
@@ -83,9 +83,7 @@ class ResumeCheck:
     def _files(
         self, anew: list[FoundCheckpoint]
     ) -> tuple[FoundCheckpoint | None, FoundCheckpoint | None, FoundCheckpoint | None]:
-        """What this start has written: one from before the restored checkpoint, that one itself, the next one; None for
-        each that it has not.
-        """
+        """(an earlier checkpoint, the restored one, the next one) that this start has written, or None each."""
         kept = self._checkpoint
         if kept is None or kept.number is None:
             return None, None, None

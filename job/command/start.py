@@ -1,4 +1,4 @@
-"""One start of the command, followed by its files and its lines, without its processes."""
+"""One start of the command, observed through its files and its lines, not its processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOOK_S = 1.0  # between two looks at its files once its resume is judged, and be
 
 
 class CommandStart:
-    """From its restored checkpoint on. `look` is called often; `judge` once no process of it is left."""
+    """One start from its restored checkpoint on. Call `look` often, and `judge` when no process of it is left."""
 
     def __init__(
         self,
@@ -55,21 +55,21 @@ class CommandStart:
         self._observed, self._observed_at, self._looked_at = Observed(), 0.0, 0.0
 
     def begin(self) -> None:
-        """The command is about to be started: what the set-up did before is none of its doing."""
+        """Notes that the command is about to be started: what the set-up has written is not the command's."""
         self._output.begin()
         self.began, saved = self._clock(), self._checkpoints
         self._search = Search(self._config, saved.names, self._folders, saved.folder, self.began, saved.moment)
 
     @property
     def refusal(self) -> str:
-        """Why no start of it can be right: it does not go on from what was restored, or each node trains alone. Empty:
-        it may be, or nothing shows.
+        """Why no further start can help: the command does not go on from the checkpoint, or each node trains alone.
+        Empty: neither has been shown.
         """
         found = self._resumption
         return self.meeting.why or (found.why if found is not None and found.verdict == "begins anew" else "")
 
     def look(self, *, commit: bool = True) -> str:
-        """Looks at its files and lines. Why it must not go on; empty: it may. `commit`: what it saves may be taken."""
+        """Looks at files and lines; the reason to end the start, or empty. `commit`: saves may be committed."""
         found, now = None, self._clock()
         if self._resumption is not None and (self._resumption.is_open or now >= self._looked_at + LOOK_S):
             found, self._looked_at = self._checkpoints.find(), now
@@ -79,8 +79,9 @@ class CommandStart:
         return self.refusal
 
     def _counts(self, *, is_over: bool = False) -> bool:
-        """Whether what is saved now is of this run: not where it begins anew; nor of one file whose step its lines
-        tell, before they have told that it goes on. `is_over`: it has ended well, and no line comes any more.
+        """Whether a save now belongs to this run. It does not if the start begins anew. If only lines give the step of
+        a file that is overwritten, it does not before they have shown that the start goes on. `is_over`: the command
+        has ended well, and no more lines come.
         """
         found = self._resumption
         if found is None or not self._config.checkpoint.rewritten or self._config.resume.check == "none":
@@ -89,7 +90,7 @@ class CommandStart:
         return not self.refusal and not waits
 
     def end(self, code: int, why: str, what: str) -> End:
-        """Takes what it has left whole, and tells how it ended."""
+        """Commits what the command has left whole, and gives how it ended."""
         self._progress.poll()
         self._progress.flush()
         is_own = code == 0 and not why
@@ -124,7 +125,7 @@ class CommandStart:
         )
 
     def judge(self, end: End, before: list[End]) -> tuple[Verdict, str]:
-        """What its end means, and why in a sentence."""
+        """The verdict on the end, and a sentence with the reason."""
         leaving = self.leaving
         verdict, why = judge(self._config, end, before, stopped=leaving is not None and leaving.signalled)
         if self.refusal:
@@ -132,7 +133,7 @@ class CommandStart:
         return ("stopped" if leaving is not None and verdict != "finished" else verdict), why
 
     def _delivers_after(self, moment: float) -> bool:
-        """Whether something was written to the outputs since then, but for what a training writes all along."""
+        """Whether an output was written after `moment`, apart from files that a training writes all along."""
         own = self._folders.own
         for text in self._config.outputs:
             with suppress(ValueError):
@@ -146,7 +147,7 @@ class CommandStart:
         return False
 
     def observe(self, *, is_over: bool = False) -> Observed | None:
-        """What was seen of it, where that is news; asked for often. `is_over`: nothing more comes, and all of it is."""
+        """New observations of this start, else None. `is_over`: all of them, since nothing more comes."""
         now = self._clock()
         if now < self._observed_at + LOOK_S and not is_over:
             return None

@@ -1,4 +1,4 @@
-"""How a command is asked to leave: whether by a signal, when, and how long it is waited for."""
+"""How a command is asked to stop: whether by a signal, when, and how long the host waits."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from gpufleet.job.contract import done as ends
 from gpufleet.job.contract.messages import Stop
 from gpufleet.job.kind.command import CommandConfig
 
-LAST_S = 3.0  # before the machine goes away: what is not whole by then is given up
-BY_HAND_S = 1740.0  # a minute less than the supervisor waits where nothing presses
+LAST_S = 3.0  # so long before the machine goes away, an unfinished save is given up
+BY_HAND_S = 1740.0  # a minute less than the supervisor waits when there is no hurry
 
 
 class Leaving:
-    """One stop. `signalled`: it was sent to the command; `ended`: it was ended for want of time, in these words."""
+    """One stop. `signalled`: the signal was sent. `ended`: the reason when the command was killed for lack of time."""
 
     def __init__(self, config: CommandConfig, stop: Stop, now: float, newest: int) -> None:
         self.signalled, self.ended = False, ""
         self._config, self._stop, self._asked_at, self._newest = config, stop, now, newest
         saves, rules = config.saves_on_signal, config.stop
         by_hand = stop.reason == ends.STOPPED
-        # Where it saves nothing, or not in time, a signal would only end what may save by itself until then.
+        # If the command does not save on a signal, or not in time, the signal would end what may yet save by itself.
         late = stop.deadline is not None and not stop.save
         self._waits = late or (saves is False and (stop.deadline is not None or by_hand))
         if stop.deadline is not None:
@@ -32,7 +32,7 @@ class Leaving:
 
     @property
     def plan(self) -> str:
-        """For the log."""
+        """What will happen, as a line for the log."""
         what = "no signal: it would save nothing in time" if self._waits else f"SIG{self._config.stop.signal}"
         return f"stop ({self._stop.reason}): {what}, until {self._until - self._asked_at:.0f} s from now"
 
@@ -46,10 +46,10 @@ class Leaving:
         send: Callable[[str], None],
         say: Callable[[str], None],
     ) -> str:
-        """Sends the signal when its time has come. Why the command is ended now; nothing where it is waited for.
+        """Sends the signal when it is time; gives the reason to kill the command now, empty while the host waits.
 
-        `saving`: whether a checkpoint is being written; `committed`: the newest; `on_signal`: whether the command made
-        that one because of the signal.
+        `saving`: a checkpoint is being written. `committed` is the newest commit; `on_signal`: the command made it
+        because of the signal.
         """
         if not self.signalled and not self._waits and not saving():
             self.signalled = True

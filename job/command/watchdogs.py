@@ -1,4 +1,4 @@
-"""What a running command is watched for: a standstill, GPUs that nobody uses, checkpoints that do not come."""
+"""Watches a running command for a standstill, idle GPUs and missing checkpoints."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.gpus import Sampler
 
-ASK_S = 60.0  # between two looks at the GPUs and at the folders
-ALIVE_S = 300.0  # of silence, after which the supervisor is told that somebody watches
-IDLE_S = 1800.0  # GPUs without use, before it is said what they have cost
-LATE = 3  # times its interval without a checkpoint
-FIRST_LATE_S = 1800.0  # where the interval is of steps, and their time is not known
+ASK_S = 60.0  # seconds between two looks at GPUs and folders
+ALIVE_S = 300.0  # after so much silence the host tells the supervisor that it is watching
+IDLE_S = 1800.0  # after so long without use, a warning says what the idle GPUs have cost
+LATE = 3  # a checkpoint is late after this many times its interval
+FIRST_LATE_S = 1800.0  # the same when the interval is in steps and their time is not known
 
 
 class StartWatch:
-    """The watch over one start. `spent` gives the dollars so far, None where nobody says. `folders` lie in `own`."""
+    """The watch over one start. `spent` gives the dollars so far, None if unknown. `folders` are below `own`."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class StartWatch:
         self._idle_told = self._late_told = False
 
     def stuck(self, output_at: float, step_at: float) -> str:
-        """Why the command counts as stuck: no byte, no step and no file in so long, and no GPU used. Else nothing."""
+        """Why the command counts as stuck: no byte, step or file for too long, and no GPU in use. Else empty."""
         now = self._clock()
         quiet = now - max(self._began, output_at, step_at)
         if quiet < ALIVE_S and quiet < self._silence_s / 2:
@@ -61,7 +61,7 @@ class StartWatch:
         return ""
 
     def look(self, committed_at: float, step_at: float) -> None:
-        """Says what costs money and is no reason to end it."""
+        """Warns of what costs money but is no reason to end the command."""
         now, gpus = self._clock(), self._gpus
         if gpus is not None and self._busy() == 0:
             if self._idle_from is None or self._idle_from[0] != gpus.used_at:
@@ -87,7 +87,7 @@ class StartWatch:
         self._note(text)
 
     def _look_at_files(self) -> tuple[int, int]:
-        """Something that changes when a file of the command's is written: no clock is asked, which may be set."""
+        """A value that changes when the command writes a file. It uses no clock, which somebody may set."""
         count = times = 0
         for folder in self._folders:
             for _, look in self._own.files(folder):

@@ -56,9 +56,9 @@ from gpufleet.job.node.outside import (
 from gpufleet.job.node.schedule import Schedule
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 
-LOG_LINES = 200  # of a job that crashed, in the boot log
-OTHERS_S = 300  # for a block's other nodes to end, once the run is over
-TIMER_STOP_S = 180  # a docker that hangs must not keep the machine
+LOG_LINES = 200  # lines of a crashed job's log that go into the boot log
+OTHERS_S = 300  # seconds for a block's other nodes to end, once the run is over
+TIMER_STOP_S = 180  # seconds after which the timer gives up on a docker that hangs
 # `up` names its fleet in the bucket seconds after it has made it, `destroy` takes the name back before it deletes it.
 UNKNOWN_S, KNOWN_LOOK_S = 600, 120
 
@@ -99,7 +99,7 @@ class NodeRun:
         self._ended = self._job_looks = self._run_file_is_here = False
 
     def run(self) -> NoReturn:
-        """From boot to shutdown. The timer comes before all that may hang."""
+        """Runs from boot to shutdown. The timer is set before anything that may hang."""
         self.timer.start()
         threading.Thread(target=self._end_unless_known, name="state", daemon=True).start()
         signal.signal(signal.SIGTERM, self._terminated)
@@ -118,7 +118,7 @@ class NodeRun:
             self._crash("the node script stopped unexpectedly")
 
     def _attempt(self) -> int:
-        """Everything up to the end of the job: its exit code."""
+        """Does everything up to the end of the job; the job's exit code."""
         self._leave_if_over()
         if self.settings.fallback:
             self._meet()
@@ -162,24 +162,24 @@ class NodeRun:
             return self._run_job(container.command(*here, pulled_s, address.strip(), self.hand_over.market))
 
     def _terms(self) -> terms.Terms | None:
-        """The run's, as far as run.json is here."""
+        """The run's terms; None while run.json is not here."""
         if self._fetching is not None:
             self._fetching.join()
         run = atomic.read_object(self.folder / RUN)
         return None if run is None else terms.read(Fields(run))
 
     def _nodes(self) -> int:
-        """How many train together, as far as that is known."""
+        """The number of nodes that train together; 1 while it is not known."""
         known = self._terms()
         return 1 if known is None else known.nodes
 
     def _is_in_block(self) -> bool:
-        """Whether its fleet is a block's, as far as that is known."""
+        """Whether the node's fleet is known to be a Capacity Block's."""
         known = self._terms()
         return known is not None and not known.replaces
 
     def _is_futile(self, boots: int) -> bool:
-        """So many boots in a row led nowhere that the run ends. Several nodes boot at once."""
+        """Whether so many boots in a row made no progress that the run ends. Several nodes boot at once."""
         return boots >= attempts.MOST_FUTILE and boots >= attempts.MOST_FUTILE * self._nodes()
 
     def _leave_if_over(self) -> None:
@@ -194,7 +194,7 @@ class NodeRun:
             self._leave("the run was over before this boot")
 
     def _meet(self) -> None:
-        """Those of the other market: one node trains at a time."""
+        """Meets the nodes of the other market, so that only one node trains at a time."""
         try:
             own = self._find_fleet()
             trains = self.hand_over.meet(own, self.keys)
@@ -210,7 +210,7 @@ class NodeRun:
         self._leave_if_over()  # what the others have left by now counts
 
     def _list(self) -> bool:
-        """One listing answers: is the run over, which manifest is the newest, were there attempts."""
+        """Lists the run's objects once: whether the run is over, the newest manifest, earlier attempts."""
         for _ in tries(6):  # a fresh role may be refused for half a minute
             if (keys := self.objects.keys()) is not None:
                 self.keys = keys
@@ -238,8 +238,8 @@ class NodeRun:
             self._crash("the attempt cannot be recorded")
 
     def _records(self) -> list[AttemptRecord] | None:
-        """The records of every boot, this one too where it has its record. None: not readable, and what cannot be
-        counted must not be repeated.
+        """The records of every boot, also of this one if it has a record. None: they cannot be read; then the attempt
+        cannot be counted and must not be repeated.
         """
         folder = self.folder / ATTEMPTS
         return attempts.read(folder, _set_aside) if self.objects.get_folder(ATTEMPTS, folder) else None
@@ -273,7 +273,7 @@ class NodeRun:
             self._end_run(limit, f"{max(left, 0):.0f} s were left for this boot")
 
     def _watch_notice(self) -> None:
-        """Until the job looks itself: a boot that AWS interrupts is no failed attempt."""
+        """Watches for a notice until the job does: a boot that AWS interrupts is no failed attempt."""
         while not self._job_looks:
             if self._noticed() and not self._job_looks:
                 self._record_exit(AttemptExit.INTERRUPTED, "interrupted")
@@ -296,7 +296,7 @@ class NodeRun:
         self._crash("no working GPU", why=why)
 
     def _check_cards(self) -> None:
-        """Without EFA nodes train over TCP, slowly and without a word: what a template says may not be taken over."""
+        """Checks the EFA devices: without them nodes would train over TCP, slowly and without any message."""
         known = self._terms()
         listed = known.prices.get(self.machine.type) if known is not None else None
         wanted = 0 if listed is None or self.settings.device == "cpu" else listed.efa
@@ -325,7 +325,7 @@ class NodeRun:
         self._crash("the image cannot be pulled", why=why)
 
     def _run_job(self, command: list[str]) -> int:
-        """Its exit code, as a shell has it."""
+        """Runs the job; its exit code, as in a shell."""
         with (self.folder / "container.log").open("wb") as printed:
             self.job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT)
             code = self.job.wait()
@@ -335,7 +335,7 @@ class NodeRun:
         return code
 
     def _conclude(self, code: int) -> NoReturn:
-        """What the job's exit code makes of the attempt."""
+        """Ends the attempt as the job's exit code demands."""
         self._yield()
         if code == AttemptExit.FINISHED:
             self._record_exit(code, "finished")
@@ -350,7 +350,7 @@ class NodeRun:
         self._crash(f"the container ended with {code}", code, why=why)
 
     def _end_run(self, reason: str, detail: str = "") -> NoReturn:
-        """The run has ended."""
+        """Ends the run."""
         self._ended = True
         say(f"the run is over: {reason}{detail and ': '}{detail}")
         self._upload_log()
@@ -436,7 +436,7 @@ class NodeRun:
         self._leave("others were missing")
 
     def _leave(self, why: str) -> NoReturn:
-        """The only way out."""
+        """Shuts the machine down; every end goes through here."""
         self._ended = True
         say(f"shutting down: {why}")
         if retry(5, lambda: call("shutdown", "-h", "now")):
@@ -446,7 +446,7 @@ class NodeRun:
         os._exit(1)
 
     def _end_by_timer(self) -> None:
-        """This machine's own stop, whatever job and supervisor do."""
+        """Ends the run by this machine's own timer, whatever job and supervisor do."""
         while (left := self.allowance.timer_at - self.clock()) > 0:
             time.sleep(min(left, LOOK_S))
         self._take_over(lambda: self._end_run(ends.TIMER, f"{self.clock() - self.machine.launched:.0f} s after launch"))
@@ -467,7 +467,7 @@ class NodeRun:
             threading.Event().wait(KNOWN_LOOK_S)
 
     def _end_unknown(self) -> NoReturn:
-        """Without a done marker: the run may be another fleet's."""
+        """Ends an unknown fleet, without a done marker: the run may belong to another fleet."""
         why = "no stack's state knows of its fleet"
         say(f"{why}: docs/real-aws.md, A command that was killed")
         self._record_exit(AttemptExit.TERMINATED, why)
@@ -491,7 +491,7 @@ class NodeRun:
                 os._exit(1)
 
     def _yield(self) -> None:
-        """Waits for the thread that ends the run, once there is one."""
+        """Waits for the thread that ends the run, if there is one."""
         if self.fired.is_set() and threading.current_thread() is not self.ender:
             self.ender.join()
 
@@ -512,7 +512,7 @@ class NodeRun:
         return retry(3, lambda: self.objects.put(file, attempt_key(self.machine.instance)))
 
     def _record_exit(self, code: int, reason: str) -> bool:
-        """What the supervisor wrote stays."""
+        """Records the exit, unless the supervisor has done so."""
         with self._recording:
             retry(3, lambda: self.objects.get(attempt_key(self.machine.instance), self.folder / "attempt.json"))
             at = iso(self.clock())

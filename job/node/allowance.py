@@ -1,7 +1,7 @@
-"""How long this node may go on: its timer, and the hour at which AWS ends the fleet by itself.
+"""How long this node may go on: its timer, and the hour at which AWS ends the fleet.
 
-Both follow what the job's meter tells. A node moves that hour within the run's means only; one that goes because AWS
-takes it puts it back to the fleet's expiry, as waiting costs nothing. What no node moves any more stands.
+Both follow the job's meter. A node moves the hour only within the run's means. A node that AWS takes puts the hour back
+to the fleet's expiry, because waiting costs nothing. If no node moves it again, the fleet ends at the hour last set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SOON_S = 90  # AWS takes no moment that has passed
 
 
 class Allowance:
-    """What one node may do. Until `begin` its timer alone is set, by the run's hours."""
+    """The time that one node may use. Until `begin`, only its timer is set, by the run's hours."""
 
     def __init__(self, schedule: Schedule, clock: Callable[[], float], timer_s: float) -> None:
         self._schedule, self._clock = schedule, clock
@@ -48,7 +48,7 @@ class Allowance:
         self._moving = threading.RLock()
 
     def begin(self, means: Means, workdir: Path) -> tuple[float, str]:
-        """When nothing is left any more, and of which limit. The hour is moved before this returns."""
+        """(the moment when nothing is left, the limit that says so). The hour is moved before this returns."""
         self._means, self._workdir, self._began = means, workdir, self._clock()
         self.look()
         return means.when_over(None)

@@ -1,4 +1,4 @@
-"""What earlier boots of the run tell this one."""
+"""Reads the records of earlier boots of the run, and counts those without progress."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ from gpufleet.job.contract.workdir import RUN
 from gpufleet.job.node.outside import NOT_REACHED, ask, complaint
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 
-USER = 1000  # of a container of gpufleet's own job, whatever the image calls it
+USER = 1000  # the user of containers with gpufleet's own jobs, whatever its name in the image
 # A command's files are of whatever user its image has: its supervisor reads and removes them, gives them to everybody,
 # and asks whether somebody has them open for writing. It sees none of its processes.
 OVER_ANOTHERS_FILES = ("DAC_OVERRIDE", "FOWNER", "LEASE")
 PROCESSES = 30_000  # threads count; fewer than a machine has, so that one that forks leaves the node its own
-STOP_S = 115  # for the job to save and upload; EC2 gives 120
+STOP_S = 115  # seconds for the job to save and upload; EC2 gives 120
 PULL_S = 1800
 HOPELESS = re.compile("no space|not found|unknown|denied|no basic auth")  # pulling again cannot help
 DOCKER_HUB = "https://index.docker.io/v1/"  # as docker keeps the login of an image whose name has no host
@@ -30,12 +30,12 @@ _PASSED_ON = ("AWS_ENDPOINT_URL", "AWS_EC2_METADATA_SERVICE_ENDPOINT", "AWS_ACCE
 
 
 def name(instance: str) -> str:
-    """The container's."""
+    """The container's name."""
     return f"gpufleet-{instance}"
 
 
 def stop(machine: InstanceIdentity) -> tuple[str, ...]:
-    """The command that asks the job to leave."""
+    """The command that asks the job to stop."""
     return ("docker", "stop", "-t", str(STOP_S), name(machine.instance))
 
 
@@ -74,7 +74,7 @@ def _ecr_token(region: str) -> tuple[str, ...]:
 
 
 def secret(place: str) -> tuple[str, ...]:
-    """The call that answers with it: ssm:/name or secretsmanager:name."""
+    """The AWS call that returns the secret at ssm:/name or secretsmanager:name."""
     kind, _, name = place.partition(":")
     if kind == "ssm":
         return ("aws", "ssm", "get-parameter", "--name", name, "--with-decryption", "--query", "Parameter.Value")
@@ -92,7 +92,7 @@ def devices(settings: Settings) -> list[str]:
 
 
 def efa_devices(root: Path = Path("/")) -> list[Path]:
-    """Those of the machine's network cards that have an Elastic Fabric Adapter."""
+    """The machine's network cards with an Elastic Fabric Adapter."""
     return sorted((root / "dev/infiniband").glob("uverbs*"))
 
 

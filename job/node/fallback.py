@@ -61,11 +61,11 @@ class HandOver:
         return True
 
     def others(self, own: str | None) -> list[str]:
-        """The run's other fleets, as far as S3 says."""
+        """The run's other fleets that S3 names."""
         return self._others(own) or []
 
     def _others(self, own: str | None) -> list[str] | None:
-        """None: S3 does not say."""
+        """The same; None when S3 does not answer."""
         known = self._objects.fleets() if self._settings.fallback else []
         return None if known is None else [each for each in known if each != own]
 
@@ -109,13 +109,13 @@ class HandOver:
         return left
 
     def watch(self, workdir: Path) -> None:
-        """In a thread, until the end, on spot: moves the hour while the run trains."""
+        """On spot, starts a thread that moves the hour while the run trains."""
         if self.market == "spot":
             self._workdir = workdir
             threading.Thread(target=self._watch, name="switch", daemon=True).start()
 
     def end(self) -> None:
-        """The run is over: the switch fires no more. Where it cannot be said, what it starts ends itself."""
+        """Disables the switch, because the run is over. If that fails, a node that it starts ends itself."""
         if self._settings.fallback:
             with self._changing:
                 self._ended = True

@@ -35,12 +35,12 @@ def name(instance: str) -> str:
 
 
 def watcher_name(instance: str) -> str:
-    """The name of the one that watches it."""
+    """The name of the container that watches it."""
     return f"{container.name(instance)}-watcher"
 
 
 class Jobs:
-    """One machine's. Within `with` it does what is asked; afterwards nothing that trains runs."""
+    """The containers of one machine. Within `with` it serves requests; afterwards nothing that trains runs."""
 
     def __init__(self, settings: Settings, machine: InstanceIdentity, scratch: Path, nodes: int = 1) -> None:
         self._settings, self._scratch, self._nodes = settings, scratch, nodes
@@ -89,7 +89,7 @@ class Jobs:
                     self._number = 0
 
     def _look(self) -> None:
-        """Does what is asked by now, and says how the container fares."""
+        """Serves the newest request, and writes the state of the container."""
         asked = atomic.read_object(self._control / CONTAINER) or {}
         if asked.get("number", 0) != self._number or not asked.get("wanted"):
             self.remove()
@@ -132,7 +132,7 @@ class Jobs:
         atomic.write_json(self._control / CONTAINED, told)
 
     def command(self) -> list[str]:
-        """As docker is told to run it."""
+        """The docker command that runs it."""
         return [
             *("docker", "run", "--name", self._name, "--stop-timeout", str(container.STOP_S)),
             *("--ipc", "host", "--ulimit", "memlock=-1", "--log-driver", "none"),

@@ -39,7 +39,7 @@ TOLD_WAITS = "told/waits-"  # and since when
 
 
 class Notices:
-    """Those of one node. Without anybody to tell, all of it does nothing."""
+    """The messages of one node. If nobody is named, nothing is sent."""
 
     def __init__(
         self, settings: Settings, machine: InstanceIdentity, objects: Objects, clock: Callable[[], float]
@@ -58,7 +58,7 @@ class Notices:
         self._told: set[str] = set()  # keys of what needs no telling any more
 
     def watch(self, workdir: Path, keys: Collection[str]) -> None:
-        """In a thread, until the end. `keys`: of the run's objects when this node booted."""
+        """Starts a thread that sends messages. `keys` are those of the run's objects when this node booted."""
         if self._topic:
             self._folder = workdir
             money = terms.read(Fields(atomic.read_object(workdir / RUN)))
@@ -76,7 +76,7 @@ class Notices:
         self._briefly(lambda: self._end(what))
 
     def _briefly(self, act: Callable[[], None]) -> None:
-        """AWS may take minutes to refuse, and the machine is on its way out."""
+        """Limits the time of `act`: AWS may take minutes to refuse, and the machine is about to end."""
         if self._topic:
             thread = threading.Thread(target=act, name="message", daemon=True)
             thread.start()
@@ -129,7 +129,7 @@ class Notices:
             self._send_once(TOLD_MOST, share)
 
     def _send_once(self, key: str, what: str) -> None:
-        """A message that no node of the run has sent yet, as the run's objects have it."""
+        """Sends a message unless the run's objects show that a node has sent it."""
         if key not in self._told:
             self._told.add(key)
             self._send(what)

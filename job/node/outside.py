@@ -1,4 +1,4 @@
-"""What the node asks of its machine and of AWS: other programs, the metadata service, the run's objects."""
+"""The node's access to its machine and to AWS: other programs, the metadata service, the run's objects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def utc_now() -> str:
 
 
 def log(words: str) -> None:
-    """Into the boot log, as it is."""
+    """Writes text into the boot log."""
     with suppress(OSError):  # whoever kept it may be gone, amid a shutdown
         sys.stdout.write(words)
         sys.stdout.flush()
@@ -50,7 +50,7 @@ def tries(times: int) -> Iterator[int]:
 
 
 def retry(times: int, act: Callable[[], bool]) -> bool:
-    """Whether `act` said so, at the latest at the last of `tries`."""
+    """Calls `act` until it succeeds, at most `times` times with `tries`'s waits; whether it did."""
     return any(act() for _ in tries(times))
 
 
@@ -60,12 +60,12 @@ def bounded(seconds: int, *command: str) -> tuple[str, ...]:
 
 
 def call(*command: str) -> bool:
-    """Whether it succeeds. What it says goes to the boot log."""
+    """Runs a command; whether it succeeds. Its output goes to the boot log."""
     return code(*command) == 0
 
 
 def code(*command: str) -> int:
-    """Its exit code; 127 where there is no such command, as a shell has it."""
+    """Runs a command; its exit code, or 127 when there is no such command, as in a shell."""
     try:
         return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
     except OSError as error:
@@ -109,7 +109,7 @@ def _printed(program: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
 
 
 def answer(*command: str) -> str | None:
-    """What it prints; None when it fails."""
+    """The output of a command; None when it fails."""
     said = ask(*command)
     return said.out if said.code == 0 else None
 
@@ -190,7 +190,7 @@ class MetadataService:
         self._base = f"{(endpoint or 'http://169.254.169.254').rstrip('/')}/latest"
 
     def get(self, path: str) -> str | None:
-        """What it has there; None: nothing, or no answer in 5 s."""
+        """The text at a path; None: there is none, or no answer came in 5 s."""
         curl = ("curl", "-sf", "-m", "5")
         lived = "X-aws-ec2-metadata-token-ttl-seconds: 300"
         token = answer(*curl, "-X", "PUT", "-H", lived, f"{self._base}/api/token")
@@ -207,7 +207,7 @@ class Objects:
         self._bucket, self._prefix = bucket, f"{run}/"
 
     def keys(self) -> list[str] | None:
-        """All of them, below the prefix; None when they cannot be listed."""
+        """The keys of all objects below the prefix; None when they cannot be listed."""
         listed = aws(
             *("s3api", "list-objects-v2", "--bucket", self._bucket, "--prefix", self._prefix),
             *("--query", "Contents[].[Key]", "--output", "text"),
@@ -228,11 +228,11 @@ class Objects:
         return [key[len(prefix) :] for key in said.out.split("\n") if key.startswith(prefix)]
 
     def put(self, file: Path, key: str) -> bool:
-        """Whether the file is there now."""
+        """Uploads a file; whether it succeeded."""
         return aws("s3", "cp", str(file), f"{self.uri}/{key}", "--only-show-errors") is not None
 
     def get(self, key: str, file: Path, sha256: str = "") -> bool:
-        """Whether it has come, and is the declared one."""
+        """Downloads a file; whether it came and has the declared hash."""
         if aws("s3", "cp", f"{self.uri}/{key}", str(file), "--only-show-errors") is None:
             return False
         found = hashlib.sha256(file.read_bytes()).hexdigest()

@@ -43,7 +43,7 @@ class Schedule:
         return self._update(**changed)
 
     def stands(self) -> tuple[float, bool] | None:
-        """When it fires, and whether it is enabled; None: AWS does not say."""
+        """(when it fires, whether it is enabled); None when AWS does not answer."""
         if not self._ask():
             return None
         assert self._known is not None
@@ -55,11 +55,11 @@ class Schedule:
         return self._update(ScheduleExpression=f"at({_hour(at)})", State="ENABLED" if enabled else "DISABLED")
 
     def disable(self) -> bool:
-        """Whether it fires no more."""
+        """Disables the schedule; whether that succeeded."""
         return self._update(State="DISABLED")
 
     def _ask(self) -> bool:
-        """Whether it is known."""
+        """Reads the schedule; whether AWS answered."""
         if self._name and self._known is None:
             said = aws(
                 "scheduler", "get-schedule", "--group-name", self._group, "--name", self._name, "--output", "json"

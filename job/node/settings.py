@@ -1,4 +1,4 @@
-"""What the node is told: by the header of its user-data, and by the metadata service."""
+"""The node's settings, from the header of its user-data, and its identity, from the metadata service."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpufleet.job.contract.reading import epoch
 
 @dataclass(frozen=True)
 class Settings:
-    """The header of infra/program/boot/user_data.py, and where this machine's files are."""
+    """The settings in the header of infra/program/boot/user_data.py, and the places of this machine's files."""
 
     stack: str
     run: str

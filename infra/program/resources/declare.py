@@ -25,18 +25,18 @@ from gpufleet.job.contract.workdir import RUN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """What a program around the run decides: nothing, where the run has a program to itself."""
+    """Settings by a program around the run; the defaults are for a run with a program of its own."""
 
-    prefix: str = ""  # of the resources' names, where there may be several runs
-    earlier: tuple[str, ...] = ()  # prefixes that they had before their component was renamed
-    opts: pulumi.ResourceOptions | None = None  # of all of them: parent, provider
+    prefix: str = ""  # prefix of the resources' names, for a program with several runs
+    earlier: tuple[str, ...] = ()  # prefixes from before the component was renamed
+    opts: pulumi.ResourceOptions | None = None  # options for all resources: parent, provider
     vpc: GivenVpc | None = None
     permissions_boundary: pulumi.Input[str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeclaredRun:
-    """What has been declared, for outputs."""
+    """The declared resources that become outputs."""
 
     bucket: pulumi.Output[str]
     log_group: pulumi.Output[str]
@@ -44,7 +44,7 @@ class DeclaredRun:
 
 
 def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> DeclaredRun:
-    """The resources. `root`: the project's folder."""
+    """Declares the resources of the plan; `root` is the project's folder."""
     definition, verdict, prefix = plan.definition, plan.verdict, around.prefix
     options = _with_provider(around, definition.fleet.region)
     network = Network(f"{prefix}network", definition, vpc=around.vpc, opts=options)

@@ -118,6 +118,6 @@ def steps(fleet: str, topic_arn: str = "", run: str = "") -> dict[str, Any]:
 
 
 def may_begin(machine_arn: str) -> dict[str, Any]:
-    """What the schedule's role may do with it."""
+    """The right of the schedule's role to start the state machine."""
     allow = {"Sid": "BeginFallback", "Effect": "Allow", "Action": "states:StartExecution", "Resource": machine_arn}
     return {"Version": "2012-10-17", "Statement": [allow]}

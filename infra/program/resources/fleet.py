@@ -9,7 +9,7 @@ Nothing updates a fleet in place: the provider's update resends capacity and tem
 run. A new run id replaces it, old one first. `on_demand_options` is left out on purpose: for a maintain fleet the
 provider turns the block into settings that only instant fleets take (docs/decisions/2026-11-21-provider-arguments.md).
 
-What differs between markets, infra/market says.
+infra/market has what differs between markets.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class FleetComponent(pulumi.ComponentResource):
         self.register_outputs({})
 
     def declare_fleet(self, depends_on: Sequence[pulumi.Resource]) -> aws.ec2.Fleet:
-        """The fleet that launches nodes."""
+        """Declares the fleet that launches nodes."""
         # Ignored on a fleet that exists. One that has to be made again for a run that has begun already (the run
         # deleted it, and a refresh has just found out) starts nothing; but where fleets replace no node.
         market = self._definition.fleet.market
@@ -103,7 +103,7 @@ class FleetComponent(pulumi.ComponentResource):
         return self._fleet(f"{self._name}-fleet", market, target, depends_on)
 
     def declare_known(self, fleet: aws.ec2.Fleet, depends_on: Sequence[pulumi.Resource]) -> None:
-        """The fleets' names in the bucket, once all is there on which they depend."""
+        """Writes the fleets' ids into the bucket, once everything exists on which the fleets depend."""
         others = [(f"{self._name}-fallback", each) for each in self.standing_by]
         for part, each in ((self._name, fleet), *others):
             aws.s3.BucketObjectv2(
@@ -161,7 +161,7 @@ class FleetComponent(pulumi.ComponentResource):
 
 
 def _attached(definition: StackDefinition, group: pulumi.Input[str]) -> dict[str, Any]:
-    """How nodes are on the network: a group or interfaces, which exclude each other."""
+    """How nodes are attached to the network: by a group or by interfaces, which exclude each other."""
     if definition.fleet.is_gang:
         return {"network_interfaces": interfaces(definition, group)}
     return {"vpc_security_group_ids": [group]}
@@ -195,7 +195,7 @@ def interfaces(
 
 
 def disks(definition: StackDefinition) -> list[aws.ec2.LaunchTemplateBlockDeviceMappingArgs]:
-    """Root, and the data volume when the file names one."""
+    """The root disk, and the data volume if the file has one."""
     mappings = [_mapping(ROOT_DEVICE, definition.storage.root, definition.account.kms_key)]
     if definition.storage.data:
         mappings.append(_mapping(DATA_DEVICE, definition.storage.data, definition.account.kms_key))

@@ -1,7 +1,7 @@
-"""Of several nodes: what asks for all of them again, once those that waited for others have let go.
+"""Asks AWS for all of several nodes again, after those that waited for the others have ended.
 
-A node may end its fleet and not change its size (identity.py), and while nobody waits there is no node. So the state
-machine does it, whose steps are written here; a node may start it, and says for how long nobody is asked for.
+A node may end its fleet but not change its size (identity.py), and during the pause there is no node. So a state
+machine does it, whose steps are written here; a node starts it and sets the length of the pause.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program.resources.machine import AGAIN, MODIFY_FLEET, state_machine
 from gpufleet.infra.program.resources.stop import FleetStop
 
-LEAVE_S = 300  # for those that let go to upload and end, before AWS ends who is still there: one that never got ready
+LEAVE_S = 300  # seconds for the nodes to upload and end, before AWS ends the remaining ones
 
 
 class GatherMachine(pulumi.ComponentResource):
-    """The state machine and its role. It is called as the group of the run's schedules, which nodes know."""
+    """The state machine and its role. It has the name of the run's schedule group, which nodes know."""
 
     machine: aws.sfn.StateMachine
 
@@ -51,8 +51,8 @@ class GatherMachine(pulumi.ComponentResource):
 
 
 def steps(fleet: str, nodes: int) -> dict[str, Any]:
-    """Whoever leaves is not replaced; who has not left is ended; after the pause that a node has named all are asked
-    for. A fleet that is gone by then has ended the run.
+    """The steps: no node is replaced; remaining nodes are ended; after the pause that a node has set, all are asked
+    for. If the fleet is gone by then, the run has ended.
     """
 
     def sized(nodes: int, excess: str, after: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +75,6 @@ def steps(fleet: str, nodes: int) -> dict[str, Any]:
 
 
 def machine_arn(schedule_arn: str) -> str:
-    """The machine's, by that of a schedule of the run's group."""
+    """The state machine's ARN, from that of a schedule in the run's group."""
     schedule, group, _ = schedule_arn.split("/")
     return schedule.replace(":scheduler:", ":states:").replace(":schedule", f":stateMachine:{group}")

@@ -1,11 +1,11 @@
-"""Who a node is and what it may do: its own run's objects, log group and fleet. It can launch nothing, and passes one
-role, which can do less than it can itself (resources/stop.py).
+"""The role of a node: its rights on its own run's objects, log group and fleet. It can launch nothing, and it can pass
+only one role, which has fewer rights than the node (resources/stop.py).
 
-It can end its fleet, not change it: ModifyFleet has no condition on the number of nodes. It deletes checkpoints alone:
-what earlier attempts spent, which the caps count, stays.
+A node can end its fleet but not change it, because ModifyFleet has no condition on the number of nodes. It can delete
+only checkpoints, so the records of what earlier attempts spent, which the caps count, stay.
 
-Compiled graphs alone are shared by the runs of a stack, and every node may replace them: they are code that later nodes
-run, so a node of one run is trusted by those of the next.
+The runs of a stack share only compiled graphs, and every node may replace them. They are code that later nodes run, so
+nodes trust those of earlier runs.
 
 The condition on ListBucket holds for HEAD and GET too: asking S3 for a key that does not exist answers 403, not 404.
 """
@@ -201,7 +201,7 @@ def node_statements(
 
 
 def _ask_again(schedule_arn: str) -> dict[str, Any]:
-    """To start what empties the fleet and asks for its nodes later, as the program has written it."""
+    """The right to start the state machine that empties the fleet and asks for its nodes later."""
     arn = machine_arn(schedule_arn)
     return {"Sid": "AskAgain", "Effect": "Allow", "Action": "states:StartExecution", "Resource": arn}
 
@@ -212,7 +212,7 @@ def log_retention(days: int) -> int:
 
 
 def _private_images(repositories: list[ecr.Repository]) -> list[dict[str, Any]]:
-    """Log in to ECR and pull from these alone. Another account's must allow it too, in its own policy."""
+    """The right to log in to ECR and pull from these repositories. Another account must also allow it in its policy."""
     if not repositories:
         return []
     arns = [each.arn for each in repositories]
@@ -224,8 +224,8 @@ def _private_images(repositories: list[ecr.Repository]) -> list[dict[str, Any]]:
 
 
 def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
-    """To read what the job is to know, and nothing else that is kept there. AWS's own keys decrypt for whoever may
-    read; a key of the user's is named.
+    """The right to read the job's secrets and no others. AWS's own keys decrypt for whoever may read; a customer key is
+    named.
     """
     region, key = definition.fleet.region, definition.account.kms_key
     named = [*definition.job.parameters.demands.secrets.values(), *filter(None, [definition.notify.webhook])]
@@ -247,7 +247,7 @@ def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
 
 
 def _own_key(definition: StackDefinition) -> list[dict[str, Any]]:
-    """To read and write objects under the file's own key, through S3 alone."""
+    """The right to use the file's own key, through S3 only."""
     if definition.account.kms_key is None:
         return []
     return [
@@ -262,8 +262,9 @@ def _own_key(definition: StackDefinition) -> list[dict[str, Any]]:
 
 
 def _foreign_prefix(sid: str, uri: str) -> list[dict[str, Any]]:
-    """Read one prefix of somebody's bucket. Files are named by a list, never by the listing: that only tells a file
-    that is not there, which ends the run, from one that may not be read, for which every node would try again.
+    """The right to read one prefix of somebody's bucket. Files come from a list, not from listing the bucket. That
+    right only distinguishes a missing file, which ends the run, from one that may not be read, for which every node
+    tries again.
     """
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     path, arn = f"{prefix.strip('/')}/*" if prefix.strip("/") else "*", f"arn:aws:s3:::{bucket}"

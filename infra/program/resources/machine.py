@@ -1,4 +1,4 @@
-"""A state machine that changes a run's fleet, and its role: what gather.py and fallback.py write the steps of."""
+"""A state machine that changes a run's fleet, with its role; gather.py and fallback.py write its steps."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def state_machine(
     permissions_boundary: pulumi.Input[str] | None,
     parent: pulumi.Resource,
 ) -> aws.sfn.StateMachine:
-    """A machine of these steps, with a role that may change this fleet, and tell people at the topic. `named` None: by
-    a name of the engine's.
+    """A state machine with these steps, and a role that may change this fleet and publish to the topic. `named` None:
+    the engine chooses the name.
     """
     child, labels = pulumi.ResourceOptions(parent=parent), tags(definition)
     own = aws.iam.Role(
@@ -60,7 +60,7 @@ def state_machine(
 
 
 def trust(group_arn: str) -> dict[str, Any]:
-    """Who may act with the machine's role: the service, for this account (Step Functions guide, confused deputy)."""
+    """The trust policy of the machine's role: the service, for this account (Step Functions guide, confused deputy)."""
     own = {"StringEquals": {"aws:SourceAccount": group_arn.split(":")[4]}}
     principal = {"Service": "states.amazonaws.com"}
     allow = {"Effect": "Allow", "Principal": principal, "Action": "sts:AssumeRole", "Condition": own}
@@ -68,7 +68,7 @@ def trust(group_arn: str) -> dict[str, Any]:
 
 
 def may_modify(fleet_arn: str, topic_arn: str = "") -> dict[str, Any]:
-    """Everything the machine may do."""
+    """The rights of the state machine."""
     allow = {"Sid": "OwnFleet", "Effect": "Allow", "Action": "ec2:ModifyFleet", "Resource": fleet_arn}
     tell = {"Sid": "Tell", "Effect": "Allow", "Action": "sns:Publish", "Resource": topic_arn}
     return {"Version": "2012-10-17", "Statement": [allow, *([tell] if topic_arn else [])]}

@@ -29,7 +29,7 @@ OPEN_POLICY = json.dumps(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenVpc:
-    """A network of the program that this is part of, in the place of one that the file names."""
+    """A network of the surrounding program, which takes precedence over one in the file."""
 
     id: pulumi.Input[str]
     subnets: Mapping[str, pulumi.Input[str]]  # by zone, one for each of fleet.zones
@@ -198,7 +198,7 @@ class Network(pulumi.ComponentResource):
 
 
 def _place(zone: str) -> dict[str, Any]:
-    """Where a subnet is, by the zone's name or id."""
+    """The arguments that place a subnet, by the zone's name or id."""
     return {"availability_zone_id" if is_zone_id(zone) else "availability_zone": zone}
 
 

@@ -1,5 +1,5 @@
-"""Who is told of a run: a topic with an e-mail subscription, the rule that passes on what AWS says of the fleet, and a
-schedule that fires when nothing has trained for long, which a node that trains moves (job/node/notices.py).
+"""Messages about a run: a topic with an e-mail subscription, a rule that passes on AWS's events about the fleet, and a
+schedule that fires when nothing has trained for long. A node that trains moves it (job/node/notices.py).
 
 A subscription holds once the person has confirmed it, by a link in AWS's first message: nothing else can.
 """
@@ -135,7 +135,7 @@ class NoticesComponent(pulumi.ComponentResource):
 
 
 def _may_publish(topic_arn: str) -> dict[str, Any]:
-    """The schedule's role, to this topic."""
+    """The right of the schedule's role to publish to this topic."""
     allow = {"Sid": "TellOfSilence", "Effect": "Allow", "Action": "sns:Publish", "Resource": topic_arn}
     return {"Version": "2012-10-17", "Statement": [allow]}
 

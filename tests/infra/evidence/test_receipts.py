@@ -46,7 +46,7 @@ def test_a_run_whose_bill_has_no_range_is_in_the_error_and_not_in_the_share_insi
     assert str(found) == "1 receipt: median error 10 %"
     assert found is not None
     assert next(summary(found)) == "1 receipt: median error 10 %."
-    assert next(reversed(list(table(receipts.read(tmp_path)[0], ())))).endswith("  no range")
+    assert next(reversed(list(table(receipts.read(tmp_path)[0], ())))).endswith("  no range            |o")
     place(tmp_path, receipt("1.20", run="r2"), "r2")
     assert str(receipts.score(tmp_path)) == "2 receipts: median error 15 %, 100 % inside p10-p90"
 
@@ -266,10 +266,10 @@ def test_the_command_shows_every_run_and_the_score(
     said = capsys.readouterr()
     assert said.out == (
         f"{score}"
-        "stack         run  ended by   estimate  actual    error  graded\n"
-        "------------  ---  ---------  --------  ------  -------  ---------\n"
-        "small-growth  r1   finished     1.0000  1.1000   +10.0%  inside\n"
-        "small-growth  r2   finished     1.0000  1.4000   +40.0%  above p90\n"
+        "stack         run  ended by   estimate  actual    error  graded     0 to 2x the bill\n"
+        "------------  ---  ---------  --------  ------  -------  ---------  ---------------------\n"
+        "small-growth  r1   finished     1.0000  1.1000   +10.0%  inside             [=|o=]\n"
+        "small-growth  r2   finished     1.0000  1.4000   +40.0%  above p90          [=|==]o\n"
         "small-growth  r3   rehearsal    1.0000  5.0000  +400.0%  -\n"
         "Why each differs from its bill: `gpufleet receipts --all`\n"
     )

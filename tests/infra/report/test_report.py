@@ -93,13 +93,45 @@ def test_the_page_has_what_was_said_and_what_came_of_it(tmp_path: Path) -> None:
     seen = Seen(page)
     for text in ("small-growth, run r1", "1.10 USD", "compute", "i-2", "gone without a word", "notice (exit 75)"):
         assert text in seen.texts
-    assert {"Why the receipt is not the bill", "Dollars spent", "Loss", "Time of a step", "Throughput"} <= {*seen.texts}
-    assert {"GPU use", "Nodes over time", "What each save kept training waiting"} <= {*seen.texts}
+    assert {"What it cost, in the range of the bill", "receipt 1.10 USD", "0.80", "1.30"} <= {*seen.texts}
+    assert {"Why the receipt is not the bill", "+0.10", "Dollars spent", "Loss", "Nodes over time"} <= {*seen.texts}
     assert {"100.00", "120.00", "+20%", "12.50", "The bill stood on: the roofline."} <= {*seen.texts}
     assert "p6-b200.48xlarge spot, 8 x B200" in seen.texts
     assert "GPU memory, peak" not in seen.texts  # of which nothing was told
-    assert {"waiting for a node", "after a notice", "gone", "save", "limits.max_usd"} <= {*seen.texts}
+    assert {"waiting for a node", "after a notice", "gone", "save", "limits.max_usd", "node gone without one"} <= {
+        *seen.texts
+    }
     assert "bill 2; 0 with a notice, 0 without" in seen.texts  # the median: the mean of 19 is of few runs
+
+
+def test_a_chart_that_would_be_a_straight_line_is_a_sentence(tmp_path: Path) -> None:
+    seen = Seen(run.html(run.read(results(tmp_path / "r1"))))
+    same = "The same at every step: time of a step 120 ms, throughput 1000 tokens/s, GPU use 98 %."
+    assert {same, "A save kept training waiting for 0.5 s at most."} <= {*seen.texts}
+    assert not {"Time of a step", "Throughput", "GPU use", "What each save kept training waiting"} & {*seen.texts}
+    lines = (tmp_path / "r1" / "metrics.jsonl").read_text().splitlines()
+    slow = [line.replace('"step_ms": 120.0', f'"step_ms": {120 + at}') for at, line in enumerate(lines)]
+    assert slow != lines
+    (tmp_path / "r1" / "metrics.jsonl").write_text("\n".join(slow) + "\n")
+    assert "Time of a step" in Seen(run.html(run.read(tmp_path / "r1"))).texts
+
+
+def test_a_run_that_printed_nothing_and_saved_at_once_has_neither_charts_of_it_nor_their_key(tmp_path: Path) -> None:
+    folder = results(tmp_path / "r1")
+    line = {"ts": BEGAN + 60, "phase": "train", "step": 1}
+    saved = {"step": 1, "reason": "timed", "bytes": 10, "blocked_s": 0.0}
+    (folder / "metrics.jsonl").write_bytes(metrics.write({**line, "saves": [saved]}))
+    texts = Seen(run.html(run.read(folder))).texts
+    assert not {"Training", "Loss", "node gone without one"} & {*texts}
+    assert "A save kept training waiting for less than 0.1 s." in texts
+
+
+def test_an_error_of_the_driver_is_marked_at_its_step(tmp_path: Path) -> None:
+    folder = results(tmp_path / "r1")
+    with (folder / "metrics.jsonl").open("ab") as file:
+        line = {"ts": BEGAN + 3000, "phase": "main", "step": 201, "loss": 0.1, "step_ms": 120.0, "gpu_xid": 79}
+        file.write(metrics.write(line))
+    assert "Xid 79, an error of the GPU driver" in Seen(run.html(run.read(folder))).texts
 
 
 def test_a_rehearsals_page_holds_no_machine_against_the_bill(tmp_path: Path) -> None:
@@ -110,6 +142,7 @@ def test_a_rehearsals_page_holds_no_machine_against_the_bill(tmp_path: Path) -> 
     seen = Seen(page)
     assert seen.texts.index("interruptions") < seen.texts.index("nothing")  # first what it is for, then that it is free
     assert "rehearsal (<script>alert(1)</script>)" in " ".join(seen.texts)
+    assert seen.texts.index("Nodes") < seen.texts.index("Dollars")
     assert any(text.startswith("Nothing was paid.") for text in seen.texts)
     for alarm in (
         "above p90",
@@ -175,7 +208,7 @@ def test_the_newer_of_results_and_rehearsal_is_taken(tmp_path: Path) -> None:
 LOOK = """<script>
 addEventListener('error', e => document.title += ' ERROR ' + e.message);
 addEventListener('load', () => {
-  const seen = {wide: document.documentElement.scrollWidth - innerWidth, low: [], small: []};
+  const seen = {wide: document.documentElement.scrollWidth - innerWidth, low: [], small: [], over: []};
   const light = c => { const [r, g, b] = c.match(/[\\d.]+/g).map(v => { v /= 255;
     return v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4; }); return .2126 * r + .7152 * g + .0722 * b; };
   const back = light(getComputedStyle(document.body).backgroundColor);
@@ -185,6 +218,14 @@ addEventListener('load', () => {
     if (ratio < 4.5) seen.low.push(e.textContent.slice(0, 20) + ' ' + ratio.toFixed(1));
     const scale = e.ownerSVGElement ? e.ownerSVGElement.getScreenCTM().a : 1;
     if (parseFloat(style.fontSize) * scale < 7.5) seen.small.push(e.textContent.slice(0, 20));
+  }
+  for (const svg of document.querySelectorAll('svg')) {
+    const boxes = [...svg.querySelectorAll('text')].map(e => [e.textContent, e.getBoundingClientRect()]);
+    boxes.forEach(([a, p], at) => boxes.slice(at + 1).forEach(([b, q]) => {
+      const over = Math.min(p.right, q.right) - Math.max(p.left, q.left) > 1
+        && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 1;
+      if (over && a.trim() && b.trim()) seen.over.push(a + ' / ' + b);
+    }));
   }
   seen.back = back;
   document.body.innerHTML = '<pre id="seen">' + JSON.stringify(seen) + '</pre>';
@@ -214,7 +255,7 @@ def test_a_browser_shows_it(tmp_path: Path, width: int, dark: bool) -> None:
     assert found, done.stderr
     seen = json.loads(found[1])
     assert seen["wide"] <= 0
-    assert (seen["low"], seen["small"]) == ([], [])
+    assert (seen["low"], seen["small"], seen["over"]) == ([], [], [])
     assert (seen["back"] < 0.1) is dark
 
 
@@ -224,5 +265,5 @@ def test_without_matplotlib_there_is_a_page_without_charts_that_says_so(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     seen = Seen(run.html(run.read(results(tmp_path / "r1"))))
     assert "Its charts need matplotlib: pip install 'gpufleet[report]'" in seen.texts
-    assert "svg" not in seen.tags
+    assert seen.tags.count("svg") == 1  # the range, which needs none
     assert {"compute", "gone without a word"} <= {*seen.texts}

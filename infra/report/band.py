@@ -1,0 +1,67 @@
+"""The range of a bill as a band from p10 to p90, with a dot for what the run cost: drawn as SVG, and in characters."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from gpufleet.infra.bill.answer import amount_within, figures_within
+from gpufleet.infra.bill.side import Quantiles
+from gpufleet.job.contract.receipt import Receipt
+
+WIDTH, HEIGHT, LEFT, RIGHT = 374, 60, 48, 326  # as wide as the charts; the scale runs from LEFT to RIGHT
+CHARACTERS = 21
+SCALE = f"0 to 2x the bill{' ' * (CHARACTERS - 16)}"  # the heading of `characters`
+
+
+def svg(usd: Quantiles, actual: Decimal | None = None) -> str:
+    """The band on a scale from 0 USD, with `actual` as the receipt's dot. It needs no matplotlib, and is drawn in the
+    colours of a page of infra.report.page, by day also on other pages.
+    """
+    cost = usd.p50 if actual is None else actual
+    most = max(usd.p90, cost, Decimal("0.0001"))
+    low, middle, high, dot = (
+        LEFT + float(value / most) * (RIGHT - LEFT) for value in (usd.p10, usd.p50, usd.p90, cost)
+    )
+    p10, p50, p90 = figures_within(usd)
+    parts = [
+        f'<path d="M{LEFT} 24H{RIGHT}" stroke="var(--line,#d1d9e0)"/>',
+        f'<rect x="{low:.1f}" y="18" width="{max(high - low, 2):.1f}" height="12" rx="2" fill="var(--blue,#0969da)"'
+        ' fill-opacity=".4"/>',
+        f'<path d="M{middle:.1f} 15V33" stroke="var(--blue,#0969da)" stroke-width="2"/>',
+        _text(LEFT - 4, 27, "0", "end"),
+        _text(low - 2, 43, p10, "end"),
+        _text(high + 2, 43, p90, "start"),
+        _text(middle, 56, f"bill {p50} USD"),
+    ]
+    if actual is not None:
+        parts.append(f'<circle cx="{dot:.1f}" cy="24" r="5" fill="var(--purple,#8250df)" stroke="var(--back,#fff)"/>')
+        parts.append(_text(dot, 10, f"receipt {amount_within(actual, usd)} USD"))
+    return (
+        f'<svg role="img" aria-label="range of the bill, {p10} to {p90} USD" viewBox="0 0 {WIDTH} {HEIGHT}"'
+        f' style="width:100%;max-width:760px;font:9px system-ui,sans-serif">{"".join(parts)}</svg>'
+    )
+
+
+def of_receipt(receipt: Receipt) -> Quantiles:
+    """The range of a receipt's bill."""
+    return Quantiles(p10=receipt.p10, p50=receipt.estimate, p90=receipt.p90, mean=receipt.estimate)
+
+
+def characters(receipt: Receipt) -> str:
+    """From nothing to twice the bill, so that all runs stand below one another: `[` p10, `|` p50, `]` p90, `o` what
+    the run cost, `>` where that is more.
+    """
+    usd, actual, drawn = of_receipt(receipt), receipt.actual, [" "] * CHARACTERS
+
+    def at(value: Decimal) -> int:
+        return min(CHARACTERS - 1, round(value / usd.p50 * (CHARACTERS // 2)))
+
+    low, high = at(usd.p10), at(usd.p90)
+    drawn[low : high + 1] = "=" * (high + 1 - low)
+    drawn[low], drawn[high], drawn[at(usd.p50)] = "[", "]", "|"
+    drawn[at(actual)] = "o" if actual <= 2 * usd.p50 else ">"
+    return "".join(drawn)
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}" fill="currentColor">{text}</text>'
