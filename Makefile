@@ -7,7 +7,7 @@ BIN := .venv/bin
 # fifth of their time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup rehearse rehearse-all test test-experiments test-dates test-slow chaos test-all wheel check-dist test-wheel docs release lint schema freeze fix
+.PHONY: help setup rehearse rehearse-all test test-experiments test-dates test-slow chaos test-all wheel check-dist test-wheel docs release lint freeze schema fix
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
 

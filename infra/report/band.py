@@ -53,13 +53,13 @@ def characters(receipt: Receipt) -> str:
     """
     usd, actual, drawn = of_receipt(receipt), receipt.actual, [" "] * CHARACTERS
 
-    def at(value: Decimal) -> int:
+    def column(value: Decimal) -> int:
         return min(CHARACTERS - 1, round(value / usd.p50 * (CHARACTERS // 2)))
 
-    low, high = at(usd.p10), at(usd.p90)
+    low, high = column(usd.p10), column(usd.p90)
     drawn[low : high + 1] = "=" * (high + 1 - low)
-    drawn[low], drawn[high], drawn[at(usd.p50)] = "[", "]", "|"
-    drawn[at(actual)] = "o" if actual <= 2 * usd.p50 else ">"
+    drawn[low], drawn[high], drawn[column(usd.p50)] = "[", "]", "|"
+    drawn[column(actual)] = "o" if actual <= 2 * usd.p50 else ">"
     return "".join(drawn)
 
 

@@ -170,7 +170,7 @@ def contained(found: Sequence[Replayed]) -> float:
 
 
 def contained_hours(found: Sequence[Replayed]) -> float:
-    """The same share for hours by the wall."""
+    """The share of replayed bills whose hours by the wall lay inside the bill's range of hours."""
     return sum(each.scores[0].contained_hours for each in found) / len(found)
 
 

@@ -135,12 +135,12 @@ class Exposure:
 
     @property
     def unlimited(self) -> Exposure:
-        """The same run without limits: a run that a limit stops is cheap but not done."""
+        """This run without limits: a run that a limit stops is cheap but not done."""
         return replace(self, max_usd=None, max_hours=None)
 
     @property
     def interruptions_alone(self) -> Exposure:
-        """The same run with interruptions as the only uncertainty."""
+        """This run with interruptions as the only uncertainty."""
         return replace(self, unknown=NOTHING)
 
     @property

@@ -65,7 +65,7 @@ class HandOver:
         return self._others(own) or []
 
     def _others(self, own: str | None) -> list[str] | None:
-        """The same; None when S3 does not answer."""
+        """The run's other fleets; None when S3 does not answer."""
         known = self._objects.fleets() if self._settings.fallback else []
         return None if known is None else [each for each in known if each != own]
 
