@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -184,19 +185,18 @@ def test_nodes_that_meet_without_efa_are_refused_with_the_figures(gb_s: float, g
         assert said[0].startswith("EFA is not in use: 4.9 GB/s from a node to the others, 39% of its cards' 100 Gb/s")
 
 
-def summed(number: int, size: int, port: int) -> None:
-    """A rank's process on a node of its own."""
+def summed(number: int, size: int, port: int, folder: Path) -> None:
+    """A rank's process on a node of its own; what it prints is in a file."""
     rank_world.environment(number, size, port, nodes=2)
     between.BYTES = 1 << 16
-    between.main()
+    with (folder / str(number)).open("w") as printed, contextlib.redirect_stdout(printed):
+        between.main()
 
 
-def test_what_nodes_send_each_other_is_measured_by_a_sum_and_the_first_rank_of_each_tells(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    assert rank_world.launched(summed, 2) == [0, 0]
-    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(between.TOLD)]
-    found = [json.loads(line.removeprefix(between.TOLD)) for line in lines]
+def test_what_nodes_send_each_other_is_measured_by_a_sum_and_the_first_rank_of_each_tells(tmp_path: Path) -> None:
+    assert rank_world.launched(summed, 2, tmp_path) == [0, 0]
+    printed = [path.read_text() for path in tmp_path.iterdir()]
+    found = [json.loads(each.removeprefix(between.TOLD)) for each in printed]
     assert len(found) == 2
     assert all(each["gb_s"] > 0 and each["transport"] == "" for each in found)
 
