@@ -58,7 +58,7 @@ rehearsal:
 """
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_in_a_block_ends_with_its_fleet_deleted_and_nothing_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int
 ) -> None:
