@@ -16,14 +16,13 @@ a ManualClock it stands still until told:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -106,7 +105,7 @@ class Cloud:
         FLEETS[self.account] = self.fleets
         account.seed(self.account)
         self._gate = Gate(
-            _of_one_ec2(DomainDispatcherApplication(create_backend_app)),
+            DomainDispatcherApplication(create_backend_app),
             self.account,
             self._seed,
             statements=self._statements,
@@ -321,20 +320,6 @@ def loopback(number: int) -> str:
     text is not the order of launches. On systems other than Linux all nodes share one address.
     """
     return f"127.0.0.{9 + number % 240}" if sys.platform == "linux" else "127.0.0.1"
-
-
-def _of_one_ec2(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
-    """The application, which answers one request to EC2 at a time: moto walks over its own tables unguarded, and fails
-    where another request changes them meanwhile.
-    """
-    answering = threading.Lock()
-
-    def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        is_ec2 = "/ec2/aws4_request" in environ.get("HTTP_AUTHORIZATION", "")
-        with answering if is_ec2 else contextlib.nullcontext():
-            return app(environ, start)
-
-    return answer
 
 
 class _QuietHandler(MotoRequestHandler):

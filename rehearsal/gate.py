@@ -7,9 +7,11 @@ error and never ignored. Tests can have an action refused to user or node.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -183,6 +185,7 @@ class Gate:
         self.seed_region = seed_region
         self.statements = statements
         self.tags, self.key_of, self.clock = tags, key_of, clock
+        self._one_of_ec2 = threading.Lock()
         self.endpoint = ""  # set once the port is known
         self.images: dict[tuple[str, str], str] = {}  # digests of real ones, by name and tag or digest
         self.denied: set[tuple[str, str]] = set()  # (access key, action)
@@ -210,7 +213,14 @@ class Gate:
         environ["HTTP_X_MOTO_ACCOUNT_ID"] = self.account
         if key == NODE_KEY:
             return self._of_node(environ, start, service, region, action)
-        return self.app(environ, start)
+        return self._answer(environ, start, service)
+
+    def _answer(self, environ: dict[str, Any], start: Callable[..., Any], service: str) -> Iterable[bytes]:
+        """What moto says. EC2 is asked by one at a time: moto walks over its tables of it unguarded, and fails where
+        another request changes them meanwhile.
+        """
+        with self._one_of_ec2 if service == "ec2" else contextlib.nullcontext():
+            return self.app(environ, start)
 
     def _simulated(self, key: str, environ: dict[str, Any]) -> tuple[str, dict[str, str], bytes]:
         """Answers for IAM's simulator, which moto lacks: it allows everything that is not refused here."""
@@ -258,9 +268,9 @@ class Gate:
             if not allowed(statements, wish):
                 return _send(start, environ, *_unauthorized(service, f"{wish.action} on {wish.resource}"))
         if service != "s3" or method not in ("GET", "HEAD") or allowed(statements, listing(request)):
-            return self.app(environ, start)
+            return self._answer(environ, start, service)
         answer: list[Any] = []
-        body = list(self.app(environ, lambda *words: answer.extend(words)))
+        body = list(self._answer(environ, lambda *words: answer.extend(words), service))
         if str(answer[0]).startswith("404"):
             wish = listing(request)
             return _send(start, environ, *_unauthorized(service, f"{wish.action} on {wish.resource}"))
