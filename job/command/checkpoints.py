@@ -293,6 +293,10 @@ class CommandCheckpoints:
             mark.touch()  # last: the command goes on saving while it is looked at
             self._signalled_at = mark.stat().st_mtime_ns / 1e9
 
+    def unanswered(self) -> None:
+        """Notes that the signal ended every process it was sent to, so that no save is an answer to it."""
+        self._signalled_at = math.inf
+
     def prune(self, published: int) -> None:
         """Deletes the command's older checkpoints, but as many as the definition keeps, and unpublished ones."""
         keep = self._config.checkpoint.keep_on_disk

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -337,13 +336,17 @@ class Host:
         return self.place.alive() if self.place is not None and self.is_there else []
 
     def _send_stop(self, name: str) -> None:
-        self._send(name, self.checkpoints.signalled)
+        self.checkpoints.signalled()
+        if not self._send(name):
+            self.checkpoints.unanswered()
 
-    def _send(self, name: str, just_before: Callable[[], None] = lambda: None) -> None:
-        """Sends a signal to the command. `just_before` is called immediately before."""
-        if self.place is not None and self.is_there:
-            just_before()
-            say(f"SIG{name} to {self.place.send(name)} processes")
+    def _send(self, name: str) -> bool:
+        """Sends a signal to the command; whether a process survives it."""
+        if self.place is None or not self.is_there:
+            return False
+        count, is_survived = self.place.send(name)
+        say(f"SIG{name} to {count} processes")
+        return is_survived
 
     def _kill(self) -> None:
         if self.place is not None and self.is_there and not self.place.kill():

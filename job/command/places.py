@@ -50,7 +50,7 @@ class Place(Protocol):
 
     def poll(self) -> bool: ...
     def alive(self) -> list[int]: ...
-    def send(self, signal: str) -> int: ...
+    def send(self, signal: str) -> tuple[int, bool]: ...
     def kill(self) -> bool: ...
     def world(self) -> tuple[int, int, bool] | None: ...
     def close(self) -> None: ...
@@ -178,8 +178,9 @@ class WatchedContainer(NodeContainer):
         found: list[int] = self._ask("alive")
         return found
 
-    def send(self, signal: str) -> int:
-        return int(self._ask(f"send {signal}"))
+    def send(self, signal: str) -> tuple[int, bool]:
+        count, is_survived = self._ask(f"send {signal}")
+        return int(count), bool(is_survived)
 
     def kill(self) -> bool:
         return bool(self._ask("kill"))
@@ -232,7 +233,7 @@ class GuardedProcesses:
     def alive(self) -> list[int]:
         return processes.descendants(self._first)
 
-    def send(self, signal: str) -> int:
+    def send(self, signal: str) -> tuple[int, bool]:
         return processes.send(self._first, signal)
 
     def kill(self) -> bool:

@@ -79,12 +79,21 @@ def _parents() -> dict[int, int]:
 
 def catches(pid: int, number: int) -> bool:
     """Whether the process has a handler for the signal, or waits for it."""
-    masks = 0
+    return _is_in_mask(pid, number, "SigCgt:", "SigBlk:")
+
+
+def survives(pid: int, number: int) -> bool:
+    """Whether the process catches or ignores the signal, or waits for it; any other ends at once, and saves nothing."""
+    return _is_in_mask(pid, number, "SigCgt:", "SigBlk:", "SigIgn:")
+
+
+def _is_in_mask(pid: int, number: int, *masks: str) -> bool:
+    mask = 0
     with suppress(OSError):
         for line in (PROC / str(pid) / "status").read_text().splitlines():
-            if line.startswith(("SigCgt:", "SigBlk:")):
-                masks |= int(line.split()[1], 16)
-    return bool(masks >> (number - 1) & 1)
+            if line.startswith(masks):
+                mask |= int(line.split()[1], 16)
+    return bool(mask >> (number - 1) & 1)
 
 
 def addressees(first: int, number: int) -> list[int]:
@@ -162,12 +171,15 @@ def _read(pid: int, name: str) -> bytes:
     return b""
 
 
-def send(first: int, name: str) -> int:
-    """Sends a signal (TERM, INT, USR1, USR2) to its addressees below `first`, and gives their number."""
+def send(first: int, name: str) -> tuple[int, bool]:
+    """Sends a signal (TERM, INT, USR1, USR2) to its addressees below `first`: how many there are, and whether one of
+    them survives it.
+    """
     number = int(signal.Signals[f"SIG{name}"])
     to = addressees(first, number)
+    is_survived = any(survives(pid, number) for pid in to)
     _send(to, number)
-    return len(to)
+    return len(to), is_survived
 
 
 def _send(pids: Iterable[int], number: int) -> None:

@@ -108,3 +108,35 @@ def test_a_file_that_rests_half_written_is_no_checkpoint(tmp_path: Path, way: st
     job = CommandJob(tmp_path / "w", seen)
     assert job.run() == (0 if way == "ends" else 1), job.log
     assert job.steps() == steps
+
+
+LATE = """
+import pathlib, time
+from gpufleet.job.command import processes
+send, here = processes.send, pathlib.Path({folder!r})
+def newest():
+    return max((int(each.name.split("-")[1]) for each in here.rglob("checkpoint-*")), default=0)
+def late(first, name):
+    end, until = time.monotonic() + 60, newest() + 20
+    while newest() < until and time.monotonic() < end:
+        time.sleep(0.01)
+    return send(first, name)
+processes.send = late
+"""
+
+
+@pytest.mark.parametrize(("catch", "reason"), [("", "timed"), ("--catch", "stop")])
+def test_what_is_saved_while_a_signal_is_sent_is_an_answer_to_it_where_a_process_survives_it(
+    tmp_path: Path, catch: str, reason: str
+) -> None:
+    """Two more saves come between the look at what is there and the signal."""
+    told = of_format("hf-trainer", f"--steps 100000 --every 10 --step-s 0.02 {catch}")
+    job = CommandJob(tmp_path / "w", told, changed=LATE.format(folder=str(tmp_path / "w")))
+    process = job.start()
+
+    def stop() -> None:
+        job.wait_for(lambda: job.metrics() and job.metrics()[-1]["step"] >= 25, process, "step 25")
+        job.tell(Stop(reason="notice", save=True, ends=False, deadline=time.time() + 3600))
+
+    assert job.finish(process, stop) in (75, 1), job.log
+    assert job.commits()[-1].reason == reason, job.log
