@@ -20,9 +20,10 @@ from zoneinfo import ZoneInfo
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MOVED_CLOCK = {  # of this process, where it runs the tests of such a day
-    name: os.environ[name] for name in ("LD_PRELOAD", "FAKETIME", "DONT_FAKE_MONOTONIC") if "FAKETIME" in os.environ
-}
+# Of this process, where it runs the tests of such a day. The memory that the processes share is this one's: a process
+# with one of its own takes it along when it ends, and what it has started fails then.
+MOVED = ("LD_PRELOAD", "FAKETIME", "DONT_FAKE_MONOTONIC", "FAKETIME_SHARED")
+MOVED_CLOCK = {name: os.environ[name] for name in MOVED if "FAKETIME" in os.environ}
 MISSING = (
     "The days are moved by libfaketime, which is missing here or does not load: it is compiled when it is installed, by"
     " make and a C compiler (Debian: apt install gcc make). Then: make test-dates"
