@@ -88,7 +88,7 @@ def full_size(scratch: Path, found: device.Device, sequences: int) -> None:
         limits = f"{least * 1000:.1f} | {seconds / least:.2f} x" if least else "- | -"
         say(
             f"| {size.name} | {seconds * 1000:.1f} | {limits} | {tok_s:,.0f} | {mfu} | {found.used_gb():.1f} | "
-            f"{predicted:.1f} | {' | '.join(compiling)} |",
+            f"{predicted:.1f} | {' | '.join(compiling)} |"
         )
         del module, opt
     say(f"\nThe bar: at most {BAR} x the least.")

@@ -89,13 +89,7 @@ class GrowthCheckFailed(ValueError):
 
 
 def check_boundary(
-    config: GrowthConfig,
-    phase_index: int,
-    old: Growth,
-    new: Growth,
-    probe_BT: Tensor,
-    *,
-    export: Path | None = None,
+    config: GrowthConfig, phase_index: int, old: Growth, new: Growth, probe_BT: Tensor, *, export: Path | None = None
 ) -> BoundaryReport:
     """Checks a growth, its save/load round trip, expert load, padding and the cast to the phase's state dtype.
 

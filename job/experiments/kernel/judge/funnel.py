@@ -101,10 +101,7 @@ class Judge:
         return reading + -(-count // self.parallel) * waiting
 
     def all(
-        self,
-        candidates: Iterable[Candidate],
-        done: Callable[[Verdict], None],
-        check: Callable[[], None] = lambda: None,
+        self, candidates: Iterable[Candidate], done: Callable[[Verdict], None], check: Callable[[], None] = lambda: None
     ) -> None:
         """Judges in parallel; `done` gets each verdict as it falls, in this thread. `check` may raise to give up: then
         what is under way is ended, without a verdict.
