@@ -16,6 +16,7 @@ both alike; in brackets where 95 % of such medians lie.
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import statistics
 import sys
@@ -83,10 +84,9 @@ def our_step(config: GrowthConfig, tokens: Tensor) -> Callable[[], None]:
 
 
 def nanogpt_step(folder: Path, config: GrowthConfig, tokens: Tensor) -> Callable[[], None]:
-    """nanoGPT's, with autocast on a GPU as its train.py has it."""
-    from nanogpt_parity import nanogpt
-
-    theirs, m = nanogpt(folder), config.model
+    """nanoGPT's, with autocast on a GPU as its train.py has it; of the checkout's model.py, which is not installed."""
+    sys.path.insert(0, str(folder))
+    theirs, m = importlib.import_module("model"), config.model
     module = theirs.GPT(
         theirs.GPTConfig(block_size=256, vocab_size=m.vocab, n_layer=m.layers, n_head=m.heads, n_embd=m.width)
     ).to(tokens.device)

@@ -25,7 +25,7 @@ import triton
 from gpufleet.job.experiments.kernel.judge import catalog, planted
 from gpufleet.job.experiments.kernel.judge.funnel import Judge
 from gpufleet.job.experiments.kernel.judge.planted import STOPS_AT, Candidate
-from gpufleet.job.experiments.kernel.judge.verdict import Switches, Verdict
+from gpufleet.job.experiments.kernel.judge.verdict import Verdict
 from gpufleet.job.experiments.kernel.judge.worker import Workers
 from gpufleet.job.experiments.kernel.spec import Funnel
 
@@ -59,11 +59,11 @@ def main() -> None:
         judge = Judge(LIMITS, 1337, workers)
         source = planted.source(catalog.BY_NAME["relu"], block=256)
         first = Candidate(name="first", task="relu", source=source, origin="planted")
-        judge.all([first], Switches(), "full", lambda verdict: None)
+        judge.all([first], lambda verdict: None)
         candidates = planted.candidates(200)
         load = os.getloadavg()[0]
         machine, server, own, began = busy_s(), servers_s(workers), time.process_time(), time.perf_counter()
-        judge.all(candidates, Switches(), "full", found.append)
+        judge.all(candidates, found.append)
         wall = time.perf_counter() - began
         judged, forked = time.process_time() - own, servers_s(workers) - server
         others = max(0.0, busy_s() - machine - judged - forked)

@@ -1,9 +1,8 @@
-"""Speed of the trainer, on an otherwise idle machine: `python bench/train_step.py [--sequences 8]` prints a page.
+"""Speed of the trainer on an otherwise idle GPU: `python bench/train_step.py [--sequences 8]` prints a page.
 
-On a CPU: the whole rehearsal-sized run and its step per phase; what a checkpoint costs the work beside it is
-checkpoint_stall.py's. On a GPU: tokens/s and MFU of each full-size phase at that many times 256 tokens, beside the
-least that this GPU's data sheet allows (FLOPs over its peak, and the optimizer's traffic over its bandwidth), and what
-the first step spends compiling on a node without a cache and on its replacement.
+Tokens/s and MFU of each full-size phase at that many times 256 tokens, beside the least that this GPU's data sheet
+allows (FLOPs over its peak, and the optimizer's traffic over its bandwidth), and what the first step spends compiling
+on a node without a cache and on its replacement.
 """
 
 from __future__ import annotations
@@ -12,20 +11,15 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 
-import torch
 from torch._inductor.utils import fresh_cache
 
-from gpufleet.infra.definition.loader import find, load
-from gpufleet.job.contract import metrics
 from gpufleet.job.contract.run import Task
 from gpufleet.job.experiments.dataset import prepare, sources
 from gpufleet.job.experiments.engine import __main__ as trainer
@@ -38,7 +32,6 @@ from gpufleet.job.experiments.growth.model import build
 from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.kind.common import PhaseSize, Rung
 
-ROOT = Path(__file__).parents[1]
 STEPS = 20
 BAR = 2  # times the least that the data sheet allows
 
@@ -46,50 +39,16 @@ BAR = 2  # times the least that the data sheet allows
 def main() -> None:
     """The tables for this machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=8, help="of a step on a GPU (default: %(default)s)")
+    parser.add_argument("--sequences", type=int, default=8, help="of a step (default: %(default)s)")
     sequences = parser.parse_args().sequences
-    wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    found = device.choose(wanted, bf16=True)
+    found = device.choose("cuda", bf16=True)
     say("# Trainer\n")
     say(
         f"{datetime.now(UTC):%Y-%m-%d}, {found.banner()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before "
         f"it began, Python {platform.python_version()}.\n"
     )
     with tempfile.TemporaryDirectory() as scratch:
-        if found.is_cuda:
-            full_size(Path(scratch), found, sequences)
-        else:
-            rehearsal_size(Path(scratch))
-
-
-def rehearsal_size(scratch: Path) -> None:
-    """The run that `make rehearse` trains, without interruptions, as a process of its own."""
-    now = datetime.now(UTC)
-    config = load(find("tinystories-growth", ROOT), now=now, rehearsal=True).job.parameters
-    assert isinstance(config, GrowthConfig)
-    parameters = asdict(config)
-    source = sources.Generated(count=config.data.stories, seed=config.seed)
-    prepare.prepare(scratch / "data", source, model_vocab=config.model.vocab)
-    tree = {"schema": 1, "job": {"experiment": "tinystories-growth", "parameters": parameters}}
-    (scratch / "run.json").write_text(json.dumps(tree))
-    began = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-m", "gpufleet.job.experiments.engine", str(scratch)],
-        check=True,
-        capture_output=True,
-        cwd=ROOT,
-    )
-    seconds = time.perf_counter() - began
-    records = [json.loads(line) for line in (scratch / "metrics.jsonl").read_text().splitlines()]
-    say("## The rehearsal's run, uninterrupted\n")
-    say(f"{seconds:.1f} s for {records[-1]['step']} steps, imports, two verified growths and all exports included.\n")
-    say("| phase | parameters | ms/step | tok/s | loss |\n|---|---|---|---|---|")
-    for size in config.phases():
-        own = [r for r in records if r["phase"] == size.name]
-        step_ms, tok_s = (median(r[key] for r in own if r[key]) for key in ("step_ms", "tok_s"))
-        say(f"| {size.name} | {size.params_total:,} | {step_ms:.1f} | {tok_s:,.0f} | {own[-1]['loss']:.3f} |")
-    saves = [save.blocked_s for record in records for save in metrics.saves(record)]
-    say(f"\n{len(saves)} saves beside training blocked {median(saves) * 1000:.1f} ms (median).\n")
+        full_size(Path(scratch), found, sequences)
 
 
 def full_size(scratch: Path, found: device.Device, sequences: int) -> None:
@@ -129,7 +88,7 @@ def full_size(scratch: Path, found: device.Device, sequences: int) -> None:
         limits = f"{least * 1000:.1f} | {seconds / least:.2f} x" if least else "- | -"
         say(
             f"| {size.name} | {seconds * 1000:.1f} | {limits} | {tok_s:,.0f} | {mfu} | {found.used_gb():.1f} | "
-            f"{predicted:.1f} | {' | '.join(compiling)} |",
+            f"{predicted:.1f} | {' | '.join(compiling)} |"
         )
         del module, opt
     say(f"\nThe bar: at most {BAR} x the least.")

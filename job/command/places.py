@@ -87,10 +87,7 @@ class Scripts:
         self.began = False
         self._let_go()
         exports = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in environment.items())
-        self._waiting = [
-            (self.folder / NEXT, f"{name}\n".encode()),
-            (self.folder / f"{name}.env", exports.encode()),
-        ]
+        self._waiting = [(self.folder / NEXT, f"{name}\n".encode()), (self.folder / f"{name}.env", exports.encode())]
 
     def put(self, name: str, content: bytes) -> Path:
         """A file that what runs may read; its path is the same there."""

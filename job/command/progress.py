@@ -326,9 +326,7 @@ class StepReader:
         far = JUMP * (self.interval or 0)
         if len(self._gaps) >= 3 and ahead > far and not 0 <= step - (self._doubted or step + 1) <= far:
             self._say_once(
-                "jump",
-                f"steps jump from {self.step:,} to {step:,}: kept out unless they go on from there",
-                self._note,
+                "jump", f"steps jump from {self.step:,} to {step:,}: kept out unless they go on from there", self._note
             )
             self._doubted = step
             return False

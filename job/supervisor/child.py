@@ -155,12 +155,7 @@ class Child:
 
 
 def trainer(
-    workdir: Path,
-    rung: int | None,
-    ranks: int,
-    module: str,
-    place: Rendezvous | None = None,
-    parent: str = "",
+    workdir: Path, rung: int | None, ranks: int, module: str, place: Rendezvous | None = None, parent: str = ""
 ) -> list[str]:
     """The command line of a job's `module`: one process, or torchrun with one for each of this node's `ranks`. Without
     a rung it waits for one. `place`: where several nodes train. `parent`: as the leash has it; without one, this

@@ -49,15 +49,7 @@ from gpufleet.job.contract.workdir import (
     STOP,
 )
 from gpufleet.job.supervisor import attempts, gang, staging
-from gpufleet.job.supervisor.attempt import (
-    CRASH_S,
-    FINISH_S,
-    LATE_S,
-    SPENT_S,
-    TICK_S,
-    LimitReachedError,
-    Supervisor,
-)
+from gpufleet.job.supervisor.attempt import CRASH_S, FINISH_S, LATE_S, SPENT_S, TICK_S, LimitReachedError, Supervisor
 from gpufleet.job.supervisor.presence import ConditionalStore, Lookout
 from gpufleet.job.supervisor.publish import commits
 from gpufleet.job.supervisor.rendezvous import Rendezvous

@@ -139,13 +139,7 @@ class Publisher:
     """Publishes commits of one work folder, as `published` says them to be."""
 
     def __init__(
-        self,
-        *,
-        run: str,
-        store: Store,
-        workdir: Path,
-        published: Callable[[], Published],
-        say: Callable[[str], None],
+        self, *, run: str, store: Store, workdir: Path, published: Callable[[], Published], say: Callable[[str], None]
     ) -> None:
         self.newest = CheckpointPlace(
             -1

@@ -1,6 +1,6 @@
 """Candidates that try to pass without a right and fast kernel. Every one must be rejected by the full funnel.
 
-`needs` names the extensions of which any one rejects it (verdict.py's switches), or `a+b` where it takes
+`needs` names the extensions of which any one rejects it (kernel_judge.py's switches), or `a+b` where it takes
 both; empty: isolation and the comparison alone do, whatever is left out.
 """
 
@@ -242,7 +242,7 @@ FIXTURES: tuple[Fixture, ...] = (
     _cheat("answers-no-number", "", """
         import sys
         harness = sys.modules["__main__"].Harness
-        harness._trial = harness._stopwatch = lambda self, head, blobs: ({"seconds": 10**400}, [])
+        harness._trial = lambda self, head, blobs: ({"seconds": 10**400}, [])
         def kernel_function(x):
             return honest(x)
         """),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,11 @@ import pytest
 from torch import Tensor
 from waiting import HANG_S
 
-from gpufleet.job.experiments.kernel.judge import planted, wire
-from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME
+from gpufleet.job.experiments.kernel.judge import planted, rules, tasks, timing, wire
+from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME, KernelTask
 from gpufleet.job.experiments.kernel.judge.funnel import Judge
 from gpufleet.job.experiments.kernel.judge.planted import Candidate
-from gpufleet.job.experiments.kernel.judge.verdict import Switches, Verdict
+from gpufleet.job.experiments.kernel.judge.verdict import Verdict
 from gpufleet.job.experiments.kernel.judge.worker import Process, Workers
 from gpufleet.job.experiments.kernel.spec import Funnel
 
@@ -23,16 +25,71 @@ LIMITS = Funnel(candidate_s=HANG_S, trials=2, memory_gb=2.0, workers=2)
 SEED = 1337
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Switches:
+    """The funnel's extensions, left out one by one to see which of them catches what. Isolation and limits stay."""
+
+    funnel: bool = True  # rules and the list of operations; a checked call that nobody can tell from a timed one
+    multi_input: bool = True  # several random inputs and the adversarial ones; otherwise one random input
+    timing: bool = True  # calibrated; otherwise one call by the wall clock
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The judge of this process has no others."""
+        with pytest.MonkeyPatch.context() as patch:
+            if not self.funnel:
+                patch.setattr(rules, "problem", lambda source: None)
+                patch.setattr(timing, "load_problem", partial(_load_unwatched, timing.load_problem))
+                patch.setattr(timing, "run", partial(_run_unwatched, timing.run))
+                patch.setattr(timing, "check", lambda *asked, own=timing.check, ops: own(*asked, ops=False))
+                patch.setattr(timing, "calibrated", partial(_time_unwatched, timing.calibrated))
+            if not self.multi_input:
+                patch.setattr(tasks, "ADVERSARIAL", ())
+                patch.setattr(Judge, "_check", partialmethod(_check_one, Judge._check))
+            if not self.timing:
+                patch.setattr(timing, "calibrated", stopwatch)
+            yield
+
+
+def _load_unwatched(load_problem: Any, ask: timing.Ask, source: str, *_: object, **__: object) -> str | None:
+    problem: str | None = load_problem(ask, source)
+    return problem
+
+
+def _time_unwatched(calibrated: Any, *asked: Any, **how: Any) -> timing.Timing:
+    found: timing.Timing = calibrated(*asked, **{**how, "ops": False})
+    return found
+
+
+def _run_unwatched(run: Any, ask: timing.Ask, task: KernelTask, given: tasks.Case, *, as_timed: bool = False) -> None:
+    if given.name != "timing":
+        run(lambda head, *more, **rest: ask({**head, "ops": False}, *more, **rest), task, given, as_timed=as_timed)
+
+
+def _check_one(made: Judge, check: Any, task: KernelTask, ask: timing.Ask, names: Sequence[str], **how: Any) -> None:
+    check(made, task, ask, names[:1], **how)
+
+
+def stopwatch(
+    task: KernelTask, seed: int, ask: timing.Ask, reference: timing.Ask, draw: timing.Draw, **_: Any
+) -> timing.Timing:
+    """The timing that many would take: one call by the process's own clock."""
+    seconds = []
+    for program in (ask, reference):
+        timing.give(program, draw(task, "random-0"))
+        seconds.append(timing._trial(program)[0])
+    return timing.Timing(speedup=seconds[1] / seconds[0])
+
+
 def judge(workers: Workers, **changes: float) -> Judge:
     return Judge(replace(LIMITS, **changes), SEED, workers)  # type: ignore[arg-type]
 
 
-def verdicts(
-    made: Judge, candidates: Sequence[Candidate], switches: Switches | None = None, row: str = "full"
-) -> dict[str, Verdict]:
+def verdicts(made: Judge, candidates: Sequence[Candidate], switches: Switches | None = None) -> dict[str, Verdict]:
     """By the candidate's label."""
     found: list[Verdict] = []
-    made.all(candidates, switches or Switches(), row, found.append)
+    with (switches or Switches()).applied():
+        made.all(candidates, found.append)
     return {verdict.label: verdict for verdict in found}
 
 

@@ -30,12 +30,7 @@ from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset import prepare
 from gpufleet.job.experiments.dataset.chat import Chats
 from gpufleet.job.experiments.dataset.packing import Example, Packing, Split, held_out_of, order, pack
-from gpufleet.job.experiments.dataset.rendering import (
-    ChatTokenizer,
-    Rendered,
-    Renderer,
-    Template,
-)
+from gpufleet.job.experiments.dataset.rendering import ChatTokenizer, Rendered, Renderer, Template
 from gpufleet.job.experiments.dataset.shards import write_payload
 from gpufleet.job.text import counted
 
@@ -239,12 +234,7 @@ def _shard_rows(row: int) -> int:
 
 
 def _write_rows(
-    folder: Path,
-    names: tuple[str, ...],
-    examples: list[Example],
-    rows: list[NDArray[np.int64]],
-    row: int,
-    vocab: int,
+    folder: Path, names: tuple[str, ...], examples: list[Example], rows: list[NDArray[np.int64]], row: int, vocab: int
 ) -> None:
     per_shard = _shard_rows(row)
     kind = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")

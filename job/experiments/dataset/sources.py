@@ -45,13 +45,7 @@ class FetchError(ValueError):
     """A file could not be fetched. What has arrived stays; the next attempt goes on from there."""
 
 
-def fetch(
-    url: str,
-    path: Path,
-    *,
-    first_bytes: int | None = None,
-    total_bytes: int | None = None,
-) -> Path:
+def fetch(url: str, path: Path, *, first_bytes: int | None = None, total_bytes: int | None = None) -> Path:
     """`path` holding the file, or at least its first `first_bytes` (all of it where it is shorter).
 
     `total_bytes` is the size the whole file must have on the server. One path is fetched either whole or by its

@@ -28,15 +28,7 @@ from safetensors import SafetensorError
 from gpufleet.job.contract.codes import TrainerExit
 from gpufleet.job.contract.messages import Ended, Fatal, Message, Preflight, Unreadable, await_start
 from gpufleet.job.contract.run import Task
-from gpufleet.job.contract.workdir import (
-    ACCEPT,
-    CHECKPOINTS,
-    DATA,
-    INPUTS,
-    LOCK,
-    METRICS,
-    START,
-)
+from gpufleet.job.contract.workdir import ACCEPT, CHECKPOINTS, DATA, INPUTS, LOCK, METRICS, START
 from gpufleet.job.experiments.dataset.prepare import describe, read_manifest
 from gpufleet.job.experiments.engine import device, parallel, preflight
 from gpufleet.job.experiments.engine.checkpoint import CheckpointDamagedError, Checkpoints

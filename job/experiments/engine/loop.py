@@ -41,7 +41,6 @@ from gpufleet.job.experiments.engine.experiment import (
 )
 from gpufleet.job.experiments.engine.guard import SpikeGuard
 from gpufleet.job.experiments.engine.journal import Journal
-from gpufleet.job.experiments.engine.own_time import OwnTime
 from gpufleet.job.kind.common import Rung
 
 
@@ -64,7 +63,7 @@ class Loop:
         given = session.inputs if self.world.first else None
         self._base_weights = None if given is None else committed.weights_identity(given)
         self._clock = metrics.StepClock(session.device.synchronize)
-        self._own = OwnTime(session.device.torch)
+        self._own = metrics.OwnTime(session.device.torch)
         self._journal = Journal(session, experiment.phases)
         self._cadence = Cadence(session, improvements=experiment.saves_improvements, event=self._journal.event)
         self._guard = SpikeGuard(self.config.guard)

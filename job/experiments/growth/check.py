@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpufleet.job.experiments.growth.model import Growth, load, state_dtype
-from gpufleet.job.experiments.growth.routing import flipped, routed, tied
 from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.experiments.models.blocks import Experts, at_least_fp32
 
@@ -80,6 +79,14 @@ class BoundaryReport:
         return found
 
 
+class ExpertChoice(NamedTuple):
+    """What one expert layer chose. Legend: N tokens, K experts of a token."""
+
+    experts: Tensor  # [N, K], sorted by number
+    margin: Tensor  # [N], between the last expert chosen and the first that was not
+    scale: Tensor  # the largest logit
+
+
 class GrowthCheckFailed(ValueError):
     """A boundary changed the function. `report` has the numbers."""
 
@@ -89,13 +96,7 @@ class GrowthCheckFailed(ValueError):
 
 
 def check_boundary(
-    config: GrowthConfig,
-    phase_index: int,
-    old: Growth,
-    new: Growth,
-    probe_BT: Tensor,
-    *,
-    export: Path | None = None,
+    config: GrowthConfig, phase_index: int, old: Growth, new: Growth, probe_BT: Tensor, *, export: Path | None = None
 ) -> BoundaryReport:
     """Checks a growth, its save/load round trip, expert load, padding and the cast to the phase's state dtype.
 
@@ -271,6 +272,43 @@ def exact(*modules: Growth) -> Iterator[None]:
         for module, training, compute_dtype in kept:
             module.train(training)
             module.compute_dtype = compute_dtype
+
+
+@contextlib.contextmanager
+def routed(module: Growth) -> Iterator[list[ExpertChoice]]:
+    """Collects each expert layer's choice, in layer order."""
+    chosen: list[ExpertChoice] = []
+
+    def choice(logits_NE: Tensor, k: int) -> ExpertChoice:
+        values, experts = logits_NE.sort(-1, descending=True)
+        margin_N = (
+            values[:, k - 1] - values[:, k] if k < logits_NE.shape[-1] else torch.full_like(values[:, 0], torch.inf)
+        )
+        return ExpertChoice(experts[:, :k].sort().values, margin_N, logits_NE.abs().max())
+
+    with contextlib.ExitStack() as stack:
+        for block in module.blocks:
+            if isinstance(block.ffn, Experts):
+                k = block.ffn.top_k
+                hook = block.ffn.router.register_forward_hook(
+                    lambda _, __, logits_NE, k=k: chosen.append(choice(logits_NE, k))
+                )
+                stack.enter_context(hook)
+        yield chosen
+
+
+def flipped(old: ExpertChoice, new: ExpertChoice) -> Tensor:
+    """[N]: whether a token goes to other experts."""
+    return (old.experts != new.experts).any(-1)
+
+
+def tied(layers: list[tuple[ExpertChoice, ExpertChoice]], limit: float) -> bool:
+    """Whether the first layer that routes differently does so only where its logits tie; what follows, follows."""
+    for old, new in layers:
+        flipped_N = flipped(old, new)
+        if flipped_N.any():
+            return bool(old.margin[flipped_N].max() <= limit * old.scale.clamp(min=1.0))
+    return False
 
 
 def _windows(probe_BT: Tensor) -> list[Tensor]:

@@ -39,10 +39,7 @@ class TinystoriesGrowth(Experiment):
         assert isinstance(session.config, GrowthConfig)
         self.session, self.config = session, session.config
         self.dataset = TokenDataset(
-            session.data,
-            vocab=self.config.model.vocab,
-            sequence=self.config.data.sequence,
-            device=session.device.torch,
+            session.data, vocab=self.config.model.vocab, sequence=self.config.data.sequence, device=session.device.torch
         )
         self.aux_weight = self.config.optim.load_balance
         self.sizes = self.config.phases()

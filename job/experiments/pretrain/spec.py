@@ -145,10 +145,7 @@ class PretrainConfig(ExperimentConfig):
             found.append(("model.kv_heads", f"a divisor of the number of heads, {heads(m)}"))
         if self.optim.kind == "adamw" and self.optim.lr > ADAMW_LR:
             found.append(
-                (
-                    "optim.lr",
-                    f"at most {ADAMW_LR:g} with kind: adamw, not {self.optim.lr:g}: 0.02 is Muon's, try 3e-4",
-                )
+                ("optim.lr", f"at most {ADAMW_LR:g} with kind: adamw, not {self.optim.lr:g}: 0.02 is Muon's, try 3e-4")
             )
         for name, values in (("optim.betas", self.optim.betas), ("optim.momentum", self.optim.momentum)):
             if len(values) != 2:

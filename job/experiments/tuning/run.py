@@ -137,11 +137,7 @@ def of_weights(step: int, val_loss: float | None) -> str:
 
 
 def leave(
-    session: Session,
-    manifest: DatasetManifest,
-    config: TuningConfig,
-    module: nn.Module,
-    meta: Mapping[str, Any],
+    session: Session, manifest: DatasetManifest, config: TuningConfig, module: nn.Module, meta: Mapping[str, Any]
 ) -> None:
     """Writes final/ for a run that a limit ends: the weights in bf16, as the module holds them. All ranks call it."""
     tensors = gathered(session, module, heed=False)

@@ -58,11 +58,7 @@ class Tables:
 
 
 def prepare_ranking(
-    folder: Path,
-    config: TwoTowerConfig,
-    *,
-    text: Path | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    folder: Path, config: TwoTowerConfig, *, text: Path | None = None, say: Callable[[str], None] = lambda line: None
 ) -> DatasetManifest:
     """The prepared dataset in `folder`, made now or found there. `text` is the folder of a million-llms dataset. Raises
     ValueError: no text, damaged lines, or other counts than `data` says.

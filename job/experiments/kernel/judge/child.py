@@ -171,14 +171,6 @@ class Harness:
             self._empty = {"kernel": lambda *_: launch(one), "operation": lambda *_: one.add_(1)}
         return self._empty[kind]
 
-    def _stopwatch(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """A call as many would time it: no warm-up, no flush, whatever `time.perf_counter` is by now."""
-        assert self.entry is not None
-        started = time.perf_counter()
-        self.output = self.entry(*self.inputs)
-        self._sync()
-        return {"seconds": time.perf_counter() - started}, []
-
     def _collect(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
         """The output of the last call, and what it has done besides."""
         found = self.output

@@ -9,7 +9,7 @@ from typing import Any
 from gpufleet.job.experiments.kernel.judge import statistics
 from gpufleet.job.experiments.kernel.judge.funnel import Judge, digest
 from gpufleet.job.experiments.kernel.judge.planted import Candidate
-from gpufleet.job.experiments.kernel.judge.verdict import FULL, Switches, Verdict
+from gpufleet.job.experiments.kernel.judge.verdict import FULL, Verdict
 from gpufleet.job.ledger import Ledger
 
 PASSES, SPEEDS = (1, 10), (1.0, 1.2)
@@ -40,7 +40,7 @@ def verify(
             say(f"funnel: {judged} of {len(keys)} judged")
 
     waiting = [candidate for candidate, key in zip(candidates, keys, strict=True) if key not in known]
-    judge.all(waiting, Switches(), FULL, keep, check)
+    judge.all(waiting, keep, check)
     return [known[key] for key in keys]
 
 

@@ -18,7 +18,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -28,7 +28,7 @@ from gpufleet.job.experiments.kernel.judge.catalog import KernelTask
 from gpufleet.job.experiments.kernel.judge.compilation import Compilation
 from gpufleet.job.experiments.kernel.judge.planted import Candidate
 from gpufleet.job.experiments.kernel.judge.timing import Rejected, Timing
-from gpufleet.job.experiments.kernel.judge.verdict import STAGES, Course, Switches, Verdict
+from gpufleet.job.experiments.kernel.judge.verdict import STAGES, Course, Verdict
 from gpufleet.job.experiments.kernel.judge.worker import (
     GREET_S,
     Lost,
@@ -87,7 +87,7 @@ class Judge:
         try:
             with self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu) as process:
                 contained.append(process.isolated)
-                self._check(task, self._loaded(process, planted.source(task), ops=True), ["tiny"], Switches())
+                self._check(task, self._loaded(process, planted.source(task)), ["tiny"])
         except (Rejected, Lost, NoDeviceError) as error:
             return str(error)
         return None
@@ -101,12 +101,7 @@ class Judge:
         return reading + -(-count // self.parallel) * waiting
 
     def all(
-        self,
-        candidates: Iterable[Candidate],
-        switches: Switches,
-        row: str,
-        done: Callable[[Verdict], None],
-        check: Callable[[], None] = lambda: None,
+        self, candidates: Iterable[Candidate], done: Callable[[Verdict], None], check: Callable[[], None] = lambda: None
     ) -> None:
         """Judges in parallel; `done` gets each verdict as it falls, in this thread. `check` may raise to give up: then
         what is under way is ended, without a verdict.
@@ -119,7 +114,7 @@ class Judge:
                     candidate = next(waiting, None)
                     more = candidate is not None
                     if candidate is not None:
-                        running.add(compiles.submit(self._begun, candidate, switches, row))
+                        running.add(compiles.submit(self._begun, candidate))
                 ended, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
                 for future in ended:
                     found = future.result()
@@ -145,30 +140,25 @@ class Judge:
             runs.shutdown()
             self._close_idle()
 
-    def verdict(self, candidate: Candidate, switches: Switches, row: str) -> Verdict:
+    def verdict(self, candidate: Candidate) -> Verdict:
         """One candidate through the funnel."""
-        found = self._begun(candidate, switches, row)
+        found = self._begun(candidate)
         return found if isinstance(found, Verdict) else self._ended(found)
 
-    def _begun(self, candidate: Candidate, switches: Switches, row: str) -> Course | Verdict:
-        """Stages 1 and 2. Raises ValueError for a generated candidate without the rules: isolation alone does not hold
-        one (docs/kernels.md).
-        """
-        if not switches.funnel and not candidate.known:
-            raise ValueError(f"{candidate.name}: a generated candidate is judged under the rules alone")
-        course = Course(candidate, switches, row, digest(candidate.source))
+    def _begun(self, candidate: Candidate) -> Course | Verdict:
+        """Stages 1 and 2."""
+        course = Course(candidate, digest(candidate.source))
         try:
-            if switches.funnel:
-                with course.timed_stage("rules"):
-                    problem = rules.problem(candidate.source)
-                    if problem is not None:
-                        raise Rejected(problem)
+            with course.timed_stage("rules"):
+                problem = rules.problem(candidate.source)
+                if problem is not None:
+                    raise Rejected(problem)
             with course.timed_stage("compile"):
                 if (why := source_text.unreadable(candidate.source)) is not None:
                     raise Rejected(why)
                 task = catalog.BY_NAME[candidate.task]
                 found = self.compilation.compile(candidate.source, course.sha256, task, course.note)
-            course.seconds["compile"] = found.seconds  # also where it was kept: a later row would seem to cost less
+            course.seconds["compile"] = found.seconds  # also where it was kept
             if found.problem is not None:
                 raise Rejected(found.problem)
             course.built = found.built
@@ -189,7 +179,7 @@ class Judge:
 
     def _judge(self, course: Course, gpu: int) -> None:
         built = course.built if self._gpus else None  # the interpreter has no use for it
-        with course.timed_stage("tiny" if course.switches.funnel else "full"):
+        with course.timed_stage("tiny"):
             process = self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, built=built)
         try:
             self._run(catalog.BY_NAME[course.candidate.task], process, course, gpu)
@@ -199,25 +189,14 @@ class Judge:
             course.note(process)
 
     def _run(self, task: KernelTask, process: Process, course: Course, gpu: int) -> None:
-        wrong: Rejected | None = None
-        switches, source = course.switches, course.candidate.source
-        if switches.funnel:
-            with course.timed_stage("tiny"):
-                ask = self._loaded(process, source, ops=True)
-                self._check(task, ask, ["tiny"], switches)
+        with course.timed_stage("tiny"):
+            self._check(task, self._loaded(process, course.candidate.source), ["tiny"])
         with course.timed_stage("full"):
-            bounded = timing.bound(process, self.limits.candidate_s)
-            ask = bounded if switches.funnel else self._loaded(process, source, ops=False)
-            try:
-                self._check(task, ask, self._full(switches), switches)
-                if switches.funnel:  # who waits for what only a timed call shows would never be seen to be wrong
-                    self._check(task, ask, ["timing"], switches, as_timed=True)
-            except Rejected as error:
-                if switches.funnel:
-                    raise
-                wrong = error  # without the funnel a wrong one is timed all the same
-        tolerant = suppress(Rejected, Lost) if wrong else nullcontext()
-        with tolerant, course.timed_stage("timing"):
+            ask = timing.bound(process, self.limits.candidate_s)
+            self._check(task, ask, [*(f"random-{number}" for number in range(self.limits.inputs)), *tasks.ADVERSARIAL])
+            # Who waits for what only a timed call shows would never be seen to be wrong.
+            self._check(task, ask, ["timing"], as_timed=True)
+        with course.timed_stage("timing"):
             try:
                 with self._reference(gpu) as reference:
                     before = reference.cpu_s
@@ -227,9 +206,6 @@ class Judge:
                         course.cpu_s += reference.cpu_s - before
             except _ReferenceLost as error:  # no fault of the candidate's
                 course.timing = Timing(speedup=None, why=f"the reference: {error}")
-        if wrong is not None:
-            course.stage = STAGES.index("full") + 1
-            raise wrong
 
     def _time(self, task: KernelTask, process: Process, reference: Process, course: Course) -> Timing:
         ask, more, own = (timing.bound(one, self.limits.candidate_s) for one in (process, process, reference))
@@ -252,10 +228,6 @@ class Judge:
 
         try:
             other({"do": "load"}, [task.reference_source.encode()])
-            if not course.switches.timing:
-                return timing.stopwatch(task, ask, other, self._case)
-            switches = course.switches
-            names = tasks.ADVERSARIAL if switches.multi_input else ()
             return timing.calibrated(
                 task,
                 self.seed,
@@ -264,10 +236,10 @@ class Judge:
                 self._case,
                 trials=self.limits.trials,
                 suspicious=self.limits.suspicious,
-                ops=switches.funnel,
+                ops=True,
                 secret=course.sha256,
                 limit_s=self.limits.candidate_s,
-                others=[partial(self._check, task, once_more, [name], switches, as_timed=True) for name in names],
+                others=[partial(self._check, task, once_more, [name], as_timed=True) for name in tasks.ADVERSARIAL],
             )
         except OutOfTime as error:  # it was right on every input; how fast it is depends on who else is at work here
             return Timing(speedup=None, why=f"{error} while it was timed")
@@ -297,26 +269,19 @@ class Judge:
             while not idle.empty():
                 idle.get().close()
 
-    def _loaded(self, process: Process, source: str, *, ops: bool) -> timing.Ask:
-        """The stage's questions, the candidate loaded; with `ops` it may not compute with torch."""
+    def _loaded(self, process: Process, source: str) -> timing.Ask:
+        """The stage's questions, the candidate loaded: it may not compute with torch."""
         ask = timing.bound(process, self.limits.candidate_s)
         turn = random.Random(f"{self.seed} {digest(source)} turn").getrandbits(30)
-        problem = timing.load_problem(ask, source, turn, ops=ops)
+        problem = timing.load_problem(ask, source, turn, ops=True)
         if problem is not None:
             raise Rejected(problem)
         return ask
 
-    def _full(self, switches: Switches) -> list[str]:
-        """The cases of stage 4."""
-        several = [*(f"random-{number}" for number in range(self.limits.inputs)), *tasks.ADVERSARIAL]
-        return several if switches.multi_input else ["random-0"]
-
-    def _check(
-        self, task: KernelTask, ask: timing.Ask, names: Iterable[str], switches: Switches, *, as_timed: bool = False
-    ) -> None:
+    def _check(self, task: KernelTask, ask: timing.Ask, names: Iterable[str], *, as_timed: bool = False) -> None:
         """Every case's output."""
         for name in names:
-            timing.run(ask, task, self._case(task, name), ops=switches.funnel, as_timed=as_timed)
+            timing.run(ask, task, self._case(task, name), as_timed=as_timed)
 
 
 def _fallen(course: Course, error: Rejected | Lost) -> Verdict:

@@ -29,11 +29,6 @@ class Candidate:
     origin: str
     label: str = ""
 
-    @property
-    def known(self) -> bool:
-        """Ours, not a model's: what it does is known before anybody judges it."""
-        return self.origin != "generated"
-
 
 def source(task: KernelTask, *, block: int = 1024, kind: Kind = "correct", body: str | None = None) -> str:
     """A module with a kernel over flat blocks. `body` replaces the expression."""

@@ -212,16 +212,6 @@ def calibrated(
     return Timing(speedup=None if why else speedup, why=why, suspicious=flagged, kernel=kernel, reference=before)
 
 
-def stopwatch(task: KernelTask, ask: Ask, reference: Ask, draw: Draw) -> Timing:
-    """The timing that many would take: one call by the wall clock."""
-    given = draw(task, "random-0")
-    seconds = []
-    for program in (ask, reference):
-        give(program, given)
-        seconds.append(_seconds(program({"do": "stopwatch"})[0]))
-    return Timing(speedup=seconds[1] / seconds[0])
-
-
 def _quartiles(values: list[float]) -> tuple[float, float, float]:
     low, middle, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return low, middle, high
@@ -242,12 +232,12 @@ def load_problem(ask: Ask, source: str, turn: int = 0, *, ops: bool = False) -> 
     return f"does not load: {reply['error'][:300]}" if "error" in reply else None
 
 
-def run(ask: Ask, task: KernelTask, given: Case, *, ops: bool, as_timed: bool = False) -> None:
+def run(ask: Ask, task: KernelTask, given: Case, *, as_timed: bool = False) -> None:
     """One checked call on inputs of its own, watched or as a timed one is. Raises Rejected."""
     packed = [wire.pack(tensor) for tensor in given.tensors]
-    head = {"do": "run", "inputs": [spec for spec, _ in packed], "ops": ops and not as_timed, "as_timed": as_timed}
+    head = {"do": "run", "inputs": [spec for spec, _ in packed], "ops": not as_timed, "as_timed": as_timed}
     answer = ask(head, [blob for _, blob in packed], most_bytes=room(given))
-    check(task, given, *answer, ops=ops and not as_timed)
+    check(task, given, *answer, ops=not as_timed)
 
 
 def check(task: KernelTask, given: Case, reply: dict[str, Any], blobs: list[wire.Blob], *, ops: bool) -> None:

@@ -21,15 +21,6 @@ FULL = "full"  # the row of verdicts by the whole funnel; files of 0.1.0 have ot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Switches:
-    """The extensions that tests leave out, one by one, to see which of them catches what. Isolation and limits stay."""
-
-    funnel: bool = True  # rules and the list of operations; stages that stop at the first failure
-    multi_input: bool = True  # several random inputs and the adversarial ones; otherwise one random input
-    timing: bool = True  # calibrated; otherwise one call by the wall clock
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     """`stage`: where it stopped, 1 to 5, or 6 when it passed all. Seconds are wall-clock, those of stage 2 of the
     source's first compilation, which the others find. `suspicious`: it was said to be so fast that it was run again.
@@ -78,8 +69,6 @@ class Course:
     """One that is being judged."""
 
     candidate: Candidate
-    switches: Switches
-    row: str
     sha256: str
     built: Path | None = None  # what stage 2 left
     seconds: dict[str, float] = field(default_factory=dict)
@@ -106,7 +95,7 @@ class Course:
         """None: it has passed."""
         found = self.timing
         return Verdict(
-            row=self.row,
+            row=FULL,
             candidate=self.candidate.name,
             task=self.candidate.task,
             origin=self.candidate.origin,

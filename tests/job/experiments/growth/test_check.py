@@ -17,15 +17,17 @@ from torch import Tensor
 
 from gpufleet.job.experiments.growth import check
 from gpufleet.job.experiments.growth.check import (
+    ExpertChoice,
     GrowthCheckFailed,
     cast_difference,
     check_boundary,
     compare,
     fit_capacity,
+    routed,
+    tied,
 )
 from gpufleet.job.experiments.growth.growing import grow
 from gpufleet.job.experiments.growth.model import Growth, load
-from gpufleet.job.experiments.growth.routing import ExpertChoice, routed, tied
 from gpufleet.job.experiments.growth.spec import Precision
 
 pytestmark = pytest.mark.xdist_group("growth")

@@ -11,13 +11,13 @@ from typing import Any
 
 import kernel_cheats
 import pytest
-from kernel_judge import candidate, honest, judge, judged
+from kernel_judge import Switches, candidate, honest, judge, judged
 from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import planted, rules, tasks, timing, wire
 from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME
 from gpufleet.job.experiments.kernel.judge.funnel import digest
-from gpufleet.job.experiments.kernel.judge.verdict import Course, Switches
+from gpufleet.job.experiments.kernel.judge.verdict import Course
 from gpufleet.job.experiments.kernel.judge.worker import Lost, NotBegun, OutOfTime, Process, Workers
 
 pytestmark = pytest.mark.xdist_group("kernels")
@@ -26,7 +26,7 @@ NO_RULES = Switches(funnel=False)
 
 
 def course() -> Course:
-    return Course(honest(), NO_RULES, "row", "")
+    return Course(honest(), "")
 
 
 PATCHED = """
@@ -80,7 +80,7 @@ def test_a_text_that_cannot_be_run_as_it_is_read_reaches_no_process(
 def test_an_error_of_ours_is_no_verdict(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "difference", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        judged(workers, honest(), Switches())
+        judged(workers, honest())
 
 
 def test_time_that_runs_out_while_a_right_one_is_timed_leaves_it_untimed(
@@ -91,7 +91,7 @@ def test_time_that_runs_out_while_a_right_one_is_timed_leaves_it_untimed(
             raise error
 
         monkeypatch.setattr(timing, "calibrated", calibrated)
-        return judged(workers, honest(), Switches())
+        return judged(workers, honest())
 
     found = fails(OutOfTime("no answer within 3 s"))
     assert (found.passed, found.speedup, found.stage) == (True, None, 6)
@@ -124,7 +124,7 @@ def test_the_timing_alone_catches_who_is_another_while_it_is_timed(
 ) -> None:
     monkeypatch.setattr(rules, "problem", lambda source: None)
     cheat = next(fixture.candidate for fixture in kernel_cheats.FIXTURES if fixture.candidate.label == label)
-    found = judged(workers, cheat, Switches(), trials=10)
+    found = judged(workers, cheat, trials=10)
     assert not found.passed
     assert why in found.reason, found
 
@@ -231,18 +231,27 @@ def test_a_reference_that_is_lost_costs_no_candidate_its_verdict_and_serves_no_o
 
     monkeypatch.setattr(workers, "start", started)
     made, one = judge(workers, trials=3), honest()
-    first, second = (made.verdict(one, Switches(), "full") for _ in range(2))
+    first, second = (made.verdict(one) for _ in range(2))
     made._close_idle()
     assert (first.passed, first.speedup, first.reason[:15]) == (True, None, "the reference: "), first
     assert second.passed
     assert "the reference: " not in second.reason
 
 
-def test_a_reference_outlives_a_candidate_that_is_rejected_while_it_is_timed(workers: Workers) -> None:
-    wrong = honest("square", lambda text: text.replace("x * x", "x"))
+def test_a_reference_outlives_a_candidate_that_is_rejected_while_it_is_timed(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([timing.Rejected("wrong"), timing.Rejected("wrong"), None])
+
+    def calibrated(*asked: Any, own: Any = timing.calibrated, **how: Any) -> timing.Timing:
+        if (error := next(answers)) is not None:
+            raise error
+        return own(*asked, **how)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(timing, "calibrated", calibrated)
     made, pids = judge(workers, trials=3), list[int]()
-    for one in (wrong, wrong, honest("square")):
-        made.verdict(one, NO_RULES, "row")
+    for passes in (False, False, True):
+        assert made.verdict(honest("square")).passed is passes
         with made._reference(0) as reference:
             pids.append(reference.pid)
     made._close_idle()

@@ -14,11 +14,11 @@ from pathlib import Path
 import kernel_cheats
 import pytest
 import torch
-from kernel_judge import judge, never_misses_its_gpu, scratch, verdicts
+from kernel_judge import Switches, judge, never_misses_its_gpu, scratch, verdicts
 from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import sandbox
-from gpufleet.job.experiments.kernel.judge.verdict import Switches, Verdict
+from gpufleet.job.experiments.kernel.judge.verdict import Verdict
 from gpufleet.job.experiments.kernel.judge.worker import Workers
 
 pytestmark = pytest.mark.xdist_group("kernels")
@@ -58,8 +58,8 @@ def judged(workers: Workers) -> Row:
         patient = [candidate for candidate in chosen if candidate.label not in HANGS]
         hanging = [candidate for candidate in chosen if candidate.label in HANGS]
         return {
-            **verdicts(made, patient, ROWS[name], name),
-            **verdicts(impatient, hanging, ROWS[name], name),
+            **verdicts(made, patient, ROWS[name]),
+            **verdicts(impatient, hanging, ROWS[name]),
         }
 
     return row

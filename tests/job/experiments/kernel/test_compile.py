@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_judge import LIMITS, SEED, candidate, honest, judge, judged, scratch, verdicts
+from kernel_judge import LIMITS, SEED, Switches, candidate, honest, judge, judged, scratch, verdicts
 from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import catalog, planted, tasks, worker
@@ -18,7 +18,6 @@ from gpufleet.job.experiments.kernel.judge.compilation import OUTCOME, Compilati
 from gpufleet.job.experiments.kernel.judge.compiler import ADDRESS, CACHE
 from gpufleet.job.experiments.kernel.judge.funnel import Judge
 from gpufleet.job.experiments.kernel.judge.planted import Candidate
-from gpufleet.job.experiments.kernel.judge.verdict import Switches
 from gpufleet.job.experiments.kernel.judge.worker import Process, Workers
 
 pytestmark = pytest.mark.xdist_group("kernels")
@@ -221,7 +220,6 @@ def test_the_same_source_is_compiled_once_also_after_a_restart_and_by_two_at_a_t
     again = verdicts(later, [candidate(source, "square", "c")])["c"]
     assert {verdict.stage for verdict in (*first.values(), again)} == {3}
     assert len(list(workers.folder.glob(f"compiled/{again.source_sha256}-*"))) == 1
-    # A row of the ablation that finds it compiled would otherwise seem to cost less than the one before.
     (took,) = {verdict.seconds["compile"] for verdict in (*first.values(), again)}
     assert took > 0.1
 
@@ -342,7 +340,7 @@ def test_what_is_compiled_and_waits_for_a_gpu_is_given_up_with_the_rest(
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
     with pytest.raises(KeyboardInterrupt):
-        Judge(replace(LIMITS, workers=None), SEED, workers, gpus=1).all(crowd, Switches(), "full", print, check)
+        Judge(replace(LIMITS, workers=None), SEED, workers, gpus=1).all(crowd, print, check)
     assert len(given) == 1
 
 

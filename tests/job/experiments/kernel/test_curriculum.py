@@ -27,7 +27,7 @@ from gpufleet.job.experiments.kernel.judge import curriculum
 from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME, TASKS
 from gpufleet.job.experiments.kernel.judge.funnel import digest
 from gpufleet.job.experiments.kernel.judge.planted import Candidate
-from gpufleet.job.experiments.kernel.judge.verdict import Course, Switches
+from gpufleet.job.experiments.kernel.judge.verdict import Course
 from gpufleet.job.experiments.kernel.run import Kernel
 from gpufleet.job.experiments.kernel.spec import AT_ONCE
 from gpufleet.job.kind import from_json
@@ -272,9 +272,9 @@ def test_what_timing_rejects_is_not_mastered(tmp_path: Path, monkeypatch: pytest
         keep(wanted, ["pass"] * len(wanted))
 
     class Judge:
-        def all(self, sources: list[Candidate], switches: Switches, row: str, done: Any, check: Any) -> None:
+        def all(self, sources: list[Candidate], done: Any, check: Any) -> None:
             for one in sources:
-                course = Course(one, switches, row, digest(one.source), stage=5)
+                course = Course(one, digest(one.source), stage=5)
                 done(course.verdict("its clock" if one.name == "curriculum-relu-0" else None))
 
     monkeypatch.setattr(stages, "_generate_share", written)

@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any
 
 import pytest
-from kernel_judge import candidate, honest, judge, judged, verdicts
+from kernel_judge import Switches, candidate, honest, judge, judged, verdicts
 from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import catalog, planted, source_text
 from gpufleet.job.experiments.kernel.judge.child import NOTHING
 from gpufleet.job.experiments.kernel.judge.compiler import CACHE
 from gpufleet.job.experiments.kernel.judge.planted import STOPS_AT
-from gpufleet.job.experiments.kernel.judge.verdict import Switches, Verdict
+from gpufleet.job.experiments.kernel.judge.verdict import Verdict
 from gpufleet.job.experiments.kernel.judge.worker import GREET_S, Process, Workers
 
 pytestmark = pytest.mark.xdist_group("kernels")
@@ -39,7 +39,7 @@ def test_each_planted_kind_stops_at_its_own_stage(workers: Workers, task: str) -
 @pytest.mark.slow
 def test_all_200_stop_where_they_should(workers: Workers) -> None:
     found: list[Verdict] = []
-    judge(workers).all(planted.candidates(200), Switches(), "full", found.append)
+    judge(workers).all(planted.candidates(200), found.append)
     assert [v for v in found if v.stage != STOPS_AT[v.label]] == []
 
 
@@ -224,7 +224,8 @@ def test_a_correct_one_is_timed_or_said_why_it_is_not(workers: Workers) -> None:
 def test_a_source_that_does_not_load_is_not_loaded_again(workers: Workers) -> None:
     made, broken = judge(workers), honest(change=lambda text: text.replace("tl.constexpr", "tl.int99"))
     off = Switches(funnel=False)
-    first, second = (made.verdict(broken, off, "full") for _ in range(2))
+    with off.applied():
+        first, second = (made.verdict(broken) for _ in range(2))
     assert (first.stage, first.isolated is None) == (2, False)
     assert (second.stage, second.isolated is None) == (2, True)  # no process was started
     assert first.reason == second.reason

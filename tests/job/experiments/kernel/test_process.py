@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_judge import honest, judge, never_misses_its_gpu, run, scratch, verdicts
+from kernel_judge import Switches, honest, judge, never_misses_its_gpu, run, scratch, verdicts
 from waiting import HANG_S, wait_for
 
 from gpufleet.job.experiments.kernel.judge import forkserver, wire, worker
-from gpufleet.job.experiments.kernel.judge.verdict import Switches
 from gpufleet.job.experiments.kernel.judge.worker import Lost, NoDeviceError, OutOfTime, Process, Workers
 
 MULTIPLY = """
@@ -88,7 +87,7 @@ def test_a_process_without_its_gpu_is_no_verdict(workers: Workers, monkeypatch: 
     made, tmp = judge(workers), workers.folder / "none"
     monkeypatch.setattr(workers, "start", start)
     with pytest.raises(NoDeviceError, match="no CUDA-capable device"):
-        made.all([honest()], Switches(multi_input=False), "row", lambda verdict: pytest.fail(str(verdict)))
+        made.all([honest()], lambda verdict: pytest.fail(str(verdict)))
 
 
 @pytest.mark.parametrize("compiles", [True, False])
@@ -108,7 +107,7 @@ def test_a_process_that_ends_before_it_has_got_a_source_is_no_verdict(
     monkeypatch.setattr(Process, "__init__", dying)
     one = honest(change=lambda text: f"# {compiles}\n{text}")  # not compiled before
     with pytest.raises(NoDeviceError, match="before it had got a source: the process ended"):
-        judge(workers).all([one], Switches(), "row", lambda verdict: pytest.fail(str(verdict)))
+        judge(workers).all([one], lambda verdict: pytest.fail(str(verdict)))
 
 
 @pytest.mark.parametrize(("seen", "gpu", "visible"), [("", 1, "1"), ("3,5", 1, "5"), ("GPU-a", 0, "GPU-a")])
@@ -162,7 +161,7 @@ def test_a_new_process_instead_of_a_fork_gives_the_same_verdict(
 ) -> None:
     with Workers(scratch(tmp_path), gpus=False) as spawned:
         monkeypatch.setattr(spawned._running, "fork", lambda theirs, asked: spawned._spawn(theirs, asked, 0))
-        verdict = judge(spawned).verdict(honest("square", lambda text: text.replace("x * x", "x")), Switches(), "full")
+        verdict = judge(spawned).verdict(honest("square", lambda text: text.replace("x * x", "x")))
     assert (verdict.stage, verdict.passed) == (3, False)
 
 

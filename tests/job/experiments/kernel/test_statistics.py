@@ -19,7 +19,7 @@ from gpufleet.job.experiments.kernel.judge.statistics import (
     pass_at_k,
     share_interval,
 )
-from gpufleet.job.experiments.kernel.judge.verdict import Course, Switches, Verdict
+from gpufleet.job.experiments.kernel.judge.verdict import Course, Verdict
 from gpufleet.job.ledger import Ledger
 
 
@@ -179,9 +179,9 @@ def test_verdicts_of_another_source_under_a_name_are_not_counted_as_judged(tmp_p
     """An evaluation that is made anew gives its candidates the names of the one before."""
 
     class Judge:
-        def all(self, candidates: list[Candidate], switches: Switches, row: str, done: Any, check: Any) -> None:
+        def all(self, candidates: list[Candidate], done: Any, check: Any) -> None:
             for one in candidates:
-                done(Course(one, switches, row, digest(one.source), stage=1).verdict("nothing"))
+                done(Course(one, digest(one.source), stage=1).verdict("nothing"))
 
     said: list[str] = []
     ledger = Ledger(tmp_path / "verdicts.jsonl")

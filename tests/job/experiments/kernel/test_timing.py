@@ -13,7 +13,7 @@ import torch
 from kernel_judge import SEED, honest, judged, scratch
 
 from gpufleet.job.experiments.kernel.judge import catalog, child, figures, tasks, timing, wire
-from gpufleet.job.experiments.kernel.judge.verdict import Course, Switches, Verdict
+from gpufleet.job.experiments.kernel.judge.verdict import Course, Verdict
 from gpufleet.job.experiments.kernel.judge.worker import Workers
 
 RELU = catalog.BY_NAME["relu"]
@@ -178,13 +178,6 @@ def test_who_is_quick_on_the_inputs_of_the_trials_alone_is_as_fast_as_on_others(
     assert found.speedup == pytest.approx(1 / 0.8)
 
 
-def test_the_stopwatch_divides_the_references_seconds_by_the_candidates() -> None:
-    def taking(seconds: float) -> timing.Ask:
-        return lambda head, *_, **__: ({"seconds": seconds} if head["do"] == "stopwatch" else {}, [])
-
-    assert timing.stopwatch(RELU, taking(0.5), taking(2.0), drawn).speedup == 4.0
-
-
 @pytest.mark.parametrize(
     ("said", "blobs"),
     [({"alias": None}, 1), ({"changed": None}, 1), ({"ops": None}, 1), ({"alias": True}, 1), ({}, 0), ({}, 2)],
@@ -235,7 +228,7 @@ def test_a_suspicious_one_is_run_again_on_other_inputs_and_keeps_the_flag(says: 
 
 
 def test_a_flag_is_in_the_verdict_and_counted() -> None:
-    course = Course(honest(), Switches(), "full", "", timing=timing.Timing(speedup=3.0, suspicious=True))
+    course = Course(honest(), "", timing=timing.Timing(speedup=3.0, suspicious=True))
     verdict = Verdict.from_json(course.verdict(None).to_json())
     assert verdict.suspicious
     assert figures.figures("full", [verdict])["suspicious"] == 1

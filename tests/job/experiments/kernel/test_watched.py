@@ -12,7 +12,6 @@ from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import planted, rules, timing, wire
 from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME
-from gpufleet.job.experiments.kernel.judge.verdict import Switches
 from gpufleet.job.experiments.kernel.judge.watched import WIDTH, Ops
 from gpufleet.job.experiments.kernel.judge.worker import Process, Workers
 
@@ -215,5 +214,5 @@ def test_one_that_knows_which_calls_are_listed_computes_in_no_other(
     monkeypatch.setattr(rules, "problem", lambda source: None)
     monkeypatch.setattr(timing, "LISTED", 0)  # as if it told those from the others
     knows = "    return out if out.storage_offset() else out + 0\n"  # before it lies a fence in a call that is listed
-    found = judged(workers, honest(change=lambda text: text.replace("    return out\n", knows)), Switches())
+    found = judged(workers, honest(change=lambda text: text.replace("    return out\n", knows)))
     assert (found.passed, found.reason) == (False, "timing: computes with torch: __add__"), found
