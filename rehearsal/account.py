@@ -34,7 +34,7 @@ AMI_PARAMETERS = {
     "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-amazon-linux-2023/latest/ami-id": (
         "Deep Learning Base OSS Nvidia Driver GPU AMI (Amazon Linux 2023) 20261105",
         "/dev/xvda",
-    ),
+    )
 }
 QUOTAS = {  # Service Quotas codes and names, AWS documentation, 2026-11-21
     "L-3819A6DF": "All G and VT Spot Instance Requests",

@@ -77,9 +77,7 @@ def asked(
     }
     wishes = [
         AccessRequest(
-            action=action,
-            resource=arn,
-            context={f"aws:ResourceTag/{key}": value for key, value in tags(name).items()},
+            action=action, resource=arn, context={f"aws:ResourceTag/{key}": value for key, value in tags(name).items()}
         )
         for arn, name in named.items()
     ]

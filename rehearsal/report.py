@@ -22,12 +22,7 @@ BAR_S = 300.0  # seconds: the project's bar for a whole rehearsal on two idle co
 TOLD = ("up", "launched", "training", "notice", "seen", "loss", "ended", "results", "destroy")
 
 
-def write(
-    evidence: Evidence,
-    out: Callable[[str], None],
-    *,
-    checks: Sequence[Promise],
-) -> None:
+def write(evidence: Evidence, out: Callable[[str], None], *, checks: Sequence[Promise]) -> None:
     """Writes the page, receipt.json and summary.json beside the results, and prints the report."""
     rehearsal, folder = evidence.rehearsal, evidence.rehearsal.folder
     (folder / RECEIPT).write_bytes((folder / "results" / RECEIPT).read_bytes())

@@ -77,11 +77,7 @@ def offerings(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
         {"Name": "location", "Values": list(fleet.zones)},
     ]
     listed = pages(
-        ec2,
-        "describe_instance_type_offerings",
-        "InstanceTypeOfferings",
-        LocationType=location,
-        Filters=filters,
+        ec2, "describe_instance_type_offerings", "InstanceTypeOfferings", LocationType=location, Filters=filters
     )
     offered = {(item["InstanceType"], item["Location"]) for item in listed}
     if not offered:

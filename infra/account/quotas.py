@@ -68,13 +68,7 @@ def needs(fleet: Fleet, capacity: str) -> tuple[list[Need], list[str]]:
         least, most = min(sizes, default=0), max(sizes, default=0)
         count = fleet.nodes
         needed.append(
-            Need(
-                code=code,
-                types=tuple(names),
-                least=count * least,
-                vcpu=count * most,
-                recommended=(count + 1) * most,
-            )
+            Need(code=code, types=tuple(names), least=count * least, vcpu=count * most, recommended=(count + 1) * most)
         )
     return needed, unknown
 
