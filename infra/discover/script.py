@@ -16,15 +16,7 @@ from gpufleet.infra.discover.frameworks import Framework, framework_of
 from gpufleet.infra.discover.lines import PrintedLine, find_lines
 from gpufleet.infra.discover.reach import Reach, Site, dotted, walk
 from gpufleet.infra.discover.resume import find_resume, shown
-from gpufleet.infra.discover.saves import (
-    CodeSave,
-    Pattern,
-    Saves,
-    around_of,
-    find_saves,
-    loop_unit,
-    pattern,
-)
+from gpufleet.infra.discover.saves import CodeSave, Pattern, Saves, around_of, find_saves, loop_unit, pattern
 from gpufleet.infra.discover.settings import ScriptSettings, Setting, declared, literal, of_file
 from gpufleet.infra.discover.source import CodeFolder, Finding
 from gpufleet.infra.discover.start import StartedProgram, dockerfile_command, starts
