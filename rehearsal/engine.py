@@ -47,9 +47,8 @@ class Result:
     """What one command of the engine did."""
 
     ok: bool
-    changes: Mapping[
-        str, int
-    ]  # resources by operation; one that is left alone is `same`, in InProcess's destroy `kept`
+    # Resources by operation; one that is left alone is `same`, in InProcess's destroy `kept`.
+    changes: Mapping[str, int]
     steps: tuple[EngineStep, ...]
     diagnostics: str  # what the user reads under Diagnostics
     outputs: Mapping[str, Any]  # of a preview: what is known before anything exists

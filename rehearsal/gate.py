@@ -82,9 +82,8 @@ def asked(
         for arn, name in named.items()
     ]
     if request.action == "DeleteFleets" and fields.get("TerminateInstances") != ["false"]:  # true by default
-        wishes.append(
-            AccessRequest(action="ec2:TerminateInstances")
-        )  # with no tag, to be strict: AWS's page names no resource
+        # With no tag, to be strict: AWS's page names no resource.
+        wishes.append(AccessRequest(action="ec2:TerminateInstances"))
     return wishes or [AccessRequest(action=action)]
 
 

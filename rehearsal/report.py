@@ -43,9 +43,8 @@ def write(evidence: Evidence, out: Callable[[str], None], *, checks: Sequence[Pr
     told = json.dumps(summary(evidence, checks), indent=1)
     (folder / SUMMARY).write_text(told + "\n", encoding="utf-8")
     is_broken = any(check.is_broken for check in checks)
-    place = (folder if is_broken else folder.with_suffix("")).relative_to(
-        rehearsal.root
-    )  # where it will be in a moment
+    # Where it will be in a moment.
+    place = (folder if is_broken else folder.with_suffix("")).relative_to(rehearsal.root)
     out(f"\nFiles: {place}/{{{NAME}, bill.json, receipt.json, summary.json, timeline.jsonl, results/}}")
     if not is_broken:
         out(closing(checks, rehearsal.timeline.seconds))

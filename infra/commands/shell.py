@@ -67,9 +67,8 @@ def open_shell(definition: StackDefinition, ec2: Any, ssm: Any, *, on_node: bool
         raise
     answer = {key: session[key] for key in ("SessionId", "TokenValue", "StreamUrl")}
     region, profile = definition.fleet.region, os.environ.get("AWS_PROFILE", "")
-    variable = (
-        "AWS_SSM_START_SESSION_RESPONSE"  # the plugin looks there: an argument is seen by everybody on this machine
-    )
+    # The plugin looks there: an argument is seen by everybody on this machine.
+    variable = "AWS_SSM_START_SESSION_RESPONSE"
     words = (PLUGIN, variable, region, "StartSession", profile, json.dumps(asked), ssm.meta.endpoint_url)
     return start(words, {variable: json.dumps(answer)})
 

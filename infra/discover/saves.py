@@ -63,11 +63,6 @@ class CodeSave:
         """The path, with what is not known in angle brackets."""
         return "".join(part if isinstance(part, str) else f"<{part.kind}>" for part in self.parts)
 
-    @property
-    def title(self) -> str:
-        """The name of it, in a sentence."""
-        return posixpath.basename(re.sub(r"<\w+>", "*", self.text).rstrip("/")) or "a checkpoint"
-
 
 @dataclass(frozen=True, slots=True)
 class Pattern:

@@ -248,8 +248,8 @@ def _every(found: ScriptFacts) -> Span:
     if off is not None:
         return off
     if facts is not None and (cadence := facts.cadence) is not None:
-        unit: Kind = "epoch" if cadence.unit == "epoch" else "step"
-        return _interval(cadence.setting, unit) if cadence.setting is not None else replace(cadence, unit=unit)
+        cadence = replace(cadence, unit="epoch" if cadence.unit == "epoch" else "step")
+        return _interval(cadence.setting, cadence.unit) if cadence.setting is not None else cadence
     if row is not None and row.every_count:
         return Span(count=row.every_count, unit="epoch", where=row.name)
     setting = settings.first(SAVE_INTERVALS)

@@ -25,11 +25,8 @@ SPELLED = {  # otherwise than with a capital first
     "securityGroups": "Groups",  # of a template's network interface
 }
 _BACK = {theirs: ours for ours, theirs in SPELLED.items()}
-BOOLEANS = (
-    "encrypted",
-    "deleteOnTermination",
-    "associatePublicIpAddress",
-)  # strings in the provider, so that unset differs from false
+# Strings in the provider, so that unset differs from false.
+BOOLEANS = ("encrypted", "deleteOnTermination", "associatePublicIpAddress")
 
 
 class UnsupportedError(Exception):
