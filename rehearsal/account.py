@@ -34,7 +34,7 @@ AMI_PARAMETERS = {
     "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-amazon-linux-2023/latest/ami-id": (
         "Deep Learning Base OSS Nvidia Driver GPU AMI (Amazon Linux 2023) 20261105",
         "/dev/xvda",
-    ),
+    )
 }
 QUOTAS = {  # Service Quotas codes and names, AWS documentation, 2026-11-21
     "L-3819A6DF": "All G and VT Spot Instance Requests",
@@ -62,6 +62,7 @@ def seed(account: str) -> None:
 def seed_region(account: str, region: str) -> None:
     """Makes the Deep Learning AMIs of a region and the public parameters that name them."""
     ec2, ssm = ec2_backends[account][region], ssm_backends[account][region]
+    made = datetime(2026, 11, 5, tzinfo=UTC)
     for parameter, (name, device) in AMI_PARAMETERS.items():
         image = ami_id(region, parameter)
         ec2.amis[image] = Ami(
@@ -76,23 +77,11 @@ def seed_region(account: str, region: str) -> None:
             architecture="x86_64",
             root_device_type="ebs",
             root_device_name=device,
-            creation_date=datetime(2026, 11, 5, tzinfo=UTC),
+            creation_date=made,
             region_name=f"{region}a",
         )
-        ssm._parameters[parameter].append(
-            Parameter(  # type: ignore[abstract]
-                account,
-                parameter,
-                image,
-                "String",
-                None,
-                None,
-                None,
-                datetime(2026, 11, 5, tzinfo=UTC),
-                1,
-                "aws:ec2:image",
-            )
-        )
+        kept = Parameter(account, parameter, image, "String", None, None, None, made, 1, "aws:ec2:image")  # type: ignore[abstract]
+        ssm._parameters[parameter].append(kept)
 
 
 def seed_named(account: str, region: str, named: Account) -> None:

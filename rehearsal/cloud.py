@@ -93,7 +93,15 @@ class Cloud:
         self._seeding = threading.Lock()
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._gate: Gate | None = None
+        self._gate = Gate(
+            DomainDispatcherApplication(create_backend_app),
+            self.account,
+            self._seed,
+            statements=self._statements,
+            tags=self._tags_of,
+            key_of=lambda bucket: account.key_of(self.account, bucket),
+            clock=self.clock,
+        )
         self._server: BaseWSGIServer | None = None
         self._baseline: set[account.Resource] = set()
 
@@ -104,15 +112,6 @@ class Cloud:
         logging.getLogger("moto").setLevel(logging.CRITICAL)
         FLEETS[self.account] = self.fleets
         account.seed(self.account)
-        self._gate = Gate(
-            DomainDispatcherApplication(create_backend_app),
-            self.account,
-            self._seed,
-            statements=self._statements,
-            tags=self._tags_of,
-            key_of=lambda bucket: account.key_of(self.account, bucket),
-            clock=self.clock,
-        )
         self._server = make_server("127.0.0.1", self._port, self._gate, threaded=True, request_handler=_QuietHandler)
         self.endpoint = self._gate.endpoint = f"http://127.0.0.1:{self._server.server_port}"
         self._seed(self.region)
@@ -200,17 +199,14 @@ class Cloud:
 
     def deny(self, action: str, *, node: bool = False) -> None:
         """Refuses an action from now on: to the user, or to the nodes' role."""
-        assert self._gate is not None
         self._gate.denied.add((NODE_KEY if node else USER_KEY, action))
 
     def allow(self, action: str) -> None:
         """Takes back every `deny` of the action."""
-        assert self._gate is not None
         self._gate.denied -= {(NODE_KEY, action), (USER_KEY, action)}
 
     def calls(self, action: str) -> int:
         """How often the action was requested; actions of S3 are not counted."""
-        assert self._gate is not None
         return sum(name == action for _, name in self._gate.calls)
 
     def no_capacity(self, instance_type: str = "*", zone: str = "*") -> None:
@@ -242,7 +238,6 @@ class Cloud:
 
     def has_images(self, digests: Mapping[str, str]) -> None:
         """Makes the registry answer with the real digests of these images."""
-        assert self._gate is not None
         for image, digest in digests.items():
             name, _, tag = image.partition("/")[2].partition(":")
             self._gate.images |= {(name, tag): digest, (name, digest): digest}

@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 END_S = 20.0  # the longest that the engine needs to finish its current resource and to end its plugins
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class EngineStep:
     """One operation on one resource: create, update, replace, delete, same, read, refresh ..."""
 
@@ -47,9 +47,8 @@ class Result:
     """What one command of the engine did."""
 
     ok: bool
-    changes: Mapping[
-        str, int
-    ]  # resources by operation; one that is left alone is `same`, in InProcess's destroy `kept`
+    # Resources by operation; one that is left alone is `same`, in InProcess's destroy `kept`.
+    changes: Mapping[str, int]
     steps: tuple[EngineStep, ...]
     diagnostics: str  # what the user reads under Diagnostics
     outputs: Mapping[str, Any]  # of a preview: what is known before anything exists
@@ -181,9 +180,7 @@ def _result(ok: bool, text: str, events: Iterable[dict[str, Any]]) -> Result:
             changes = dict(summary["resourceChanges"])
         elif before := event.get("resourcePreEvent"):
             metadata = before["metadata"]
-            steps.append(
-                EngineStep(operation=metadata["op"], type=metadata["type"], name=metadata["urn"].split("::")[3])
-            )
+            steps.append(EngineStep(metadata["op"], metadata["type"], metadata["urn"].split("::")[3]))
         elif after := event.get("resOutputsEvent"):
             metadata = after["metadata"]
             if metadata["type"] == "pulumi:pulumi:Stack" and metadata.get("new"):
@@ -233,7 +230,7 @@ class InProcess(Engine):
                 continue
             self._say(f"delete {resource['type']} {resource['name']}")
             handler(resource["type"]).delete(aws, resource["id"], resource["state"])
-            deleted.append(EngineStep(operation="delete", type=resource["type"], name=resource["name"]))
+            deleted.append(EngineStep("delete", resource["type"], resource["name"]))
         self._state.unlink(missing_ok=True)
         changes = {"delete": len(deleted), **({"kept": kept} if kept else {})}
         return Result(ok=True, changes=changes, steps=tuple(deleted), diagnostics="", outputs={}, text="")
@@ -259,10 +256,7 @@ class InProcess(Engine):
         found = json.loads(report.read_text())
         if mode == "up" and found["resources"]:
             shutil.copy(report, self._state)
-        steps = tuple(
-            EngineStep(operation="create", type=resource["type"], name=resource["name"])
-            for resource in found["resources"]
-        )
+        steps = tuple(EngineStep("create", resource["type"], resource["name"]) for resource in found["resources"])
         return Result(
             ok=found["ok"],
             changes={"create": len(steps)},

@@ -54,21 +54,21 @@ def asked(
     if request.service == "logs":
         names = json.loads(request.body or b"{}")
         stream = f"log-group:{names.get('logGroupName')}:log-stream:{names.get('logStreamName')}"
-        return [AccessRequest(action=action, resource=f"arn:aws:logs:{place}:{stream}")]
+        return [AccessRequest(action, f"arn:aws:logs:{place}:{stream}")]
     if request.service in ("ssm", "secretsmanager") and request.action in ("GetParameter", "GetSecretValue"):
         names = json.loads(request.body or b"{}")
         of_parameter, of_secret = f"parameter{names.get('Name')}", f"secret:{names.get('SecretId')}-AbCdEf"
         kept = of_parameter if request.service == "ssm" else of_secret  # AWS's own six letters
-        return [AccessRequest(action=action, resource=f"arn:aws:{request.service}:{place}:{kept}")]
+        return [AccessRequest(action, f"arn:aws:{request.service}:{place}:{kept}")]
     if request.service == "sns":
-        return [AccessRequest(action=action, resource=parse_qs(request.body.decode()).get("TopicArn", [""])[0])]
+        return [AccessRequest(action, parse_qs(request.body.decode()).get("TopicArn", [""])[0])]
     if request.service == "states":
         named = json.loads(request.body or b"{}").get("stateMachineArn", "*")
-        return [AccessRequest(action=action, resource=str(named))]
+        return [AccessRequest(action, str(named))]
     if request.service == "scheduler":
         return list(_of_scheduler(request, place))
     if request.service != "ec2" or request.action in UNNARROWED:
-        return [AccessRequest(action=action)]
+        return [AccessRequest(action)]
     fields = parse_qs(request.body.decode("utf-8", "replace"))
     named = {
         f"arn:aws:ec2:{place}:{kind.lower()}/{values[0]}": values[0]
@@ -76,36 +76,29 @@ def asked(
         for kind in re.findall(r"^(Fleet|Instance)Id(?:\.\d+)?$", name)
     }
     wishes = [
-        AccessRequest(
-            action=action,
-            resource=arn,
-            context={f"aws:ResourceTag/{key}": value for key, value in tags(name).items()},
-        )
+        AccessRequest(action, arn, context={f"aws:ResourceTag/{key}": value for key, value in tags(name).items()})
         for arn, name in named.items()
     ]
     if request.action == "DeleteFleets" and fields.get("TerminateInstances") != ["false"]:  # true by default
-        wishes.append(
-            AccessRequest(action="ec2:TerminateInstances")
-        )  # with no tag, to be strict: AWS's page names no resource
-    return wishes or [AccessRequest(action=action)]
+        # With no tag, to be strict: AWS's page names no resource.
+        wishes.append(AccessRequest("ec2:TerminateInstances"))
+    return wishes or [AccessRequest(action)]
 
 
 def _of_scheduler(request: Request, place: str) -> Iterator[AccessRequest]:
     """The rights for a request to EventBridge Scheduler: on the schedule, and on the role that the request gives it."""
     told, name = json.loads(request.body or b"{}"), request.path.rpartition("/")[2]
     group = told.get("GroupName") or parse_qs(request.query).get("groupName", ["default"])[0]
-    yield AccessRequest(
-        action=f"scheduler:{request.action}", resource=f"arn:aws:scheduler:{place}:schedule/{group}/{name}"
-    )
+    yield AccessRequest(f"scheduler:{request.action}", f"arn:aws:scheduler:{place}:schedule/{group}/{name}")
     if role := (told.get("Target") or {}).get("RoleArn"):
         context = {"iam:PassedToService": schedules.SERVICE}
-        yield AccessRequest(action="iam:PassRole", resource=role, context=context)
+        yield AccessRequest("iam:PassRole", role, context=context)
 
 
 def listing(request: Request) -> AccessRequest:
     """The right to list the bucket; without it S3 answers 403 for a missing object. It is checked without a prefix."""
     bucket = request.path.lstrip("/").partition("/")[0]
-    return AccessRequest(action="s3:ListBucket", resource=f"arn:aws:s3:::{bucket}")
+    return AccessRequest("s3:ListBucket", f"arn:aws:s3:::{bucket}")
 
 
 def allowed(statements: Iterable[Statement], wish: AccessRequest) -> bool:
@@ -127,7 +120,7 @@ def _of_key(
     context = {"kms:ViaService": f"s3.{request.region}.amazonaws.com"}
     for wish in wishes:
         if (actions := needs.get(wish.action)) and (key := key_of(wish.resource.split(":::")[1].partition("/")[0])):
-            yield from (AccessRequest(action=f"kms:{action}", resource=key, context=context) for action in actions)
+            yield from (AccessRequest(f"kms:{action}", key, context=context) for action in actions)
 
 
 def _of_s3(request: Request) -> Iterator[AccessRequest]:
@@ -138,13 +131,13 @@ def _of_s3(request: Request) -> Iterator[AccessRequest]:
     if not key and "delete" in query:
         for entry in ElementTree.fromstring(request.body).iter():
             if entry.tag.rpartition("}")[2] == "Key":
-                yield AccessRequest(action="s3:DeleteObject", resource=f"{arn}/{entry.text}")
+                yield AccessRequest("s3:DeleteObject", f"{arn}/{entry.text}")
     elif not key:
         settings = set(query) - {"list-type", "prefix", "delimiter", "encoding-type", "max-keys", "start-after"}
         settings -= {"continuation-token", "marker", "fetch-owner"}
         action = "ListBucket" if reading and not settings else f"{request.method}:{','.join(sorted(settings))}"
         context = {"s3:prefix": query["prefix"][0]} if "prefix" in query else {}
-        yield AccessRequest(action=f"s3:{action}", resource=arn, context=context)
+        yield AccessRequest(f"s3:{action}", arn, context=context)
     else:
         of = "Tagging" if "tagging" in query else "Acl" if "acl" in query else ""
         if reading:
@@ -153,7 +146,7 @@ def _of_s3(request: Request) -> Iterator[AccessRequest]:
             action = "AbortMultipartUpload" if "uploadId" in query else f"DeleteObject{of}"
         else:
             action = f"PutObject{of}"
-        yield AccessRequest(action=f"s3:{action}", resource=f"{arn}/{key}")
+        yield AccessRequest(f"s3:{action}", f"{arn}/{key}")
 
 
 USER_KEY = "AKIAREHEARSALUSER000"

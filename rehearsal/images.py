@@ -70,17 +70,8 @@ class Docker:
             return ""
         image = definition.job.images[0].partition("@")[0]
         shell = 'for each in python3 python; do command -v $each >/dev/null && exec $each -c "$LOOK"; done'
-        words = (
-            "run",
-            "--rm",
-            "-e",
-            f"LOOK={LOOK}",
-            "--entrypoint",
-            "sh",
-            f"{image}@{self.digests[image]}",
-            "-c",
-            shell,
-        )
+        pinned = f"{image}@{self.digests[image]}"
+        words = ("run", "--rm", "-e", f"LOOK={LOOK}", "--entrypoint", "sh", pinned, "-c", shell)
         try:
             done = subprocess.run(
                 [self.program, *words], capture_output=True, text=True, timeout=ANSWERS_S, check=False

@@ -56,11 +56,7 @@ class NodeRunner:
     """Runs a node for every instance that the cloud launches, until `close`."""
 
     def __init__(
-        self,
-        cloud: Cloud,
-        folder: Path,
-        programs: Callable[[Path], Path] | None = None,
-        docker: Docker | None = None,
+        self, cloud: Cloud, folder: Path, programs: Callable[[Path], Path] | None = None, docker: Docker | None = None
     ) -> None:
         """`programs` gives, by the node's root, the folder that comes first on the PATH of a user's command. `docker`
         runs the containers; None: a stand-in does.

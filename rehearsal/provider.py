@@ -46,12 +46,15 @@ def _with_integers(value: Any) -> Any:
 
 
 def _explained(method: Any) -> Any:
-    """Turns refusals into one sentence for the user. Any other error is a fault and keeps its traceback."""
+    """Gives the method the resource's type token, and turns refusals into one sentence for the user. Any other error is
+    a fault and keeps its traceback.
+    """
 
     @wraps(method)
     def call(self: Provider, request: Any, context: grpc.ServicerContext) -> Any:
+        kind = request.urn.split("::")[2].split("$")[-1]  # of urn:pulumi:stack::project::parent$type::name
         try:
-            return method(self, request, context)
+            return method(self, request, context, kind)
         except (ClientError, BotoCoreError, UnsupportedError) as error:
             context.abort(grpc.StatusCode.UNKNOWN, str(error))
 
@@ -107,22 +110,20 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
         return provider_pb2.ConfigureResponse(supportsPreview=True)
 
     @_explained
-    def Check(self, request: Any, context: Any) -> Any:
-        kind, name = _identity(request.urn)
+    def Check(self, request: Any, context: Any, kind: str) -> Any:
         old, new = plain(request.olds), plain(request.news)
+        name = request.urn.split("::", 3)[3]
         inputs, failures = table.check(kind, handler(kind), name, old, new, request.randomSeed)
         return provider_pb2.CheckResponse(inputs=struct(inputs), failures=_failures(failures))
 
     @_explained
-    def Diff(self, request: Any, context: Any) -> Any:
-        kind, _ = _identity(request.urn)
+    def Diff(self, request: Any, context: Any, kind: str) -> Any:
         changed, ignored = table.diff(handler(kind), plain(request.olds), plain(request.news)), request.ignoreChanges
         kept = {path: each for path, each in changed.items() if not {path, path.split(".")[0]} & set(ignored)}
         return _diff_response(kept)
 
     @_explained
-    def Create(self, request: Any, context: Any) -> Any:
-        kind, _ = _identity(request.urn)
+    def Create(self, request: Any, context: Any, kind: str) -> Any:
         aws, inputs = self._aws(context), plain(request.properties)
         if request.preview:
             return provider_pb2.CreateResponse(properties=struct(table.expected(handler(kind), {}, inputs)))
@@ -131,8 +132,7 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
         return provider_pb2.CreateResponse(id=resource_id, properties=struct(state))
 
     @_explained
-    def Read(self, request: Any, context: Any) -> Any:
-        kind, _ = _identity(request.urn)
+    def Read(self, request: Any, context: Any, kind: str) -> Any:
         old_inputs = plain(request.inputs)
         state = table.state(handler(kind), self._aws(context), request.id, {**plain(request.properties), **old_inputs})
         if state is None:
@@ -141,8 +141,7 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
         return provider_pb2.ReadResponse(id=request.id, properties=struct(state), inputs=struct(inputs))
 
     @_explained
-    def Update(self, request: Any, context: Any) -> Any:
-        kind, _ = _identity(request.urn)
+    def Update(self, request: Any, context: Any, kind: str) -> Any:
         aws, old, new = self._aws(context), plain(request.olds), plain(request.news)
         if request.preview:
             return provider_pb2.UpdateResponse(properties=struct(table.expected(handler(kind), old, new)))
@@ -153,8 +152,7 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
         return provider_pb2.UpdateResponse(properties=struct(table.written(kind, handler(kind), aws, request.id, new)))
 
     @_explained
-    def Delete(self, request: Any, context: Any) -> Any:
-        kind, _ = _identity(request.urn)
+    def Delete(self, request: Any, context: Any, kind: str) -> Any:
         handler(kind).delete(self._aws(context), request.id, plain(request.properties))
         return empty_pb2.Empty()
 
@@ -176,12 +174,6 @@ def serve(environment: Mapping[str, str]) -> Iterator[int]:
     finally:
         server.stop(grace=None).wait()
         executor.shutdown()  # what was at work for an engine that is gone ends before anybody else comes
-
-
-def _identity(urn: str) -> tuple[str, str]:
-    """Type token and logical name: urn:pulumi:stack::project::parent$type::name."""
-    kind, name = urn.split("::", 3)[2:]
-    return kind.split("$")[-1], name
 
 
 def _failures(failures: list[tuple[str, str]]) -> list[Any]:

@@ -22,12 +22,7 @@ BAR_S = 300.0  # seconds: the project's bar for a whole rehearsal on two idle co
 TOLD = ("up", "launched", "training", "notice", "seen", "loss", "ended", "results", "destroy")
 
 
-def write(
-    evidence: Evidence,
-    out: Callable[[str], None],
-    *,
-    checks: Sequence[Promise],
-) -> None:
+def write(evidence: Evidence, out: Callable[[str], None], *, checks: Sequence[Promise]) -> None:
     """Writes the page, receipt.json and summary.json beside the results, and prints the report."""
     rehearsal, folder = evidence.rehearsal, evidence.rehearsal.folder
     (folder / RECEIPT).write_bytes((folder / "results" / RECEIPT).read_bytes())
@@ -48,9 +43,8 @@ def write(
     told = json.dumps(summary(evidence, checks), indent=1)
     (folder / SUMMARY).write_text(told + "\n", encoding="utf-8")
     is_broken = any(check.is_broken for check in checks)
-    place = (folder if is_broken else folder.with_suffix("")).relative_to(
-        rehearsal.root
-    )  # where it will be in a moment
+    # Where it will be in a moment.
+    place = (folder if is_broken else folder.with_suffix("")).relative_to(rehearsal.root)
     out(f"\nFiles: {place}/{{{NAME}, bill.json, receipt.json, summary.json, timeline.jsonl, results/}}")
     if not is_broken:
         out(closing(checks, rehearsal.timeline.seconds))

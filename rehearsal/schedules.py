@@ -91,7 +91,7 @@ class Schedules:
     def _do(self, region: str, group_arn: str, target: dict[str, Any]) -> str:
         asked, role_arn, of = json.loads(target["Input"]), target["RoleArn"], {"aws:SourceArn": group_arn}
         if target["Arn"].startswith("arn:aws:states:"):
-            wish = AccessRequest(action="states:StartExecution", resource=target["Arn"])
+            wish = AccessRequest("states:StartExecution", target["Arn"])
             return self._refused(role_arn, of, [wish]) or self._execute(region, target["Arn"], {})
         if target["Arn"] == f"{_TARGET}ec2:modifyFleet":
             return self._modify(region, asked, role_arn, of, SERVICE)
@@ -116,7 +116,7 @@ class Schedules:
             for action, arn, name in named
         ]
         if asked.get("TerminateInstances", True):  # and, to be strict, without a node named
-            wishes.append(AccessRequest(action="ec2:TerminateInstances"))
+            wishes.append(AccessRequest("ec2:TerminateInstances"))
         if refused := self._refused(role_arn, of, wishes):
             return refused
         answer = self._fleets.delete(region, asked)
@@ -166,7 +166,7 @@ class Schedules:
         fleet = asked["FleetId"]
         tags = {f"aws:ResourceTag/{key}": value for key, value in self._tags(fleet).items()}
         arn = f"arn:aws:ec2:{region}:{self._account}:fleet/{fleet}"
-        wish = AccessRequest(action="ec2:ModifyFleet", resource=arn, context=tags)
+        wish = AccessRequest("ec2:ModifyFleet", arn, context=tags)
         if refused := self._refused(role_arn, of, [wish], service):
             return refused
         try:
@@ -178,7 +178,7 @@ class Schedules:
     def _publish(
         self, region: str, of: Mapping[str, str], role_arn: str, asked: dict[str, str], service: str = SERVICE
     ) -> str:
-        wish = AccessRequest(action="sns:Publish", resource=asked["TopicArn"])
+        wish = AccessRequest("sns:Publish", asked["TopicArn"])
         if refused := self._refused(role_arn, of, [wish], service):
             return refused
         sns_backends[self._account][region].publish(
@@ -207,5 +207,5 @@ def trusts(policy: dict[str, Any], of: Mapping[str, str], service: str = SERVICE
         for each in policy["Statement"]
         if each.get("Principal") == {"Service": service}
     ]
-    wish = AccessRequest(action="sts:AssumeRole", context=dict(of))
+    wish = AccessRequest("sts:AssumeRole", context=dict(of))
     return bool(iam_policy.allowed([{"Resource": "*", **each} for each in for_service], wish))

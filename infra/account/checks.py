@@ -27,7 +27,7 @@ LAUNCH_OPERATIONS = ("CreateGrant", "Decrypt", "GenerateDataKeyWithoutPlaintext"
 SOME_OPERATIONS = ("DescribeKey", "ReEncryptFrom", "ReEncryptTo")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One line of the report, and the command or change that puts it right."""
 
@@ -45,22 +45,23 @@ def identity(sts: Any) -> Check:
         refused = refusals.refusal(error)
         if refused is None:
             raise
-        return Check(name="credentials", state="problem", found=str(refused))
-    return Check(name="credentials", found=f"account {who['Account']} as {who['Arn'].rpartition(':')[2]}")
+        return Check("credentials", str(refused), "problem")
+    return Check("credentials", f"account {who['Account']} as {who['Arn'].rpartition(':')[2]}")
 
 
 def service_roles(definition: StackDefinition, iam: Any) -> Iterator[Check]:
     """Whether the service-linked roles of fleets exist: making a fleet by the API creates none."""
     for role, service in definition.fleet.market.roles.items():
-        try:
-            iam.get_role(RoleName=role)
-        except ClientError as error:
-            if refusals.code(error) != "NoSuchEntity":
-                raise
+        if _role(role, iam) is None:
             fix = f"aws iam create-service-linked-role --aws-service-name {service}"
-            yield Check(name="role", state="problem", found=f"{role} does not exist: the fleet may not launch", fix=fix)
+            yield Check("role", f"{role} does not exist: the fleet may not launch", "problem", fix)
         else:
-            yield Check(name="role", found=f"{role} exists")
+            yield Check("role", f"{role} exists")
+
+
+def _role(name: str, iam: Any) -> dict[str, Any] | None:
+    answer = refusals.absent(lambda: iam.get_role(RoleName=name), "NoSuchEntity")
+    return answer["Role"] if answer else None
 
 
 def offerings(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
@@ -71,32 +72,28 @@ def offerings(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     for zone in fleet.zones:
         if zone not in zones:
             fix = f"Remove it from fleet.zones; your account has {', '.join(sorted(zones))}."
-            yield Check(name="zone", state="problem", found=f"your account has no zone {zone}", fix=fix)
+            yield Check("zone", f"your account has no zone {zone}", "problem", fix)
     filters = [
         {"Name": "instance-type", "Values": list(fleet.instance_types)},
         {"Name": "location", "Values": list(fleet.zones)},
     ]
     listed = pages(
-        ec2,
-        "describe_instance_type_offerings",
-        "InstanceTypeOfferings",
-        LocationType=location,
-        Filters=filters,
+        ec2, "describe_instance_type_offerings", "InstanceTypeOfferings", LocationType=location, Filters=filters
     )
     offered = {(item["InstanceType"], item["Location"]) for item in listed}
     if not offered:
         fix = "Change fleet.zones, fleet.region or fleet.instance_types."
         found = f"no listed zone offers {' or '.join(fleet.instance_types)}"
-        yield Check(name="offer", state="problem", found=found, fix=fix)
+        yield Check("offer", found, "problem", fix)
         return
     for kind in fleet.instance_types:
         have = [zone for zone in fleet.zones if (kind, zone) in offered]
         missing = [zone for zone in fleet.zones if zone not in have]
         if missing:
             fix = f"Take {', '.join(missing)} out of fleet.zones, or {kind} out of fleet.instance_types."
-            yield Check(name="offer", state="warning", found=f"{kind} is not offered in {', '.join(missing)}", fix=fix)
+            yield Check("offer", f"{kind} is not offered in {', '.join(missing)}", "warning", fix)
         else:
-            yield Check(name="offer", found=f"{kind} in {', '.join(have)}")
+            yield Check("offer", f"{kind} in {', '.join(have)}")
 
 
 def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
@@ -105,22 +102,21 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     if declared is None or declared.reservation is None:
         return
     name, place = declared.reservation, f"in {fleet.region}, for this account"
-    try:
-        reservation = ec2.describe_capacity_reservations(CapacityReservationIds=[name])["CapacityReservations"][0]
-    except ClientError as error:
-        if not refusals.code(error).startswith("InvalidCapacityReservationId"):
-            raise
+    ask = ec2.describe_capacity_reservations
+    answer = refusals.absent(lambda: ask(CapacityReservationIds=[name]), "InvalidCapacityReservationId")
+    if answer is None:
         fix = "Put fleet.block.reservation or fleet.region right."
-        yield Check(name="block", state="problem", found=f"{name} does not exist {place}", fix=fix)
+        yield Check("block", f"{name} does not exist {place}", "problem", fix)
         return
+    reservation = answer["CapacityReservations"][0]
     state = str(reservation["State"])
     if reservation.get("ReservationType") != "capacity-block":
         fix = "Write fleet.capacity: on-demand: nodes use a reservation that is open by themselves."
-        yield Check(name="block", state="problem", found=f"{name} is another reservation than a block", fix=fix)
+        yield Check("block", f"{name} is another reservation than a block", "problem", fix)
         return
     if state not in ("active", "scheduled", "payment-pending"):
         fix = "Name another block, or write another fleet.capacity."
-        yield Check(name="block", state="problem", found=f"{name} is {state}", fix=fix)
+        yield Check("block", f"{name} is {state}", "problem", fix)
         return
     zone = str(reservation["AvailabilityZoneId" if fleet.zone_ids else "AvailabilityZone"])
     both = {
@@ -132,7 +128,7 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     wrong = {key: theirs for key, (ours, theirs) in both.items() if ours != theirs}
     for key, theirs in wrong.items():
         said_so = f"{key} says {both[key][0]}, {name} is of {theirs}"
-        yield Check(name="block", state="problem", found=said_so, fix=f"Write {theirs}.")
+        yield Check("block", said_so, "problem", f"Write {theirs}.")
     own = sum(
         each.get("InstanceLifecycle") == "capacity-block" and each["State"]["Name"] in ("pending", "running")
         for each in nodes_of(ec2, definition)
@@ -143,49 +139,45 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
             f"{name} has {counted(total, 'instance')}, {free} of them free or its own; the run wants {definition.nodes}"
         )
         fix = "End what runs in it (what has ended counts for minutes more), or write fewer fleet.nodes."
-        yield Check(name="block", state="problem", found=room, fix=fix)
+        yield Check("block", room, "problem", fix)
     elif not wrong:
         what = (
             f"{total} x {fleet.instance_types[0]} in {fleet.zones[0]}, {stamp(declared.start)} to {stamp(declared.end)}"
         )
-        yield Check(name="block", found=f"{name}, {state}: {what}")
+        yield Check("block", f"{name}, {state}: {what}")
 
 
 def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     """Whether the AMI exists, has the right architecture and publisher, and fits on the root disk."""
     wanted, repin = definition.fleet.ami, f"gpufleet doctor {definition.argument} --pin"
     if wanted == "unpinned":
-        yield Check(name="AMI", state="problem", found="fleet.ami is unpinned", fix=repin)
+        yield Check("AMI", "fleet.ami is unpinned", "problem", repin)
         return
-    try:
-        images = ec2.describe_images(ImageIds=[wanted])["Images"]
-    except ClientError as error:
-        if not refusals.code(error).startswith("InvalidAMIID"):
-            raise
-        images = []
+    answer = refusals.absent(lambda: ec2.describe_images(ImageIds=[wanted]), "InvalidAMIID")
+    images = answer["Images"] if answer else []
     if not images or images[0]["State"] != "available":
         found = (
             f"{wanted} does not exist in {definition.fleet.region}, or was withdrawn: the fleet would launch nothing"
         )
-        yield Check(name="AMI", state="problem", found=found, fix=repin)
+        yield Check("AMI", found, "problem", repin)
         return
     image = images[0]
     root = next((m["Ebs"] for m in image.get("BlockDeviceMappings", []) if m.get("DeviceName") == ROOT_DEVICE), None)
     size = int((root or {}).get("VolumeSize") or 0)
     title = f"{wanted}, {image.get('Name', 'no name')}"
     if image.get("Architecture") != "x86_64":
-        yield Check(name="AMI", state="problem", found=f"{title} is for {image.get('Architecture')}", fix=repin)
+        yield Check("AMI", f"{title} is for {image.get('Architecture')}", "problem", repin)
     elif image.get("RootDeviceName") != ROOT_DEVICE:
         found = f"{title} has its root disk at {image.get('RootDeviceName')}, the launch template sizes {ROOT_DEVICE}"
-        yield Check(name="AMI", state="problem", found=found, fix="Use an Amazon Linux 2023 AMI.")
+        yield Check("AMI", found, "problem", "Use an Amazon Linux 2023 AMI.")
     elif size > definition.storage.root.size_gib:
         fix = f"Set storage.root.size_gib: {size}."
-        yield Check(name="AMI", state="problem", found=f"{title} needs a root disk of {size} GiB", fix=fix)
+        yield Check("AMI", f"{title} needs a root disk of {size} GiB", "problem", fix)
     elif image.get("OwnerId") != DLAMI_OWNER:
         owner = image.get("OwnerId")
-        yield Check(name="AMI", state="warning", found=f"{title} belongs to {owner}, not to AWS's Deep Learning AMIs")
+        yield Check("AMI", f"{title} belongs to {owner}, not to AWS's Deep Learning AMIs", "warning")
     else:
-        yield Check(name="AMI", found=f"{title}, by AWS")
+        yield Check("AMI", f"{title}, by AWS")
 
 
 def disk_key(definition: StackDefinition, ec2: Any, kms: Any, iam: Any) -> Iterator[Check]:
@@ -207,30 +199,22 @@ def _key(what: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
     region, alias = definition.fleet.region, key.endswith("alias/aws/ebs")
     metadata = {} if alias else kms.describe_key(KeyId=key)["KeyMetadata"]
     if alias or metadata["KeyManager"] == "AWS":
-        yield Check(name="disk key", found=f"{what} encrypted with AWS's own key")
+        yield Check("disk key", f"{what} encrypted with AWS's own key")
         return
     if not metadata.get("Enabled", True):
-        yield Check(
-            name="disk key",
-            state="problem",
-            found=f"{key} is disabled",
-            fix=f"aws kms enable-key --region {region} --key-id {key}",
-        )
+        yield Check("disk key", f"{key} is disabled", "problem", f"aws kms enable-key --region {region} --key-id {key}")
         return
     if not definition.fleet.market.roles:
         needs = f"whoever runs `up` launches, and needs {', '.join(LAUNCH_OPERATIONS)}"
-        yield Check(name="disk key", state="warning", found=f"{what} encrypted with your key {key}: {needs}")
+        yield Check("disk key", f"{what} encrypted with your key {key}: {needs}", "warning")
         return
     key = str(metadata["Arn"])  # an alias, which the account may have chosen, is refused below
     grants = [_as_statement(grant) for grant in pages(kms, "list_grants", "Grants", KeyId=key)]
     policy = json.loads(kms.get_key_policy(KeyId=key, PolicyName="default")["Policy"]).get("Statement", [])
     for role in definition.fleet.market.roles:
-        try:
-            arn = str(iam.get_role(RoleName=role)["Role"]["Arn"])
-        except ClientError as error:
-            if refusals.code(error) != "NoSuchEntity":  # that there is none is said already
-                raise
+        if (described := _role(role, iam)) is None:  # said already
             continue
+        arn = str(described["Arn"])
         wishes = {each: _launching(each, arn, key, region) for each in LAUNCH_OPERATIONS + SOME_OPERATIONS}
         may = {each: iam_policy.allowed([*policy, *grants], wish) for each, wish in wishes.items()}
         denied = any(
@@ -252,13 +236,13 @@ def _key(what: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
             found = (
                 f"{what} encrypted with your key {key}, which {role} may not use ({missing}): nodes would end at launch"
             )
-            yield Check(name="disk key", state="problem", found=found, fix=fix)
+            yield Check("disk key", found, "problem", fix)
         elif all(may.values()):
-            yield Check(name="disk key", found=f"{key} is yours, and {role} may use it")
+            yield Check("disk key", f"{key} is yours, and {role} may use it")
         else:
             unsure = ", ".join(each for each, answer in may.items() if not answer)
             found = f"{what} encrypted with your key {key}; cannot tell whether {role} may use it ({unsure})"
-            yield Check(name="disk key", state="warning", found=found, fix=fix)
+            yield Check("disk key", found, "warning", fix)
 
 
 def _bucket_key(key: str, definition: StackDefinition, kms: Any) -> Check:
@@ -276,12 +260,12 @@ def _bucket_key(key: str, definition: StackDefinition, kms: Any) -> Check:
         for action in ("kms:Decrypt", "kms:GenerateDataKey")
     ]
     if all(delegated):
-        return Check(name="bucket key", found=f"{key} is yours, and its policy leaves it to IAM who may use it")
+        return Check("bucket key", f"{key} is yours, and its policy leaves it to IAM who may use it")
     return Check(
-        name="bucket key",
-        state="warning",
-        found=f"cannot tell whether nodes may use {key} for the bucket: its policy does not leave that to IAM",
-        fix=f"Let its policy allow {root} kms:Decrypt and kms:GenerateDataKey; the nodes' role narrows it.",
+        "bucket key",
+        f"cannot tell whether nodes may use {key} for the bucket: its policy does not leave that to IAM",
+        "warning",
+        f"Let its policy allow {root} kms:Decrypt and kms:GenerateDataKey; the nodes' role narrows it.",
     )
 
 
@@ -332,37 +316,27 @@ def inputs(definition: StackDefinition, s3: Any, ec2: Any, kms: Any) -> Iterator
     snapshot = _snapshot(disk.snapshot, ec2)
     if snapshot is None:
         found = f"{disk.snapshot} does not exist in {definition.fleet.region}"
-        yield Check(name="snapshot", state="problem", found=found, fix="Put storage.data.snapshot right.")
+        yield Check("snapshot", found, "problem", "Put storage.data.snapshot right.")
         return
     if snapshot["VolumeSize"] > disk.size_gib:
         fix = f"Set storage.data.size_gib: {snapshot['VolumeSize']}."
-        yield Check(name="snapshot", state="problem", found=f"{disk.snapshot} is larger than its disk", fix=fix)
+        yield Check("snapshot", f"{disk.snapshot} is larger than its disk", "problem", fix)
     else:
-        yield Check(name="snapshot", found=f"{disk.snapshot}, {snapshot['VolumeSize']} GiB")
+        yield Check("snapshot", f"{disk.snapshot}, {snapshot['VolumeSize']} GiB")
 
 
 def _snapshot(name: str, ec2: Any) -> dict[str, Any] | None:
     """EC2's description of the snapshot; None when it does not exist."""
-    try:
-        snapshot: dict[str, Any] = ec2.describe_snapshots(SnapshotIds=[name])["Snapshots"][0]
-    except ClientError as error:
-        if not refusals.code(error).startswith("InvalidSnapshot"):
-            raise
-        return None
-    return snapshot
+    answer = refusals.absent(lambda: ec2.describe_snapshots(SnapshotIds=[name]), "InvalidSnapshot")
+    return answer["Snapshots"][0] if answer else None
 
 
 def _first(place: str, s3: Any) -> str:
     """The key of some object below a prefix that has no manifest; a made-up key when nothing is there."""
     bucket, _, path = place.removeprefix("s3://").partition("/")
     prefix = f"{path.strip('/')}/" if path.strip("/") else ""
-    try:
-        listed = s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=10).get("Contents", ())
-    except ClientError as error:
-        if refusals.code(error) != "NoSuchBucket":
-            raise
-        listed = ()
-    names = [item["Key"].removeprefix(prefix) for item in listed]
+    listed = refusals.absent(lambda: s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=10), "NoSuchBucket")
+    names = [item["Key"].removeprefix(prefix) for item in (listed or {}).get("Contents", ())]
     return next(filter(is_file, names), "(any file)")
 
 
@@ -374,12 +348,12 @@ def secrets(definition: StackDefinition, client: Callable[[str, str], Any]) -> I
         kept = _parameter(name, client("ssm", region)) if service == "ssm" else _secret(name, client(service, region))
         if kept is None:
             fix = f"Put it there in {region}, or put job.secrets right."
-            yield Check(name="secret", state="problem", found=f"{reference} does not exist", fix=fix)
+            yield Check("secret", f"{reference} does not exist", "problem", fix)
         elif kept and kept != own and not own.endswith(f"/{kept}"):
             found = f"{reference} is encrypted with {kept}: a node may decrypt with account.kms_key alone"
-            yield Check(name="secret", state="problem", found=found, fix="Set account.kms_key to it, or use AWS's key.")
+            yield Check("secret", found, "problem", "Set account.kms_key to it, or use AWS's key.")
         else:
-            yield Check(name="secret", found=f"{reference} is there")
+            yield Check("secret", f"{reference} is there")
 
 
 def _parameter(name: str, ssm: Any) -> str | None:
@@ -394,39 +368,34 @@ def _parameter(name: str, ssm: Any) -> str | None:
 
 def _secret(name: str, manager: Any) -> str | None:
     """The customer key that encrypts a secret, as for _parameter; None also while the secret is being deleted."""
-    try:
-        secret = manager.describe_secret(SecretId=name)
-    except ClientError as error:
-        if refusals.code(error) != "ResourceNotFoundException":
-            raise
+    secret = refusals.absent(lambda: manager.describe_secret(SecretId=name), "ResourceNotFoundException")
+    if secret is None or secret.get("DeletedDate"):
         return None
     key = str(secret.get("KmsKeyId") or "")
-    return None if secret.get("DeletedDate") else "" if key == "alias/aws/secretsmanager" else key
+    return "" if key == "alias/aws/secretsmanager" else key
 
 
 def _prefix(key: str, place: str, listing: str, own: str | None, s3: Any, kms: Any) -> Check:
     """Whether the list of files at a prefix exists, which a node reads first; `prepare` writes it there."""
     bucket, _, prefix = place.removeprefix("s3://").partition("/")
-    try:
-        listed = s3.head_object(Bucket=bucket, Key=f"{prefix}/{listing}".lstrip("/"))
-    except ClientError as error:
-        if refusals.code(error) not in ("NoSuchBucket", "NoSuchKey", "404"):
-            raise
+    place_of_list = {"Bucket": bucket, "Key": f"{prefix}/{listing}".lstrip("/")}
+    listed = refusals.absent(lambda: s3.head_object(**place_of_list), "NoSuchBucket", "NoSuchKey", "404")
+    if listed is None:
         fix = f"Put storage.{key} right."
         if listing in (DATASET, WEIGHTS):
             fix = f"Put storage.{key} right; what `gpufleet prepare` lists goes there whole, {listing} included."
-        return Check(name=key, state="problem", found=f"{place}/{listing} is not there", fix=fix)
+        return Check(key, f"{place}/{listing} is not there", "problem", fix)
     used = listed.get("SSEKMSKeyId")
     manager = _manager(used, kms) if used and used != own else "AWS"
     if manager != "AWS":
         doubt = "" if manager else "cannot tell whose key that is, and "
         return Check(
-            name=key,
-            state="problem" if manager else "warning",
-            found=f"{place}/{listing} is encrypted with {used}: {doubt}a node may not decrypt with a key of yours",
-            fix=f"Set account.kms_key to it, or: aws s3 cp --recursive --sse AES256 {place} s3://...",
+            key,
+            f"{place}/{listing} is encrypted with {used}: {doubt}a node may not decrypt with a key of yours",
+            "problem" if manager else "warning",
+            f"Set account.kms_key to it, or: aws s3 cp --recursive --sse AES256 {place} s3://...",
         )
-    return Check(name=key, found=f"{place}/{listing} is there")
+    return Check(key, f"{place}/{listing} is there")
 
 
 def _manager(key: str, kms: Any) -> str:

@@ -28,15 +28,13 @@ SKIPPED = "not checked"  # the name of a check that AWS did not answer
 
 def pin(definition: StackDefinition, ssm: Any, say: Callable[[str], None] = print) -> None:
     """Writes AMI and digest into the definition file and says what changed. Raises AwsRefused."""
-    try:
-        ami = str(ssm.get_parameter(Name=AMI_PARAMETER)["Parameter"]["Value"])
-    except ClientError as error:
-        if refusals.code(error) != "ParameterNotFound":
-            raise
+    newest = refusals.absent(lambda: ssm.get_parameter(Name=AMI_PARAMETER), "ParameterNotFound")
+    if newest is None:
         raise AwsRefused(
             f"{definition.fleet.region} has no parameter {AMI_PARAMETER}. Choose another region, or write an AMI with "
             "the Nvidia driver, docker and the Nvidia container toolkit into fleet.ami by hand."
-        ) from None
+        )
+    ami = str(newest["Parameter"]["Value"])
     images = {"image": _pinned(definition.job.image, definition.job.parameters.demands.login)}
     if definition.job.supervisor_image is not None:
         images["supervisor_image"] = _pinned(definition.job.supervisor_image)
@@ -96,7 +94,7 @@ def guarded(group: Callable[[], Iterator[Check]]) -> Iterator[Check]:
         sentence = refusals.refusal(error)
         if sentence is None:
             raise
-        yield Check(name=SKIPPED, state="warning", found=str(sentence))
+        yield Check(SKIPPED, str(sentence), "warning")
 
 
 def images(definition: StackDefinition, sts: Any) -> Iterator[Check]:
@@ -111,37 +109,37 @@ def _image(name: str, definition: StackDefinition, sts: Any) -> Iterator[Check]:
     if login is not None and name == definition.job.image and not ecr.repository(name):
         pinned = "@" in name
         yield Check(
-            name="image",
-            state="warning" if pinned else "problem",
-            found=f"{name.partition('@')[0]} is behind job.registry's login, which nodes alone read: not looked for",
-            fix="" if pinned else "Write its digest by hand: @sha256:...",
+            "image",
+            f"{name.partition('@')[0]} is behind job.registry's login, which nodes alone read: not looked for",
+            "warning" if pinned else "problem",
+            "" if pinned else "Write its digest by hand: @sha256:...",
         )
         return
     try:
         found = registry.digest(name)
     except AwsRefused as error:
-        yield Check(name="image", state="problem", found=str(error))
+        yield Check("image", str(error), "problem")
         return
     private = ecr.repository(name)
     if "@" in name:
         how = "is there, and a node logs in by its role" if private else "can be pulled without a login"
-        yield Check(name="image", found=f"{name.partition('@')[0]} at {found[:19]}... {how}")
+        yield Check("image", f"{name.partition('@')[0]} at {found[:19]}... {how}")
     else:
         yield Check(
-            name="image",
-            state="problem",
-            found=f"{name} exists but is not pinned, and a tag can move between a node and its replacement",
-            fix=f"gpufleet doctor {definition.argument} --pin",
+            "image",
+            f"{name} exists but is not pinned, and a tag can move between a node and its replacement",
+            "problem",
+            f"gpufleet doctor {definition.argument} --pin",
         )
     if private and private.account != (own := sts.get_caller_identity()["Account"]):
         yield Check(
-            name="image",
-            state="warning",
-            found=f"{private.name} is of account {private.account}; whether nodes of {own} may pull it is not seen",
-            fix=f"There, the repository's policy must allow {own} ecr:BatchGetImage and ecr:GetDownloadUrlForLayer.",
+            "image",
+            f"{private.name} is of account {private.account}; whether nodes of {own} may pull it is not seen",
+            "warning",
+            f"There, the repository's policy must allow {own} ecr:BatchGetImage and ecr:GetDownloadUrlForLayer.",
         )
     if abroad := ecr.abroad(name, definition.fleet.region):
-        yield Check(name="image", state="warning", found=abroad)
+        yield Check("image", abroad, "warning")
 
 
 def readiness(definition: StackDefinition, root: Path) -> Iterator[Check]:
@@ -149,4 +147,4 @@ def readiness(definition: StackDefinition, root: Path) -> Iterator[Check]:
     for sentence in [*map(str, code_problems(definition, root)), *not_ready(definition, root)]:
         if sentence.startswith("storage.") or ".code." in sentence:
             found, _, fix = sentence.partition(": ")
-            yield Check(name="inputs", state="problem", found=found, fix=fix[:1].upper() + fix[1:])
+            yield Check("inputs", found, "problem", fix[:1].upper() + fix[1:])

@@ -6,9 +6,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
-from botocore.exceptions import ClientError
-
-from gpufleet.infra.account import removal
+from gpufleet.infra.account import refusals, removal
 from gpufleet.infra.account.aws import owner_of, pages, tags_of
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program.resources.tags import RUN_TAG, STACK_TAG
@@ -43,12 +41,8 @@ def fleets_of(ec2: Any, definition: StackDefinition, *, every_run: bool = False)
 
 def _described(ec2: Any, fleet_id: str) -> list[dict[str, Any]]:
     """The fleet's description; empty when only its tags still exist."""
-    try:
-        return list(ec2.describe_fleets(FleetIds=[fleet_id])["Fleets"])
-    except ClientError as error:
-        if error.response["Error"]["Code"] in ("InvalidFleetId.NotFound", "InvalidFleetIdNotFound"):
-            return []
-        raise
+    answer = refusals.absent(lambda: ec2.describe_fleets(FleetIds=[fleet_id]), "InvalidFleetId")
+    return answer["Fleets"] if answer else []
 
 
 def may_launch(fleet: dict[str, Any], now: datetime) -> bool:

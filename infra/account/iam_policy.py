@@ -16,7 +16,7 @@ from typing import Any
 Statement = Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class AccessRequest:
     """One action that a request asks for. A key of `context` whose value is None is not in the request. Whether the
     request has keys that `context` does not name is unknown, unless `complete` is set.

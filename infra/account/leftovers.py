@@ -40,9 +40,8 @@ class Left:
     asked_for: bool = False  # the definition keeps it
     ours: bool = True  # False: it looks like ours, but nothing proves it
     foreign: bool = False  # somebody else's thing in the stack's VPC; the VPC cannot be deleted before it
-    steps: tuple[
-        removal.Step, ...
-    ] = ()  # how to remove it; empty when it goes with something else, or is going already
+    # How to remove it; empty when it goes with something else, or is going already.
+    steps: tuple[removal.Step, ...] = ()
     owner: str = ""  # the owner in its tag, when that is not the definition's
     launches: bool = False  # it costs nothing now but may launch a node at any time
     unseen: bool = False  # AWS does not show it; its id or note has AWS's answer
@@ -270,11 +269,7 @@ def _log_groups(logs: Any, definition: StackDefinition) -> Iterator[Left]:
             id=group["logGroupName"],
             note=f"{stored / 1e6:.1f} MB",
             usd_per_month=Decimal(stored) / 10**9 * _price("logs_storage", definition.fleet.region),
-            steps=(
-                removal.Call(
-                    service="logs", operation="delete_log_group", arguments={"logGroupName": group["logGroupName"]}
-                ),
-            ),
+            steps=(removal.Call("logs", "delete_log_group", {"logGroupName": group["logGroupName"]}),),
             owner=_other_owner(group, definition),
         )
 
@@ -287,7 +282,7 @@ def _schedules(scheduler: Any, definition: StackDefinition) -> Iterator[Left]:
         if aws.tags_of(tagged).get(STACK_TAG) != definition.name:
             continue
         name, going = group["Name"], group["State"] == "DELETING"
-        end = removal.Call(service="scheduler", operation="delete_schedule_group", arguments={"Name": name})
+        end = removal.Call("scheduler", "delete_schedule_group", {"Name": name})
         owner = _other_owner(tagged, definition)
         yield Left(kind="schedule group", id=name, steps=() if going else (end,), owner=owner)
 
@@ -300,8 +295,7 @@ def _machines(states: Any, definition: StackDefinition) -> Iterator[Left]:
         tags = states.list_tags_for_resource(resourceArn=arn)["tags"]
         tagged = {"Tags": [{"Key": tag["key"], "Value": tag["value"]} for tag in tags]}
         if aws.tags_of(tagged).get(STACK_TAG) == definition.name:
-            of = {"stateMachineArn": arn}
-            end = removal.Call(service="stepfunctions", operation="delete_state_machine", arguments=of)
+            end = removal.Call("stepfunctions", "delete_state_machine", {"stateMachineArn": arn})
             yield Left(kind="state machine", id=machine["name"], steps=(end,), owner=_other_owner(tagged, definition))
 
 

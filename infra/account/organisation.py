@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from botocore.exceptions import ClientError
-
 from gpufleet.infra.account import iam_policy, refusals
 from gpufleet.infra.account.aws import pages
 from gpufleet.infra.account.checks import Check
@@ -26,7 +24,7 @@ def network(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
         subnet = subnets.get(name)
         if wrong := _misplaced(subnet, vpc.id, zone):
             fix = "Put account.vpc right."
-            yield Check(name="network", state="problem", found=f"{name} {wrong}", fix=fix)
+            yield Check("network", f"{name} {wrong}", "problem", fix)
         else:
             assert subnet is not None
             yield _way_out(subnet, _routes(tables, name))
@@ -58,28 +56,28 @@ def _way_out(subnet: dict[str, Any], routes: list[dict[str, Any]]) -> Check:
     endpoint = any(str(route.get("GatewayId", "")).startswith("vpce-") for route in routes)
     if out is None:
         return Check(
-            name="network",
-            state="warning",
-            found=f"{name}: cannot tell how nodes reach S3, EC2, logs and the image's registry: it has no route out",
-            fix="Nodes need port 443 to all of these, through a gateway or endpoints; they know no proxy.",
+            "network",
+            f"{name}: cannot tell how nodes reach S3, EC2, logs and the image's registry: it has no route out",
+            "warning",
+            "Nodes need port 443 to all of these, through a gateway or endpoints; they know no proxy.",
         )
     if str(out.get("GatewayId", "")).startswith("igw-"):
         if subnet["MapPublicIpOnLaunch"]:
-            return Check(name="network", found=f"{name}, out through {out['GatewayId']}")
+            return Check("network", f"{name}, out through {out['GatewayId']}")
         return Check(
-            name="network",
-            state="problem",
-            found=f"{name} goes out through {out['GatewayId']} and gives no public address: nodes would reach nothing",
-            fix=f"aws ec2 modify-subnet-attribute --subnet-id {subnet['SubnetId']} --map-public-ip-on-launch",
+            "network",
+            f"{name} goes out through {out['GatewayId']} and gives no public address: nodes would reach nothing",
+            "problem",
+            f"aws ec2 modify-subnet-attribute --subnet-id {subnet['SubnetId']} --map-public-ip-on-launch",
         )
     through = next((str(out[key]) for key in out if key.endswith("Id")), "another way")
     if endpoint:
-        return Check(name="network", found=f"{name}, out through {through}, whose price is not on the bill")
+        return Check("network", f"{name}, out through {through}, whose price is not on the bill")
     return Check(
-        name="network",
-        state="warning",
-        found=f"{name}: data and checkpoints go through {through} too, whose price per GB is not on the bill",
-        fix="A gateway endpoint for S3 in that route table costs nothing.",
+        "network",
+        f"{name}: data and checkpoints go through {through} too, whose price per GB is not on the bill",
+        "warning",
+        "A gateway endpoint for S3 in that route table costs nothing.",
     )
 
 
@@ -93,14 +91,13 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
     from gpufleet.infra.program.resources.machine import may_modify
     from gpufleet.infra.program.resources.stop import schedule_arn, stop_statements
 
-    try:
+    def read() -> Any:
         version = iam.get_policy(PolicyArn=arn)["Policy"]["DefaultVersionId"]
-        document = iam.get_policy_version(PolicyArn=arn, VersionId=version)["PolicyVersion"]["Document"]
-    except ClientError as error:
-        if refusals.code(error) != "NoSuchEntity":
-            raise
+        return iam.get_policy_version(PolicyArn=arn, VersionId=version)["PolicyVersion"]["Document"]
+
+    if (document := refusals.absent(read, "NoSuchEntity")) is None:
         fix = "Put account.permissions_boundary right."
-        yield Check(name="boundary", state="problem", found=f"{arn} does not exist", fix=fix)
+        yield Check("boundary", f"{arn} does not exist", "problem", fix)
         return
     limits = (json.loads(document) if isinstance(document, str) else document)["Statement"]
     limits = limits if isinstance(limits, list) else [limits]
@@ -127,12 +124,12 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
     if refused:
         found = f"{arn} does not let a node {', '.join(refused)}"
         fix = "Let the boundary allow what `gpufleet docs node` lists, or nodes fail or cannot end their fleet."
-        yield Check(name="boundary", state="problem", found=found, fix=fix)
+        yield Check("boundary", found, "problem", fix)
     elif unsure:
         found = f"cannot tell whether {arn} lets a node {', '.join(unsure)}: it sets conditions that only AWS can judge"
-        yield Check(name="boundary", state="warning", found=found)
+        yield Check("boundary", found, "warning")
     else:
-        yield Check(name="boundary", found=f"{arn} allows all that a node does")
+        yield Check("boundary", f"{arn} allows all that a node does")
 
 
 _ANY_ACCOUNT = "000000000000"

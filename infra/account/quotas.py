@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from botocore.exceptions import ClientError
-
 from gpufleet.infra.account import aws, refusals
 from gpufleet.infra.account.checks import Check
 from gpufleet.infra.account.fleet import find_instances
@@ -68,13 +66,7 @@ def needs(fleet: Fleet, capacity: str) -> tuple[list[Need], list[str]]:
         least, most = min(sizes, default=0), max(sizes, default=0)
         count = fleet.nodes
         needed.append(
-            Need(
-                code=code,
-                types=tuple(names),
-                least=count * least,
-                vcpu=count * most,
-                recommended=(count + 1) * most,
-            )
+            Need(code=code, types=tuple(names), least=count * least, vcpu=count * most, recommended=(count + 1) * most)
         )
     return needed, unknown
 
@@ -94,9 +86,7 @@ def vcpu_quotas(definition: StackDefinition, service_quotas: Any, ec2: Any = Non
             for check in checks:
                 yield replace(check, state="warning") if check.state == "problem" else check
     for name in unknown:
-        yield Check(
-            name="quota", state="warning", found=f"which quota counts {name} is not known: look it up in the console"
-        )
+        yield Check("quota", f"which quota counts {name} is not known: look it up in the console", "warning")
 
 
 def vpc_quota(definition: StackDefinition, ec2: Any, service_quotas: Any) -> Iterator[Check]:
@@ -108,27 +98,22 @@ def vpc_quota(definition: StackDefinition, ec2: Any, service_quotas: Any) -> Ite
     most = int(quota["Value"])
     found = f"{quota['QuotaName']} ({VPCS_PER_REGION}) is {most}; {len(vpcs)} in {definition.fleet.region}"
     if any(aws.tags_of(vpc).get(STACK_TAG) == definition.name for vpc in vpcs):
-        yield Check(name="network", found=f"{found}, this stack's among them")
+        yield Check("network", f"{found}, this stack's among them")
     elif len(vpcs) < most:
-        yield Check(name="network", found=found)
+        yield Check("network", found)
     else:
         fix = (
             f"{_increase(definition, 'vpc', VPCS_PER_REGION, 2 * most)}\n"
             "          or `pulumi destroy` a stack that is done, or delete a VPC that nothing uses"
         )
-        yield Check(name="network", state="problem", found=f"{found}, and `pulumi up` makes one more", fix=fix)
+        yield Check("network", f"{found}, and `pulumi up` makes one more", "problem", fix)
 
 
 def _granted(service_quotas: Any, service: str, code: str) -> dict[str, Any]:
     """A quota's value for this account: AWS's default, unless the account has asked for more."""
     arguments = {"ServiceCode": service, "QuotaCode": code}
-    try:
-        quota: dict[str, Any] = service_quotas.get_service_quota(**arguments)["Quota"]
-    except ClientError as error:
-        if refusals.code(error) != "NoSuchResourceException":
-            raise
-        quota = service_quotas.get_aws_default_service_quota(**arguments)["Quota"]
-    return quota
+    answer = refusals.absent(lambda: service_quotas.get_service_quota(**arguments), "NoSuchResourceException")
+    return dict((answer or service_quotas.get_aws_default_service_quota(**arguments))["Quota"])
 
 
 def _increase(definition: StackDefinition, service: str, code: str, wanted: int) -> str:
@@ -178,11 +163,11 @@ def _quota(definition: StackDefinition, need: Need, others: dict[str, int], serv
         fix += "\n          or wait until a machine above has ended"
     if free < need.least:
         console = "(asked for in the console, with the use case in a sentence, it is granted more often)"
-        return Check(name="quota", state="problem", found=found, fix=f"{fix}\n          {console}")
+        return Check("quota", found, "problem", f"{fix}\n          {console}")
     if free < need.vcpu:
-        return Check(name="quota", state="warning", found=f"{found}: the larger types cannot launch", fix=fix)
+        return Check("quota", f"{found}: the larger types cannot launch", "warning", fix)
     if free < need.recommended:
         worth = {2: "two"}.get(definition.nodes + 1, definition.nodes + 1)
         why = f"; {worth} nodes' worth lets a replacement start while the old node still counts"
-        return Check(name="quota", state="warning", found=found + why, fix=fix)
-    return Check(name="quota", found=found)
+        return Check("quota", found + why, "warning", fix)
+    return Check("quota", found)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
+from typing import TypeVar
 
 from botocore import exceptions
 from botocore.parsers import ResponseParserError
@@ -18,6 +20,7 @@ _BAD_KEYS = (
     "SignatureDoesNotMatch", "ExpiredToken", "ExpiredTokenException", "RequestExpired",
     "InvalidSignatureException", "RequestTimeTooSkewed", "RequestInTheFuture",
 )  # fmt: skip
+_T = TypeVar("_T")
 _SKEW = timedelta(minutes=5)  # AWS refuses a signature that is older or newer (S3 and IAM, 15 min)
 
 
@@ -54,6 +57,16 @@ def refusal(error: Exception) -> AwsRefused | None:
 def code(error: exceptions.ClientError) -> str:
     """The error's code, such as NoSuchKey or UnauthorizedOperation."""
     return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def absent(ask: Callable[[], _T], *codes: str) -> _T | None:
+    """What a call gives; None when AWS answers with a code that begins with one of `codes`: there is no such thing."""
+    try:
+        return ask()
+    except exceptions.ClientError as error:
+        if not code(error).startswith(codes):
+            raise
+        return None
 
 
 def denied(error: exceptions.ClientError) -> bool:

@@ -14,8 +14,6 @@ import urllib.parse
 import urllib.request
 from http.client import HTTPException, HTTPMessage
 
-from botocore.exceptions import ClientError
-
 from gpufleet.infra.account import aws, refusals
 from gpufleet.infra.errors import AwsRefused
 from gpufleet.infra.program import ecr
@@ -61,14 +59,10 @@ def digest(image: str) -> str:
 def _of_ecr(image: str, repository: ecr.Repository) -> str:
     tag, _, pinned = image.partition("/")[2].removeprefix(repository.name).removeprefix(":").partition("@")
     wanted = {"imageDigest": pinned} if pinned else {"imageTag": tag}
-    try:
-        found = aws.client("ecr", repository.region).describe_images(
-            registryId=repository.account, repositoryName=repository.name, imageIds=[wanted]
-        )
-    except ClientError as error:
-        if refusals.code(error) not in ("RepositoryNotFoundException", "ImageNotFoundException"):
-            raise
-        raise _missing(image) from None
+    named = {"registryId": repository.account, "repositoryName": repository.name, "imageIds": [wanted]}
+    ask, codes = aws.client("ecr", repository.region).describe_images, ("RepositoryNotFound", "ImageNotFound")
+    if (found := refusals.absent(lambda: ask(**named), *codes)) is None:
+        raise _missing(image)
     return str(found["imageDetails"][0]["imageDigest"])
 
 

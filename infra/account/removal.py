@@ -23,7 +23,7 @@ class Step(Protocol):
     def do(self, client: Client) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Call:
     """One call of AWS's API."""
 
@@ -83,11 +83,11 @@ class UnfinishedUpload:
 
 
 def ec2(operation: str, **arguments: Any) -> Call:
-    return Call(service="ec2", operation=operation, arguments=arguments)
+    return Call("ec2", operation, arguments)
 
 
 def iam(operation: str, **arguments: Any) -> Call:
-    return Call(service="iam", operation=operation, arguments=arguments)
+    return Call("iam", operation, arguments)
 
 
 def end_fleet(fleet: str) -> Call:

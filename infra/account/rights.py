@@ -73,7 +73,7 @@ def check(definition: StackDefinition, sts: Any, iam: Any) -> Iterator[Check]:
         who = str(iam.get_role(RoleName=name.split("/")[1])["Role"]["Arn"])
     elif not name.startswith("user/"):
         sentence = f"cannot tell whether {name} may do all that `up` does: AWS simulates users and roles alone"
-        yield Check(name="rights", state="warning", found=sentence)
+        yield Check("rights", sentence, "warning")
         return
     context = {"aws:RequestedRegion": definition.fleet.region, "iam:PassedToService": "ec2.amazonaws.com"}
     if boundary := definition.account.permissions_boundary:
@@ -104,12 +104,12 @@ def check(definition: StackDefinition, sts: Any, iam: Any) -> Iterator[Check]:
     fix = f"gpufleet doctor {definition.argument} --rights prints them all as a policy, for whoever grants them."
     if missing:
         sentence = f"`up` needs rights that {name} lacks: {', '.join(sorted(missing))}"
-        yield Check(name="rights", state="problem", found=sentence, fix=fix)
+        yield Check("rights", sentence, "problem", fix)
     if unsure:
         sentence = f"{name} lacks these, or has them on some resources or conditions alone: {', '.join(sorted(unsure))}"
-        yield Check(name="rights", state="warning", found=sentence, fix=fix)
+        yield Check("rights", sentence, "warning", fix)
     if not missing | unsure:
-        yield Check(name="rights", found=f"{name} may do all that `up` and `destroy` do")
+        yield Check("rights", f"{name} may do all that `up` and `destroy` do")
 
 
 def _resource(definition: StackDefinition, action: str, account: str) -> str:

@@ -79,10 +79,7 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
             foreign,
         ),
         ("Perhaps ours: no tag says so:", [left for left in mine if not left.ours]),
-        (
-            f"Of a stack of the same name and another owner than {definition.run.owner}: ask before removing it:",
-            theirs,
-        ),
+        (f"Of a stack of the same name and another owner than {definition.run.owner}: ask before removing it:", theirs),
     ):
         if group:
             yield title

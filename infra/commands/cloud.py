@@ -23,7 +23,6 @@ from gpufleet.rehearsal import environment
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Command-line arguments."""
     parser.add_argument(
         "--region", default="us-east-2", help="the region the printed lines name (default: %(default)s)"
     )

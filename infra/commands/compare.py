@@ -22,7 +22,6 @@ LONGEST_H = 366 * 24  # as far off as limits.deadline may be
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Command-line arguments."""
     stack.argument(parser)
     parser.add_argument("--scenario", metavar="NAME", help="rank the options for this scenario's work alone")
     parser.add_argument(

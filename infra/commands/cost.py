@@ -31,7 +31,6 @@ from gpufleet.infra.review import policy
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Command-line arguments."""
     stack.argument(parser)
     parser.add_argument("others", metavar="STACK", nargs="*", help="more of them: what all runs come to together")
     parser.add_argument("--times", metavar="N", type=_times, help="so many runs of each: a sweep under one budget")

@@ -16,7 +16,6 @@ from gpufleet.job import atomic
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Command-line arguments."""
     parser.add_argument("base", metavar="BASE", help="a commit: the one before, main, HEAD~1")
     parser.add_argument("head", metavar="HEAD", help="the commit under review")
     parser.add_argument(

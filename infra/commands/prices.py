@@ -17,7 +17,6 @@ from gpufleet.infra.prices.price_list import API_REGION
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Command-line arguments."""
     parser.add_argument(
         "action", nargs="?", choices=["refresh"], help="refresh: read prices from AWS into a new dated folder"
     )

@@ -17,7 +17,6 @@ from gpufleet.job.text import counted
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Command-line arguments."""
     parser.add_argument("--region", action="append", default=[], help="look here too, beside the stacks' regions")
     parser.add_argument("--json", action="store_true", help="the same for programs: a list of runs")
 

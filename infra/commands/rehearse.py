@@ -14,7 +14,6 @@ from gpufleet.rehearsal import environment
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Command-line arguments."""
     parser.add_argument("stack", metavar="STACK", nargs="?", help="a file of stacks/ without its .yaml, or a path")
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--image", action="store_true", help="a command in its own image, by this machine's docker")

@@ -1,16 +1,35 @@
-"""`gpufleet shell STACK`: a shell in the container that trains, by Session Manager."""
+"""`gpufleet shell STACK`: a shell in the container that trains, by Session Manager: nothing listens on a node.
+
+It asks AWS for a session as the AWS CLI does, and hands it to AWS's own plugin, which talks to the node.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from gpufleet.infra.account import aws
-from gpufleet.infra.account.shell import open_shell
+from botocore.exceptions import ClientError
+
+from gpufleet.infra.account import aws, refusals
+from gpufleet.infra.account.fleet import nodes_of
 from gpufleet.infra.commands import stack
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import AwsRefused, GpufleetError
+
+PLUGIN = "session-manager-plugin"
+DOCUMENT = "AWS-StartInteractiveCommand"
+INSTALL = (
+    "https://docs.aws.amazon.com/systems-manager/latest/userguide/session-manager-working-with-install-plugin.html"
+)
+# The newest container of gpufleet's is the one that trains, where that has begun.
+INSIDE = 'sudo docker exec -it "$(sudo docker ps -q --filter name=gpufleet- | head -1)" sh -c "bash || sh"'
+Start = Callable[[Sequence[str], Mapping[str, str]], int]  # a program with this environment; its exit code
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +43,44 @@ def run(args: argparse.Namespace) -> int:
     definition = stack.definition_of(args)
     ec2, ssm = (aws.client(service, definition.fleet.region) for service in ("ec2", "ssm"))
     return open_shell(definition, ec2, ssm, on_node=args.node, start=_start)
+
+
+def open_shell(definition: StackDefinition, ec2: Any, ssm: Any, *, on_node: bool, start: Start) -> int:
+    """Opens a shell in the job's container on the newest node, or on the node itself (`on_node`); the shell's exit
+    code. Raises GpufleetError with what is missing: the plugin, a node, its agent.
+    """
+    if shutil.which(PLUGIN) is None:
+        raise GpufleetError(f"a shell needs AWS's {PLUGIN} on this machine, and it is not installed: {INSTALL}")
+    instance = _newest(definition, ec2)
+    asked = {"Target": instance}
+    if not on_node:
+        asked |= {"DocumentName": DOCUMENT, "Parameters": {"command": [INSIDE]}}  # type: ignore[dict-item]
+    try:
+        session = ssm.start_session(**asked)
+    except ClientError as error:
+        if refusals.code(error) == "TargetNotConnected":
+            raise AwsRefused(
+                f"{instance} has not told Session Manager of itself. A node does within some minutes of its boot, if"
+                " its AMI has the SSM agent (as AWS's deep learning AMIs have) and its subnet a way out on port 443;"
+                f" `gpufleet logs {definition.run_argument} --boot` says how far it is"
+            ) from error
+        raise
+    answer = {key: session[key] for key in ("SessionId", "TokenValue", "StreamUrl")}
+    region, profile = definition.fleet.region, os.environ.get("AWS_PROFILE", "")
+    # The plugin looks there: an argument is seen by everybody on this machine.
+    variable = "AWS_SSM_START_SESSION_RESPONSE"
+    words = (PLUGIN, variable, region, "StartSession", profile, json.dumps(asked), ssm.meta.endpoint_url)
+    return start(words, {variable: json.dumps(answer)})
+
+
+def _newest(definition: StackDefinition, ec2: Any) -> str:
+    running = [node for node in nodes_of(ec2, definition) if node["State"]["Name"] == "running"]
+    if not running:
+        raise AwsRefused(
+            f"no node of {definition.name}, run {definition.run.id}, is running: `gpufleet wait {definition.argument}`"
+            " says why"
+        )
+    return str(running[-1]["InstanceId"])
 
 
 def _start(words: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -1,11 +1,30 @@
-"""`gpufleet tensorboard STACK`: a run's figures in TensorBoard on this machine, as they come."""
+"""`gpufleet tensorboard STACK`: a run's figures in TensorBoard on this machine, as they come.
+
+It follows metrics.jsonl in the run's bucket, so it also works for a command's job and for a run that has ended, and it
+needs no connection to a node.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from subprocess import DEVNULL, Popen
+from typing import Any
 
-from gpufleet.infra.account import aws, tensorboard
+from gpufleet.infra.account import aws
+from gpufleet.infra.account.run_folder import find_folder, no_run
 from gpufleet.infra.commands import stack
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.job.contract import metrics
+from gpufleet.job.contract.workdir import METRICS
+
+EVERY_S = 30.0  # between two looks; a node sends its lines with each heartbeat
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,4 +36,72 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Until Ctrl-C."""
     definition = stack.definition_of(args)
-    return tensorboard.serve(definition, aws.client("s3", definition.fleet.region), port=args.port)
+    return serve(definition, aws.client("s3", definition.fleet.region), port=args.port)
+
+
+class Board:
+    """An event file in `folder` with the figures of metrics.jsonl."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(folder))
+        self._seen = set[tuple[float, int]]()
+        self._step = -1
+
+    def follow(self, content: bytes) -> int:
+        """Writes the new lines of `content`, the whole file as it is now, and gives their number. Steps that a later
+        node repeats replace the earlier ones.
+        """
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        new = [each for each in metrics.records(content.split(b"\n")) if (each["ts"], each["step"]) not in self._seen]
+        for record in new:
+            at, step = record["ts"], record["step"]
+            if step <= self._step:
+                log = SessionLog(status=SessionLog.START)
+                self._writer.add_event(Event(wall_time=at, step=step, session_log=log))
+            self._step = step
+            self._seen.add((at, step))
+            values = [Summary.Value(tag=tag, simple_value=number) for tag, number in metrics.scalars(record)]
+            self._writer.add_event(Event(wall_time=at, step=step, summary=Summary(value=values)))
+        self._writer.flush()
+        return len(new)
+
+    def close(self) -> None:
+        """Closes the event file."""
+        self._writer.close()
+
+
+def serve(
+    definition: StackDefinition,
+    s3: Any,
+    *,
+    port: int,
+    say: Callable[[str], None] = print,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Runs TensorBoard at localhost until Ctrl-C or until it ends; its exit code. Raises GpufleetError without the
+    package, AwsRefused without such a run.
+    """
+    if find_spec("tensorboard") is None:
+        raise GpufleetError("TensorBoard is not installed here: pip install tensorboard")
+    if (folder := find_folder(s3, definition)) is None:
+        raise no_run(s3, definition)
+    with tempfile.TemporaryDirectory(prefix="gpufleet-tensorboard-") as scratch:
+        place = Path(scratch) / definition.name / folder.run
+        board = Board(place)
+        count = board.follow(folder.read(METRICS) or b"")
+        say(f"{count} lines of s3://{folder.bucket}/{folder.run}/{METRICS}; more as they come. Ctrl-C ends it.")
+        words = ("--logdir", scratch, "--host", "localhost", "--port", str(port), "--reload_interval", "10")
+        server = Popen([sys.executable, "-m", "tensorboard.main", *words], stdin=DEVNULL)
+        try:
+            while server.poll() is None:
+                sleep(EVERY_S)
+                board.follow(folder.read(METRICS) or b"")
+            return server.returncode
+        finally:
+            server.terminate()
+            server.wait()
+            board.close()

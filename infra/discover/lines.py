@@ -170,16 +170,12 @@ def _bar(site: Site, values: Values) -> str:
         count = unit(ast.unparse(ranges[0].args[-1]))
     prefix, tells_epoch = "", False
     for piece in pieces(site.keyword("desc")):
-        is_epoch = (
-            not isinstance(piece, str)
-            and not tells_epoch
-            and unit(ast.unparse(piece[0] or ast.Name("", ast.Load()))) == "epoch"
-        )
         if isinstance(piece, str):
             prefix += re.sub(r"\s+", r"\\s+", re.escape(piece).replace("\\ ", " "))
+        elif piece[0] is not None and not tells_epoch and unit(ast.unparse(piece[0])) == "epoch":
+            prefix, tells_epoch = prefix + r"(?P<epoch>\d+)", True
         else:
-            prefix += r"(?P<epoch>\d+)" if is_epoch else ".*?"
-        tells_epoch = tells_epoch or is_epoch
+            prefix += ".*?"
     count = count or ("batch" if tells_epoch else None)
     wrong = count is None or (count == "epoch" and tells_epoch) or (count == "batch" and not tells_epoch)
     if wrong or not _TRAINS.search(ast.unparse(body)):

@@ -23,6 +23,7 @@ _BEGINS = re.compile(r"pretrain|weights|init")  # from somebody's weights, which
 _MORE_THAN_WEIGHTS = re.compile(
     r"optim\w*\.load_state_dict|start_epoch|start_step|\[['\"](epoch|step|iteration|global_step|optimizer)"
 )
+_SETS_UP = ("__init__", "resume", "load", "load_checkpoint", "restore")  # methods
 _AFTER = re.compile(r"eval|test|sample|infer|predict|best|final")  # functions that read what a training has left
 
 
@@ -112,13 +113,7 @@ def _is_before(reach: Reach, site: Site, loop: ast.stmt, chosen: CodeSave, depth
     function = site.scope.functions[-1]
     if _AFTER.search(function.name.lower()):
         return False
-    is_of_set_up = bool(site.scope.cls) and function.name in (
-        "__init__",
-        "resume",
-        "load",
-        "load_checkpoint",
-        "restore",
-    )
+    is_of_set_up = site.scope.cls is not None and function.name in _SETS_UP
     callers = reach.calls_of(function, site.scope)[:4]
     return is_of_set_up or any(_is_before(reach, each, loop, chosen, depth + 1) for each in callers)
 

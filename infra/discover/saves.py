@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from gpufleet.infra.discover.reach import Reach, Scope, Site, assignments, called, dotted, walk
-from gpufleet.infra.discover.values import Hole, Kind, Parts, Values, loop_range, unit
+from gpufleet.infra.discover.values import Hole, Kind, Parts, Span, Values, loop_range, unit
 
 OWNER = -1  # in the place of a position: the path, or the file of it, is what the call is a method of
 # Calls that write: what is called, the position and the keywords of the path, whether it is a folder's.
@@ -46,16 +46,6 @@ _IRREGULAR = re.compile(r"best|<|>|improv|patience|\bin\b", re.IGNORECASE)  # co
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SaveCadence:
-    """How often: every `count` steps or epochs, which a setting may say."""
-
-    unit: Kind
-    count: int | None
-    setting: str = ""
-    where: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CodeSave:
     """One place that saves."""
 
@@ -63,7 +53,7 @@ class CodeSave:
     is_folder: bool
     where: str
     site: Site
-    cadence: SaveCadence | None
+    cadence: Span | None  # how often
     is_inside_loop: bool
     holds: str  # what is saved, as written
     score: float = 0.0
@@ -72,11 +62,6 @@ class CodeSave:
     def text(self) -> str:
         """The path, with what is not known in angle brackets."""
         return "".join(part if isinstance(part, str) else f"<{part.kind}>" for part in self.parts)
-
-    @property
-    def title(self) -> str:
-        """The name of it, in a sentence."""
-        return posixpath.basename(re.sub(r"<\w+>", "*", self.text).rstrip("/")) or "a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +178,7 @@ def around_of(reach: Reach, site: Site, depth: int = 0) -> Iterator[tuple[ast.st
         yield from around_of(reach, each, depth + 1)
 
 
-def _cadence(values: Values, around: list[tuple[ast.stmt, Site]]) -> SaveCadence | None:
+def _cadence(values: Values, around: list[tuple[ast.stmt, Site]]) -> Span | None:
     """What stands behind % in the nearest condition; a loop over epochs alone saves with each."""
     irregular = False
     for statement, site in around:
@@ -208,16 +193,14 @@ def _cadence(values: Values, around: list[tuple[ast.stmt, Site]]) -> SaveCadence
                     counted = values.kinds(part.left, site.scope)
                     if counted is not None:  # else of ranks, say
                         count, setting = values.quantity(part.right, site.scope)
-                        return SaveCadence(
-                            unit=counted, count=count, setting=setting.name if setting else "", where=where
-                        )
+                        return Span(unit=counted, count=count, setting=setting, where=where)
             irregular = irregular or bool(_IRREGULAR.search(ast.unparse(statement.test)))
         elif (
             isinstance(statement, ast.For | ast.While)
             and (kind := loop_unit(values, statement, site.scope)) is not None
         ):
             is_each = kind == "epoch" and not irregular
-            return SaveCadence(unit="epoch", count=1, where=where) if is_each else None
+            return Span(unit="epoch", count=1, where=where) if is_each else None
     return None
 
 
@@ -236,7 +219,7 @@ def loop_unit(values: Values, loop: ast.stmt, scope: Scope) -> Kind | None:
 def _score(save: CodeSave, saves: Saves, values: Values) -> float:
     """Higher for what a resume needs: named like a checkpoint, inside a loop, with the optimizer, read again."""
     text, name = save.text, save.text.rstrip("/").rpartition("/")[2]
-    setting = values.settings.find(save.cadence.setting) if save.cadence is not None and save.cadence.setting else None
+    setting = save.cadence.setting if save.cadence is not None else None
     head = save.parts[0] if save.parts else None
     return sum(
         weight * bool(holds)

@@ -16,20 +16,11 @@ from gpufleet.infra.discover.frameworks import Framework, framework_of
 from gpufleet.infra.discover.lines import PrintedLine, find_lines
 from gpufleet.infra.discover.reach import Reach, Site, dotted, walk
 from gpufleet.infra.discover.resume import find_resume, shown
-from gpufleet.infra.discover.saves import (
-    CodeSave,
-    Pattern,
-    SaveCadence,
-    Saves,
-    around_of,
-    find_saves,
-    loop_unit,
-    pattern,
-)
+from gpufleet.infra.discover.saves import CodeSave, Pattern, Saves, around_of, find_saves, loop_unit, pattern
 from gpufleet.infra.discover.settings import ScriptSettings, Setting, declared, literal, of_file
 from gpufleet.infra.discover.source import CodeFolder, Finding
 from gpufleet.infra.discover.start import StartedProgram, dockerfile_command, starts
-from gpufleet.infra.discover.values import Hole, Kind, Values, loop_range
+from gpufleet.infra.discover.values import Hole, Kind, Span, Values, loop_range
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.kind.command import EPOCH_COUNTS, FORMATS, STEP_COUNTS
 
@@ -57,23 +48,13 @@ _SUPPORT = re.compile(  # files that do something else
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Total:
-    """How long it trains, in steps or epochs, and the setting that says so."""
-
-    unit: Kind
-    count: int | None
-    where: str
-    setting: Setting | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointFacts:
     """What one checkpoint is, as the code says it."""
 
     names: tuple[str, ...]
     place: Pattern  # of the first of them
     where: str
-    cadence: SaveCadence | None
+    cadence: Span | None
 
 
 @dataclass(slots=True)
@@ -85,7 +66,7 @@ class ScriptFacts:
     settings: ScriptSettings
     framework: Framework | None = None
     checkpoint: CheckpointFacts | None = None
-    total: Total | None = None
+    total: Span | None = None  # how long it trains
     lines: list[PrintedLine] = field(default_factory=list)
     resume: Finding | None = None  # the words that go on from a checkpoint
     reads_itself: Finding | None = None  # it looks for a checkpoint by itself
@@ -323,7 +304,7 @@ def _goes_with(chosen: CodeSave, other: CodeSave) -> bool:
 
 def _total(
     reach: Reach, values: Values, chosen: CodeSave | None, row: Framework | None, coded: dict[str, tuple[object, str]]
-) -> Total | None:
+) -> Span | None:
     """How long it trains: what was typed, then what bounds its loops, then settings by their names."""
     found = list(_bounds(reach, values, chosen))
     bounding = {each.setting.name for each in found if each.setting is not None}
@@ -334,13 +315,13 @@ def _total(
     return next((each for each in best if each.unit == "step"), next(iter(best), None))
 
 
-def _best(found: list[Total]) -> list[Total]:
+def _best(found: list[Span]) -> list[Span]:
     """Those that were typed, else those of a known number, else all."""
     typed = [each for each in found if each.setting is not None and each.setting.typed is not None and each.count]
     return typed or [each for each in found if each.count] or found
 
 
-def _bounds(reach: Reach, values: Values, chosen: CodeSave | None) -> Iterator[Total]:
+def _bounds(reach: Reach, values: Values, chosen: CodeSave | None) -> Iterator[Span]:
     """The ends of the loops around the save, and around what goes backward."""
     sites = [chosen.site] if chosen is not None else []
     sites += [*reach.by_name.get("backward", [])[:3], *reach.by_name.get("value_and_grad", [])[:1]]
@@ -353,9 +334,9 @@ def _bounds(reach: Reach, values: Values, chosen: CodeSave | None) -> Iterator[T
                 expr, from_one = expr.left, False
             number, setting = values.quantity(expr, site.scope)
             if setting is not None:
-                yield Total(unit=kind, count=setting.count, where=setting.place, setting=setting)
+                yield Span.from_setting(setting, kind)
             elif number is not None and number > 1:
-                yield Total(unit=kind, count=number - from_one, where=f"{site.scope.file}:{loop.lineno}")
+                yield Span(unit=kind, count=number - from_one, where=f"{site.scope.file}:{loop.lineno}")
 
 
 def _ends(values: Values, loop: ast.stmt, site: Site) -> Iterator[tuple[Kind, ast.expr, ast.expr | None]]:
@@ -375,20 +356,20 @@ def _ends(values: Values, loop: ast.stmt, site: Site) -> Iterator[tuple[Kind, as
                 yield counted, node.comparators[0], None
 
 
-def _named_total(settings: ScriptSettings, row: Framework | None, coded: dict[str, tuple[object, str]]) -> Total | None:
+def _named_total(settings: ScriptSettings, row: Framework | None, coded: dict[str, tuple[object, str]]) -> Span | None:
     """By the names that settings have, those of the framework first."""
-    found: list[Total] = []
+    found: list[Span] = []
     kinds: tuple[tuple[Kind, tuple[str, ...], tuple[str, ...]], ...] = (
         ("step", row.steps if row else (), STEPS), ("epoch", row.epochs if row else (), EPOCHS),
     )  # fmt: skip
     for kind, own, names in kinds:
         for value, where in (coded[each] for each in own if each in coded):
             if isinstance(value, Setting):
-                found.append(Total(unit=kind, count=value.count, where=value.where, setting=value))
+                found.append(Span(unit=kind, count=value.count, where=value.where, setting=value))
             elif str(value).isdigit() and int(str(value)) > 0:
-                found.append(Total(unit=kind, count=int(str(value)), where=where))
+                found.append(Span(unit=kind, count=int(str(value)), where=where))
         if (setting := settings.first((*own, *names))) is not None:
-            found.append(Total(unit=kind, count=setting.count, where=setting.place, setting=setting))
+            found.append(Span.from_setting(setting, kind))
     return next(iter(_best(found)), None)
 
 

@@ -13,10 +13,11 @@ from typing import get_args
 
 from gpufleet.infra.discover.lines import BAR, NUMBER, PrintedLine
 from gpufleet.infra.discover.sandbox import LEAVES_S, TrialRun, Written
-from gpufleet.infra.discover.saves import Pattern, SaveCadence
-from gpufleet.infra.discover.script import CheckpointFacts, ScriptFacts, Total
+from gpufleet.infra.discover.saves import Pattern
+from gpufleet.infra.discover.script import CheckpointFacts, ScriptFacts
 from gpufleet.infra.discover.source import Finding
 from gpufleet.infra.discover.template import Trial
+from gpufleet.infra.discover.values import Span
 from gpufleet.job.command.elsewhere import NO_CHECKPOINT, pattern_of
 from gpufleet.job.command.lines import Counting, Patterns, Position
 from gpufleet.job.command.names import FoundCheckpoint, Names
@@ -100,9 +101,9 @@ def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) 
             place = Pattern(kept.name, out, folder=folder, in_checkpoints=not out and not folder, is_whole_path=is_path)
         cadence = found.checkpoint.cadence if found.checkpoint is not None else None
         if trying.every:  # it was asked for more often than it is meant
-            cadence = cadence or SaveCadence(unit=kept.unit, count=None, setting=trying.every)
+            cadence = cadence or Span(unit=kept.unit, setting=found.settings.find(trying.every))
         elif kept.every:
-            cadence = SaveCadence(unit=kept.unit, count=kept.every, where="seen")
+            cadence = Span(unit=kept.unit, count=kept.every, where="seen")
         names = found.names if found.names and _are_of(found.names, kept) else (kept.name,)
         found.checkpoint = CheckpointFacts(names=names, place=place, where=kept.evidence, cadence=cadence)
         found.complete = Finding(kept.complete, "seen: the last of each") if kept.complete else None
@@ -129,13 +130,13 @@ def _are_of(names: tuple[str, ...], kept: SeenCheckpoint) -> bool:
     return kept.rewritten != ("{" in names[0]) and all(read.match(file) for file in kept.files)
 
 
-def _total(output: Sequence[str]) -> Total | None:
+def _total(output: Sequence[str]) -> Span | None:
     """How long it trains, by lines that say of how many each epoch is, or else each step."""
     told = [(match[1].lower(), int(match[2])) for line in output if (match := _OF_ALL.search(line))]
     for unit in ("epoch", "step", "iter", "iteration"):
         counts = [count for word, count in told if word == unit]
         if len(counts) > 1 and len(set(counts)) == 1:
-            return Total(unit="epoch" if unit == "epoch" else "step", count=counts[0], where="seen: its lines say so")
+            return Span(unit="epoch" if unit == "epoch" else "step", count=counts[0], where="seen: its lines say so")
     return None
 
 

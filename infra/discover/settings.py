@@ -94,10 +94,6 @@ class ScriptSettings:
             self._by_name.setdefault(each.name, each)
         self._take_typed(list(start.words), start.environment)
 
-    def add(self, name: str, setting: Setting) -> None:
-        """One that another program knows by this name, such as a framework's."""
-        self._by_name.setdefault(name, setting)
-
     def find(self, name: str) -> Setting | None:
         """The setting of this name, or the only one whose last part it is; None: there is none."""
         name = name.replace("-", "_")

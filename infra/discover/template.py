@@ -6,7 +6,7 @@ import posixpath
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,10 +14,11 @@ from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import REHEARSED_SAVES, rehearsed_steps
 from gpufleet.infra.discover.lines import BAR, PrintedLine
 from gpufleet.infra.discover.marks import PROCESSES
-from gpufleet.infra.discover.script import BACKEND, COMPILE, DEVICE, LOG_EVERY, OUT, ScriptFacts, Total
+from gpufleet.infra.discover.script import BACKEND, COMPILE, DEVICE, LOG_EVERY, OUT, ScriptFacts
 from gpufleet.infra.discover.settings import Setting, with_setting
 from gpufleet.infra.discover.several import for_several
 from gpufleet.infra.discover.start import parts
+from gpufleet.infra.discover.values import Kind, Span
 from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem
 from gpufleet.infra.inputs.code import ENVIRONMENTS
 from gpufleet.job.kind.command import FORMATS, INPUT, SAVE_INTERVALS
@@ -171,32 +172,14 @@ def _comment_out(lines: list[str], problem: Problem) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
-    """How often it saves. `setting`: that says so, on the command line or in a file; `is_off`: it saves not at all."""
-
-    count: int | None = None
-    unit: str = "step"
-    where: str = ""
-    setting: Setting | None = None
-    is_off: bool = False
-
-    @classmethod
-    def from_setting(cls, setting: Setting, unit: str) -> Interval:
-        """What a setting says; of one that is off what it is switched on to."""
-        is_off = setting.count is None and bool(setting.form) and setting.typed is None
-        count = (500 if unit == "step" else 10) if is_off else setting.count
-        return cls(count=count, unit=unit, where=setting.place, setting=setting, is_off=is_off)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CountingPlan:
     """What the parts of a definition have to agree on. `unit`: what the run counts."""
 
     unit: str  # step, or epoch
     word: str  # what {step} and (?P<step>) stand for in it: step, or epoch where the script counts nothing else
-    total: Total | None
+    total: Span | None
     steps_per_epoch: bool  # the file has to say how long an epoch is
-    every: Interval
+    every: Span  # how often it saves
     lines: tuple[PrintedLine, ...]
 
     def named(self, text: str) -> str:
@@ -219,7 +202,7 @@ def _plan(found: ScriptFacts) -> CountingPlan:
     """Steps where anything counts them; epochs where names, lines and length count nothing else."""
     row, total, names = found.framework, found.total, " ".join(found.names)
     if total is None or total.count is None:
-        total = Total(unit="epoch", count=row.work_epochs, where=row.name) if row and row.work_epochs else None
+        total = Span(unit="epoch", count=row.work_epochs, where=row.name) if row and row.work_epochs else None
     best = found.lines[:1]
     lines = (*best, *[each for each in found.lines[1:] if "val" in each.groups and each.counts == best[0].counts][:1])
     patterns = (row.patterns if row else ()) or tuple(each.regex for each in lines)
@@ -239,32 +222,38 @@ def _plan(found: ScriptFacts) -> CountingPlan:
     )
 
 
-def _every(found: ScriptFacts) -> Interval:
+def _interval(setting: Setting, unit: Kind) -> Span:
+    """How often a setting has it save; of one that is off what it is switched on to."""
+    is_off = setting.count is None and setting.form and setting.typed is None
+    found = Span.from_setting(setting, unit)
+    return replace(found, count=500 if unit == "step" else 10) if is_off else found
+
+
+def _every(found: ScriptFacts) -> Span:
     """What the framework is told, else what stands around the save; a setting that is off is switched on."""
     row, settings, facts = found.framework, found.settings, found.checkpoint
-    off: Interval | None = None
-    told = [*((each, "step") for each in row.every), *((each, "epoch") for each in row.every_epochs)] if row else []
+    off: Span | None = None
+    told: list[tuple[str, Kind]] = []
+    if row is not None:
+        told = [*((each, "step") for each in row.every), *((each, "epoch") for each in row.every_epochs)]
     for name, unit in told if facts is None else ():
         value, where = found.coded.get(name, (None, ""))
         if isinstance(value, str) and value.isdigit() and int(value) > 0:
-            return Interval(count=int(value), unit=unit, where=where)
+            return Span(count=int(value), unit=unit, where=where)
         setting = value if isinstance(value, Setting) else settings.first([name])
         if setting is not None and (setting.count or setting.typed is not None):
-            return Interval.from_setting(setting, unit)
+            return _interval(setting, unit)
         if setting is not None and setting.form and off is None and row is not None and row.every_count is None:
-            off = Interval.from_setting(setting, unit)
+            off = _interval(setting, unit)
     if off is not None:
         return off
     if facts is not None and (cadence := facts.cadence) is not None:
-        unit = "epoch" if cadence.unit == "epoch" else "step"
-        setting = settings.find(cadence.setting) if cadence.setting else None
-        if setting is not None:
-            return Interval.from_setting(setting, unit)
-        return Interval(count=cadence.count, unit=unit, where=cadence.where)
+        cadence = replace(cadence, unit="epoch" if cadence.unit == "epoch" else "step")
+        return _interval(cadence.setting, cadence.unit) if cadence.setting is not None else cadence
     if row is not None and row.every_count:
-        return Interval(count=row.every_count, unit="epoch", where=row.name)
+        return Span(count=row.every_count, unit="epoch", where=row.name)
     setting = settings.first(SAVE_INTERVALS)
-    return Interval.from_setting(setting, "step") if setting and setting.count and facts is None else Interval()
+    return Span.from_setting(setting, "step") if setting and setting.count and facts is None else Span()
 
 
 @dataclass(slots=True)
@@ -432,7 +421,7 @@ class _Writer:
             written = f"{written} {row.needs}"
         if every.setting is None or not every.setting.form or every.setting.typed is not None or not self.passes_on:
             return written
-        if every.is_off:
+        if every.setting.count is None:
             word = every.setting.word
             self.known(f"it saves nothing by default, so the command asks for it ({word})", every.where)
         elif not self.starts_trainer or self.facts is not None:
@@ -646,7 +635,7 @@ class _Writer:
         return f"{command} {_HF_ON_CPU}" if is_script else command
 
     @property
-    def asked(self) -> Total | None:
+    def asked(self) -> Span | None:
         """How long it trains, or what would say so where the training has no end of its own."""
         return self.plan.total or self.found.total
 

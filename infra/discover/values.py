@@ -58,6 +58,20 @@ class Hole:
 Parts = tuple[str | Hole, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """So many steps or epochs, as the code or one of its settings says it. `count`: None where nobody says a number."""
+
+    unit: Kind = "step"
+    count: int | None = None
+    where: str = ""
+    setting: Setting | None = None
+
+    @classmethod
+    def from_setting(cls, setting: Setting, unit: Kind) -> Span:
+        return cls(unit=unit, count=setting.count, where=setting.place, setting=setting)
+
+
 def unit(name: str) -> Kind | None:
     """What a name counts by its own words: steps, epochs, batches; None: nothing that is known."""
     plain = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.rpartition(".")[2]).lower()

@@ -174,12 +174,7 @@ def compare(
 
 
 def _stack(
-    name: str,
-    old: bytes | None,
-    new: bytes | None,
-    known: tuple[Known, Known],
-    policy: Policy,
-    pricer: Pricer,
+    name: str, old: bytes | None, new: bytes | None, known: tuple[Known, Known], policy: Policy, pricer: Pricer
 ) -> StackReview:
     base = None if old is None else pricer.side(name, old, known[0])
     head = None if new is None else pricer.side(name, new, known[1])

@@ -18,21 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gpufleet.rehearsal.handlers.table import (
-    Aws,
-    Change,
-    Properties,
-    Read,
-    absent,
-    api,
-    from_api,
-    get,
-    tag_diff,
-    tag_list,
-    tag_specification,
-    tagged,
-    to_api,
-)
+from gpufleet.infra.account.refusals import absent
+from gpufleet.rehearsal.handlers import table
+from gpufleet.rehearsal.handlers.table import Aws, Change, Properties, Read
 
 Seen = Callable[[Aws, Properties, Properties, Mapping[str, Any]], Properties]  # as declared, as read, AWS's own words
 
@@ -66,7 +54,7 @@ class SharedCalls:
         else:
             spec = self.row["create"]
             answer = self._send(aws, spec["do"], inputs)
-            resource_id = str(get(answer, spec["give"])) if "give" in spec else spec["id"].format(**inputs)
+            resource_id = str(table.get(answer, spec["give"])) if "give" in spec else spec["id"].format(**inputs)
         if self.own.made:
             self.own.made(aws, resource_id, inputs)
         if self.own.settle:
@@ -77,13 +65,13 @@ class SharedCalls:
         spec = self.row["read"]
         operation = getattr(aws.client(self.service), spec["do"])
         answer = absent(lambda: operation(**_named_by(spec["by"], resource_id)), *spec["gone"].split())
-        found = get(answer, spec["in"]) if "in" in spec else answer
+        found = table.get(answer, spec["in"]) if "in" in spec else answer
         if isinstance(found, list):
             found = next((each for each in found if each.get("State") not in ("deleted", "deleting")), None)
         if not found:
             return None
         named = (word.split("=") for word in spec.get("named", "").split())
-        live = {**from_api(found), **{ours: get(found, theirs) for ours, theirs in named}}
+        live = {**table.from_api(found), **{ours: table.get(found, theirs) for ours, theirs in named}}
         live |= _parts(self.row.get("create", {}).get("id", ""), resource_id)
         if self.service == "ec2":
             live["arn"] = aws.arn("ec2", f"{self.row['tag']}/{resource_id}")
@@ -91,7 +79,7 @@ class SharedCalls:
             live["arn"] = resource_id
         if "tag" in self.row:
             listed = found.get("Tags") if self.service in ("ec2", "iam") else self._listed(aws, live["arn"])
-            live |= tagged(listed)
+            live |= table.tagged(listed)
         return live | self.own.seen(aws, like, live, found) if self.own.seen else live
 
     def update(self, aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
@@ -101,7 +89,7 @@ class SharedCalls:
             if change:
                 change(aws, resource_id, old, new)
         if "tag" in self.row:
-            self._retag(aws, resource_id, *tag_diff(old, new))
+            self._retag(aws, resource_id, *table.tag_diff(old, new))
 
     def delete(self, aws: Aws, resource_id: str, state: Properties) -> None:
         spec = self.row["delete"]
@@ -122,7 +110,7 @@ class SharedCalls:
             sent = {**rest, **sent}
         tags = inputs.get("tags") or {}
         if self.service == "ec2" and "tag" in self.row:
-            sent["TagSpecifications"] = tag_specification(self.row["tag"], inputs)
+            sent["TagSpecifications"] = table.tag_specification(self.row["tag"], inputs)
         elif "tag" in self.row:
             sent[self._spelled("Tags")] = self._tags(tags)
         return getattr(aws.client(self.service), operation)(**sent)
@@ -160,13 +148,13 @@ class SharedCalls:
     def _tags(self, tags: dict[str, str]) -> Any:
         if self.service == "logs":
             return tags
-        return [{self._spelled(key): value for key, value in each.items()} for each in tag_list(tags)]
+        return [{self._spelled(key): value for key, value in each.items()} for each in table.tag_list(tags)]
 
 
 def _named(words: str, inputs: Properties) -> dict[str, Any]:
     """The properties of these names as AWS calls them."""
     pairs = (word.partition("=") for word in words.split())
-    return {theirs or api(ours): to_api(inputs[ours], ours) for ours, _, theirs in pairs if ours in inputs}
+    return {theirs or table.api(ours): table.to_api(inputs[ours], ours) for ours, _, theirs in pairs if ours in inputs}
 
 
 def _named_by(parameter: str, resource_id: str) -> dict[str, Any]:

@@ -10,16 +10,16 @@ import time
 from datetime import datetime
 from typing import Any
 
+from gpufleet.infra.account.refusals import absent
 from gpufleet.job.text import stamp
 from gpufleet.rehearsal.handlers import table
 from gpufleet.rehearsal.handlers.calls import OwnCalls
-from gpufleet.rehearsal.handlers.table import Aws, Properties, UnsupportedError, absent, tagged
+from gpufleet.rehearsal.handlers.table import Aws, Properties, UnsupportedError, tagged
 
 _POLL_S = 0.05
 # How long the provider waits for `deleted`; no instant fleet comes there soon (docs/decisions, capacity block).
 _DELETE_S = {"maintain": 1800.0, "instant": 600.0}
 _GONE_STATES = ("deleted", "deleted_running", "deleted_terminating")
-_NOT_FOUND = ("InvalidFleetId.NotFound", "InvalidFleetIdNotFound")
 # Inputs that are part of the template's data.
 _DATA = table.fields(
     "imageId userData iamInstanceProfile vpcSecurityGroupIds networkInterfaces instanceInitiatedShutdownBehavior "
@@ -51,9 +51,7 @@ def _update_template(aws: Aws, resource_id: str, old: Properties, new: Propertie
 
 def _read_template(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
     answer = absent(
-        lambda: aws.ec2.describe_launch_templates(LaunchTemplateIds=[resource_id]),
-        "InvalidLaunchTemplateId.NotFound",
-        "InvalidLaunchTemplateId.NotFoundException",
+        lambda: aws.ec2.describe_launch_templates(LaunchTemplateIds=[resource_id]), "InvalidLaunchTemplateId.NotFound"
     )
     if not answer or not answer["LaunchTemplates"]:
         return None
@@ -100,7 +98,7 @@ def _create_fleet(aws: Aws, inputs: Properties) -> str:
 
 
 def _fleet(aws: Aws, resource_id: str) -> dict[str, Any] | None:
-    answer = absent(lambda: aws.ec2.describe_fleets(FleetIds=[resource_id]), *_NOT_FOUND)
+    answer = absent(lambda: aws.ec2.describe_fleets(FleetIds=[resource_id]), "InvalidFleetId")
     return answer["Fleets"][0] if answer and answer["Fleets"] else None
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gpufleet.infra.account.refusals import absent
 from gpufleet.rehearsal.handlers.calls import OwnCalls
-from gpufleet.rehearsal.handlers.table import Aws, Properties, absent, api, tag_specification
+from gpufleet.rehearsal.handlers.table import Aws, Properties, api, tag_specification
 
 _DNS = ("enableDnsSupport", "enableDnsHostnames")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
+from gpufleet.infra.account.refusals import absent
 from gpufleet.rehearsal.handlers.calls import OwnCalls
-from gpufleet.rehearsal.handlers.table import Aws, Properties, absent
+from gpufleet.rehearsal.handlers.table import Aws, Properties
 
 _NO_RULE = "ResourceNotFoundException"
 

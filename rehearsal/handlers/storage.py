@@ -7,9 +7,10 @@ from urllib.parse import urlencode
 
 from botocore.exceptions import ClientError
 
+from gpufleet.infra.account.refusals import absent
 from gpufleet.rehearsal.handlers import table
 from gpufleet.rehearsal.handlers.calls import OwnCalls
-from gpufleet.rehearsal.handlers.table import Aws, Properties, UnsupportedError, absent, tagged
+from gpufleet.rehearsal.handlers.table import Aws, Properties, UnsupportedError, tagged
 
 _GONE = ("NoSuchBucket", "404")
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import boto3
-from botocore.exceptions import ClientError
 
 Properties = dict[str, Any]
 UNKNOWN = "04da6b54-80e4-46f7-96ec-b56ff0331ba9"  # how the engine writes what it does not know yet (its RPC protocol)
@@ -26,11 +25,8 @@ SPELLED = {  # otherwise than with a capital first
     "securityGroups": "Groups",  # of a template's network interface
 }
 _BACK = {theirs: ours for ours, theirs in SPELLED.items()}
-BOOLEANS = (
-    "encrypted",
-    "deleteOnTermination",
-    "associatePublicIpAddress",
-)  # strings in the provider, so that unset differs from false
+# Strings in the provider, so that unset differs from false.
+BOOLEANS = ("encrypted", "deleteOnTermination", "associatePublicIpAddress")
 
 
 class UnsupportedError(Exception):
@@ -193,16 +189,6 @@ def get(properties: Any, path: str) -> Any:
 
 def fields(names: str) -> frozenset[str]:
     return frozenset(names.split())
-
-
-def absent(call: Callable[[], Any], *codes: str) -> Any:
-    """The answer, or None when AWS says the thing does not exist."""
-    try:
-        return call()
-    except ClientError as error:
-        if error.response["Error"]["Code"] in codes:
-            return None
-        raise
 
 
 def api(name: str) -> str:

@@ -12,7 +12,8 @@ import pytest
 from botocore.exceptions import ClientError
 from commands_world import declare_bucket, declare_fleet, put
 
-from gpufleet.infra.account import aws, shell, tensorboard
+from gpufleet.infra.account import aws
+from gpufleet.infra.commands import shell, tensorboard
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import AwsRefused, GpufleetError
 from gpufleet.job.contract import metrics
