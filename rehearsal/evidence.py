@@ -285,13 +285,11 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
         yield Promise(name="steps repeated after a loss without notice", figure=figure, held=held)
     if resumption.started_s is None:
         return
-    if config.processes != "own":
-        beyond = resumption.started_s - rehearsal.torch_s
-        text = f"{resumption.started_s:.1f} s, {beyond:.1f} s beyond importing torch (bar {RECOVERY_S:.0f})"
-        yield Promise(name="new node to first new step", figure=text, held=beyond < RECOVERY_S, required=False)
-    else:
-        text = f"{resumption.started_s:.1f} s, with the command's own start"
-        yield Promise(name="new node to first new step", figure=text, held=True)
+    beyond, text = resumption.started_s - rehearsal.torch_s, "with the command's own start"
+    if rehearsal.torch_s:  # timed for a ready-made job alone
+        text = f"{beyond:.1f} s beyond importing torch (bar {RECOVERY_S:.0f})"
+    held, figure = not rehearsal.torch_s or beyond < RECOVERY_S, f"{resumption.started_s:.1f} s, {text}"
+    yield Promise(name="new node to first new step", figure=figure, held=held, required=False)
 
 
 def _logged(rehearsal: Rehearsal) -> set[str]:

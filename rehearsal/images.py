@@ -111,8 +111,6 @@ def require(definition: StackDefinition, out: Callable[[str], None]) -> Docker:
     """This machine's docker with the definition's images pulled. Raises GpufleetError without docker, or when an image
     cannot be pulled.
     """
-    if definition.job.parameters.processes != "own":
-        raise GpufleetError(f"{definition.name} is a ready-made job, rehearsed without its image: leave out --image")
     program = shutil.which("docker")
     if program is None:
         raise GpufleetError("--image runs your image, and there is no docker on PATH: install Docker Engine")

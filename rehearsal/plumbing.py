@@ -12,7 +12,6 @@ from typing import cast
 
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.yaml_tree import Mapping, merge, read
-from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.kind.command import CommandConfig
 from gpufleet.rehearsal.standins import command
 
@@ -22,11 +21,7 @@ LINE = r"plumbing step (?P<step>\d+)"
 
 
 def stand_in(definition: StackDefinition, folder: Path, tree: Mapping) -> Mapping:
-    """The definition with the stand-in as its command; the stand-in's code is written into `folder`. Raises
-    GpufleetError for a ready-made job.
-    """
-    if definition.job.parameters.processes != "own":
-        raise GpufleetError(f"{definition.name} is a ready-made job, which trains on a CPU: leave out --plumbing")
+    """The definition of a command with the stand-in as its command, whose code is written into `folder`."""
     config = cast(CommandConfig, definition.job.parameters)
     every, pace_s = config.checkpoint.every, TRAINS_S / STEPS
     told = {

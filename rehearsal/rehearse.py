@@ -45,6 +45,11 @@ from gpufleet.rehearsal.undisturbed import Until
 from gpufleet.rehearsal.watch import Watch, plan, possible
 
 QUIET_S = 8.0  # seconds after a notice at which the node has saved and only waits: a good moment to measure
+REFUSED = (  # of a ready-made job
+    ": leave out --exact and --limit",
+    ", rehearsed without its image: leave out --image",
+    ", which trains on a CPU: leave out --plumbing",
+)
 TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # packages that every ready-made job needs
 RELAUNCH_S = 1.0  # seconds until a replacement node; AWS takes minutes, but waiting for them would show nothing
 _REASON = re.compile(r"^(?:gpufleet: |error: | +PROBLEM )", re.MULTILINE)  # begins what a command says is wrong
@@ -97,8 +102,9 @@ def rehearse(
     now = datetime.now(UTC)
     definition = load(path, now=now, rehearsal=True)
     definition = replace(definition, interruptions=possible(definition))
-    missing = [name for name in TRAINS_WITH if find_spec(name) is None]  # found out by a node a minute later
-    if missing and definition.job.parameters.processes != "own":
+    is_own = definition.job.parameters.processes == "own"
+    missing = [name for name in TRAINS_WITH if find_spec(name) is None and not is_own]  # a node would find out later
+    if missing:
         raise GpufleetError(
             f"{path.name}: a ready-made job trains with {', '.join(missing)}: pip install 'gpufleet[job,rehearsal]'"
         )
@@ -107,8 +113,8 @@ def rehearse(
             f"{path.name} cannot be rehearsed: a rehearsal trains a small model on this machine's CPU, with data that "
             f"it makes. Write in its `rehearsal` section: {', '.join(lacking)}."
         )
-    if again and definition.job.parameters.processes != "own":
-        raise GpufleetError(f"{definition.name} is a ready-made job: leave out --exact and --limit")
+    if refused := [why for why, asked in zip(REFUSED, (again, image, stand_in), strict=True) if asked and not is_own]:
+        raise GpufleetError(f"{definition.name} is a ready-made job{refused[0]}")
     docker = images.require(definition, way) if image else None
     finished = root / "rehearsals" / definition.name / definition.run.id
     with scratch.locked(finished.parent):
@@ -161,7 +167,8 @@ def _attempt(
     until: Until | None = None,
 ) -> int:
     """The rehearsal, in a new `folder`, of the definition with `changed` laid over it."""
-    trains = "your script on this machine's CPU" if definition.job.parameters.processes == "own" else "job"
+    is_own = definition.job.parameters.processes == "own"
+    trains = "your script on this machine's CPU" if is_own else "job"
     laid = block.begun(definition, changed, datetime.now(UTC))
     project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path, root, changed=laid)})
     if stand_in:
@@ -169,7 +176,7 @@ def _attempt(
     if docker is not None:
         trains = "your script in its own image, without a GPU"
     programs, python = None, None
-    if definition.job.parameters.processes == "own" and not stand_in and docker is None:
+    if is_own and not stand_in and docker is None:
         programs, python = own_programs(definition, root, project)
     if laid is not None:
         definition = load(project / "stacks" / f"{definition.name}.yaml", now=datetime.now(UTC), rehearsal=True)

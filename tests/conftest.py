@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import own_prices  # noqa: F401 - before anything has read the catalog
 import pytest
 from dates import MOVED_CLOCK
 from waiting import children

@@ -65,7 +65,7 @@ def market(fleet: dict[str, Any]) -> str:
 
 
 def too_many(fleets: list[dict[str, Any]], definition: StackDefinition) -> list[dict[str, Any]]:
-    """The fleets that may launch although the run needs only one: one in all, or with a fallback one in each market."""
+    """The fleets that may launch although the run needs only one: one in all; with a fallback, one in each market."""
     stands_by = definition.fleet.market.stands_by
     kinds = [market(each) if market(each) in stands_by else "" for each in fleets]
     return [each for each, kind in zip(fleets, kinds, strict=True) if kinds.count(kind) > 1]

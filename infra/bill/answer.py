@@ -32,7 +32,7 @@ def answer(
     bill: Bill, command: str, *, today: date, cheaper: str = "", fallback: Fallback | None = None
 ) -> Iterator[str]:
     """The lines. `command` shows the whole bill; `cheaper` is the line of infra.compare.cheaper, or empty."""
-    usd = bill.usd if fallback is None else fallback.usd
+    usd = (fallback or bill).usd
     lines = [*wrap(f"{bill.title}: {headline(bill, fallback)}"), *picture(usd, bill.cap.max_usd if bill.cap else None)]
     lines += _charges(bill, usd)
     lines += wrap(cheaper) if cheaper else []
@@ -73,9 +73,9 @@ def headline(bill: Bill, fallback: Fallback | None = None) -> str:
             f"{cap.max_usd.normalize():f} USD buy about {middle} h of training ({low} to {high} in eight runs of ten)"
         )
         return f"{money}, {place}; {stops}."
-    usd, wall = (bill.usd, side.wall_hours) if fallback is None else (fallback.usd, fallback.wall_hours)
-    low, middle, high = figures_within(usd)
-    return f"about {middle} USD ({low} to {high} in eight runs of ten), {about_hours(wall.p50)} h, {place}; {stops}."
+    low, middle, high = figures_within((fallback or bill).usd)
+    wall = (fallback or side).wall_hours.p50
+    return f"about {middle} USD ({low} to {high} in eight runs of ten), {about_hours(wall)} h, {place}; {stops}."
 
 
 def picture(usd: Quantiles, most: Decimal | None) -> Iterator[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.market import WAYS
 
 SHOWN = 20  # the cheapest; the options of the frontier come on top
 LINE_IN = 0.19  # inches from one option to the next
@@ -25,7 +26,7 @@ def drawn(rows: Sequence[Row], frontier: Sequence[Row], title: str, kind: str) -
     except ImportError as error:
         raise GpufleetError(f"a picture needs matplotlib ({error}): pip install 'gpufleet[report]'") from error
     figure, into = Figure(figsize=(10, height(rows, frontier)), layout="constrained"), io.BytesIO()
-    fill(figure, rows, frontier, spot="#1f77b4", on_demand="#c03a2b")
+    fill(figure, rows, frontier, {"spot": "#1f77b4", "on-demand": "#c03a2b"})
     figure.suptitle(f"{title}\n{CAPTION}", fontsize=11)
     figure.savefig(into, dpi=130, format=kind.removeprefix("."))
     return into.getvalue()
@@ -36,10 +37,10 @@ def height(rows: Sequence[Row], frontier: Sequence[Row]) -> float:
     return 1.2 + LINE_IN * len(_shown(rows, frontier))
 
 
-def fill(figure: Any, rows: Sequence[Row], frontier: Sequence[Row], *, spot: str, on_demand: str) -> None:
-    """Draws into matplotlib's `figure`: names in the colour of their market, then dollars, then hours."""
+def fill(figure: Any, rows: Sequence[Row], frontier: Sequence[Row], shades: Mapping[str, str]) -> None:
+    """Draws into matplotlib's `figure`: names in the shade of their market, then dollars, then hours."""
     shown, edge = _shown(rows, frontier), {id(row) for row in frontier}
-    colours = [spot if row.capacity == "spot" else on_demand for row in shown]
+    colours = [shades[WAYS[row.capacity].by_the_hour] for row in shown]
     panels = figure.subplots(1, 2, sharey=True)
     for axes, unit, values in (
         (panels[0], "USD to finish", [row.usd for row in shown]),

@@ -17,11 +17,13 @@ import json
 import os
 import re
 import typing
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass, replace
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import yaml
 
@@ -53,6 +55,7 @@ from gpufleet.job.kind.convert import hints as hints_of
 FILE = (
     Path(__file__).resolve().with_name("definition.schema.json")
 )  # what `gpufleet schema` prints, for editors to find
+LEAST_SHARED = 100  # characters of a key's schema; a shorter one is little longer than a reference
 # As the loader takes it: a time with its zone, or `in 10 h`, which is within a year of 366 days.
 _CLOCK = r"([01][0-9]|2[0-3])(:?[0-5][0-9]){0,2}"
 _DAY = r"(20[0-9]{2}|2100)-?(0[1-9]|1[0-2])-?(0[1-9]|[12][0-9]|3[01])"
@@ -186,14 +189,42 @@ def schema() -> Schema:
     }
 
 
+def shared() -> Schema:
+    """The schema with each key that it describes in the same words in several places once, among its definitions."""
+    tree = json.loads(json.dumps(schema()))  # a copy: schema() has the same object in several places
+    counts = Counter(json.dumps(section[key]) for section, key in _keys(tree))
+    numbers, names, parts = Counter[str](), dict[str, str](), [tree]
+    for part in parts:  # grows: a shared key may hold shared keys
+        for section, key in _keys(part):
+            text = json.dumps(section[key])
+            if counts[text] > 1 and len(text) >= LEAST_SHARED:
+                if text not in names:
+                    numbers[key] += 1
+                    names[text] = f"{key} {numbers[key]}"
+                    parts.append(section[key])
+                section[key] = {"$ref": f"#/definitions/{names[text]}"}
+    tree["definitions"] |= zip(names.values(), parts[1:], strict=True)
+    return cast(Schema, tree)
+
+
+def _keys(part: Any) -> Iterator[tuple[Schema, str]]:
+    """The keys that a part of the schema describes, each in its section: a section's own before those within them."""
+    for word, each in part.items() if isinstance(part, dict) else enumerate(part if isinstance(part, list) else ()):
+        if word == "properties":
+            yield from ((each, key) for key in each)
+        yield from _keys(each)
+
+
 def text() -> str:
     """The schema that is shipped."""
     return FILE.read_text(encoding="utf-8")
 
 
 def write() -> None:
-    """Writes the file that is shipped, of this clone's code and pages."""
-    FILE.write_text(json.dumps(schema(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Writes the file that is shipped, of this clone's code and pages: what holds nothing else has one line."""
+    text = json.dumps(shared(), indent=1, ensure_ascii=False) + "\n"
+    innermost = re.compile(r"(?<=[\[{])\n\s+([^\[\]{}]*)\n\s+(?=[\]}])")
+    FILE.write_text(innermost.sub(lambda found: re.sub(r"\n\s+", " ", found[1]), text), encoding="utf-8")
 
 
 def modeline(folder: Path, project: Path) -> str:

@@ -33,8 +33,8 @@ def _picture(found: Comparison) -> str:
         return ""
     with charts.style():
         figure = charts.figure(plot.height(found.own_rows, found.own_frontier))
-        shades = {"spot": charts.SENTINELS["blue"], "on_demand": charts.SENTINELS["orange"]}
-        plot.fill(figure, found.own_rows, found.own_frontier, **shades)
+        shades = {"spot": charts.SENTINELS["blue"], "on-demand": charts.SENTINELS["orange"]}
+        plot.fill(figure, found.own_rows, found.own_frontier, shades)
         return charts.svg(figure, found.title)
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.errors import GpufleetError
@@ -148,11 +147,6 @@ def test_a_docker_that_cannot_is_told_in_its_own_words(
     with pytest.raises(GpufleetError, match=said):
         rehearse("mine", root=project, image=True, out=lambda _: None)
     assert not (project / "rehearsals").exists()
-
-
-def test_a_ready_made_job_is_rehearsed_without_its_image() -> None:
-    with pytest.raises(GpufleetError, match="leave out --image"):
-        images.require(load(ROOT / "stacks" / "two-tower.yaml", now=datetime.now(UTC)), print)
 
 
 def test_images_are_pulled_first_and_the_registry_gives_their_own_digests(project: Path, asked: Asked) -> None:

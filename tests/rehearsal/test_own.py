@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.definition.loader import load, rehearsal_text
 from gpufleet.infra.definition.model import StackDefinition
@@ -168,12 +167,6 @@ def test_a_stand_in_writes_what_the_file_declares(tmp_path: Path, checkpoint: st
     ).stdout
     assert said.splitlines()[-1] == "plumbing step 10"
     assert sorted(path.relative_to(kept).as_posix() for path in kept.rglob("*") if path.is_file()) == left
-
-
-def test_nothing_stands_in_for_a_ready_made_job(tmp_path: Path) -> None:
-    found = load(ROOT / "stacks" / "two-tower.yaml", now=datetime.now(UTC))
-    with pytest.raises(GpufleetError, match="--plumbing"):
-        rehearsal_text(found.source, ROOT, changed=partial(plumbing.stand_in, found, tmp_path / "x"))
 
 
 def after_a_notice(resumed: int, reason: str, *, last: int = 66, signalled: bool = True) -> Resumption:

@@ -127,6 +127,14 @@ def test_it_runs_again_only_after_what_has_held(
     assert any(line.startswith("exact: ") for line in said) == (codes[:2] == (0, 0))
 
 
-def test_a_ready_made_job_is_not_run_again() -> None:
-    with pytest.raises(GpufleetError, match="leave out --exact and --limit"):
-        rehearse.rehearse("two-tower", root=ROOT, again=("end",))
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"again": ("end",)}, "two-tower is a ready-made job: leave out --exact and --limit"),
+        ({"image": True}, "two-tower is a ready-made job, rehearsed without its image: leave out --image"),
+        ({"stand_in": True}, "two-tower is a ready-made job, which trains on a CPU: leave out --plumbing"),
+    ],
+)
+def test_what_only_a_command_has_is_refused_for_a_ready_made_job(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(GpufleetError, match=f"^{said}$"):
+        rehearse.rehearse("two-tower", root=ROOT, **asked)

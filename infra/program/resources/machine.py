@@ -1,4 +1,4 @@
-"""A state machine that changes a run's fleet, with its role; gather.py and fallback.py write its steps."""
+"""A state machine that changes a run's fleet, with its role; its steps are written by gather.py, fallback.py."""
 
 from __future__ import annotations
 

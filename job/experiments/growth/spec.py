@@ -11,23 +11,8 @@ from typing import ClassVar, Literal
 
 from gpufleet.job.experiments.models.config import CAPACITY, Shape
 from gpufleet.job.experiments.spec import BELOW_ONE, ExperimentConfig, cuts, warmup_doubts
+from gpufleet.job.kind import common
 from gpufleet.job.kind.batch import rows_per_rank
-from gpufleet.job.kind.common import (
-    Checkpoint,
-    Compute,
-    Deliver,
-    Demands,
-    Guard,
-    Log,
-    Memory,
-    PhaseSize,
-    Rung,
-    Sizes,
-    added_later,
-    bounded,
-    in_gb,
-    remembered,
-)
 from gpufleet.job.kind.job import Alternative
 
 LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabilities and two fp32 gradients
@@ -49,50 +34,50 @@ _PHASES = ("dense", "moe", "grown")
 class GrowthModel:
     """The dense model of phase 1 and how it grows: experts in phase 2, width x2 and new layers in phase 3."""
 
-    vocab: int = bounded(50257, 2, 1_000_000)
-    layers: int = bounded(7, 1, 200)
-    width: int = bounded(832, 8, 65536)
-    heads: int = bounded(8, 1, 512)
-    ffn: int = bounded(3328, 8, 262144)
-    experts: int = bounded(8, 2, 256)
-    top_k: int = bounded(2, 1, 64)
-    new_layers: int = bounded(4, 0, 200)  # appended in phase 3
-    router_std: float = bounded(0.02, 1e-6, 1.0)  # at 0 every token ties to the same experts
-    symmetry_noise: float = bounded(0.1, 0.0, 1.0)  # x each matrix's own std, antisymmetric over the input halves
+    vocab: int = common.bounded(50257, 2, 1_000_000)
+    layers: int = common.bounded(7, 1, 200)
+    width: int = common.bounded(832, 8, 65536)
+    heads: int = common.bounded(8, 1, 512)
+    ffn: int = common.bounded(3328, 8, 262144)
+    experts: int = common.bounded(8, 2, 256)
+    top_k: int = common.bounded(2, 1, 64)
+    new_layers: int = common.bounded(4, 0, 200)  # appended in phase 3
+    router_std: float = common.bounded(0.02, 1e-6, 1.0)  # at 0 every token ties to the same experts
+    symmetry_noise: float = common.bounded(0.1, 0.0, 1.0)  # x each matrix's std, antisymmetric over the input halves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextData:
     """Token windows drawn by (seed, step). The prepared dataset itself is named by storage.dataset."""
 
-    sequence: int = bounded(256, 8, 131072)  # tokens per window
+    sequence: int = common.bounded(256, 8, 131072)  # tokens per window
     source: Literal["tinystories", "generated-stories"] = "tinystories"  # what `gpufleet prepare` fetches or makes
-    stories: int = bounded(50_000, 100, 3_000_000)
+    stories: int = common.bounded(50_000, 100, 3_000_000)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """Windows per optimizer step. `micro` None = the largest rung of the ladder that fits."""
 
-    sequences: int = bounded(16, 1, 65536)
-    micro: int | None = bounded(None, 1, 65536)
+    sequences: int = common.bounded(16, 1, 65536)
+    micro: int | None = common.bounded(None, 1, 65536)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamW:
     """AdamW, one learning rate per phase, constant after a linear re-warm-up at the start of each grown phase."""
 
-    lr: tuple[float, ...] = bounded((3e-4, 1e-4, 8e-5), 1e-9, 1.0)
-    weight_decay: float = bounded(0.01, 0.0, 1.0)
-    betas: tuple[float, ...] = bounded((0.9, 0.95), 0.0, BELOW_ONE)
-    eps: float = bounded(1e-8, 1e-16, 1e-2)  # at 0 a row without gradient is 0 / 0
-    clip: float = bounded(1.0, 0.0, 1e6)
-    warmup_after_growth: int = bounded(20, 0, 100_000)
-    load_balance: float = bounded(0.01, 0.0, 10.0)  # coefficient of the router's load-balance term, phases 2 and 3
+    lr: tuple[float, ...] = common.bounded((3e-4, 1e-4, 8e-5), 1e-9, 1.0)
+    weight_decay: float = common.bounded(0.01, 0.0, 1.0)
+    betas: tuple[float, ...] = common.bounded((0.9, 0.95), 0.0, BELOW_ONE)
+    eps: float = common.bounded(1e-8, 1e-16, 1e-2)  # at 0 a row without gradient is 0 / 0
+    clip: float = common.bounded(1.0, 0.0, 1e6)
+    warmup_after_growth: int = common.bounded(20, 0, 100_000)
+    load_balance: float = common.bounded(0.01, 0.0, 10.0)  # coefficient of the router's load-balance term, phases 2, 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Precision(Compute):
+class Precision(common.Compute):
     """`compute` is the dtype of the matmuls; `phase3_state` that of weights, gradients and moments in phase 3."""
 
     phase3_state: Literal["bf16", "fp32"] = "bf16"  # bf16 for any fleet with a 24 GB type
@@ -102,10 +87,10 @@ class Precision(Compute):
 class Eval:
     """Validation on the same fixed windows every time; greedy samples at each phase end."""
 
-    every: int = bounded(50, 1, 1_000_000)  # steps
-    windows: int = bounded(32, 1, 65536)
+    every: int = common.bounded(50, 1, 1_000_000)  # steps
+    windows: int = common.bounded(32, 1, 65536)
     prompts: tuple[str, ...] = ("Once upon a time", "The little girl", "One day, a dog")
-    sample_tokens: int = bounded(40, 0, 4096)
+    sample_tokens: int = common.bounded(40, 0, 4096)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +99,7 @@ class GrowthConfig(ExperimentConfig):
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.growth.run:TinystoriesGrowth"
     dataset_class: ClassVar[str] = "gpufleet.job.experiments.growth.data:Stories"
-    demands: ClassVar[Demands] = Demands(one_node="it trains in one process")
+    demands: ClassVar[common.Demands] = common.Demands(one_node="it trains in one process")
     dataset_kind: ClassVar[str] = "windows"
     leaves_speed: ClassVar[tuple[str, ...]] = (
         "steps_per_phase",
@@ -123,19 +108,19 @@ class GrowthConfig(ExperimentConfig):
         "model.symmetry_noise",
     )
 
-    steps_per_phase: int = bounded(1000, 1, 10_000_000)
-    seed: int = bounded(1337, 0, 2**31 - 1)
+    steps_per_phase: int = common.bounded(1000, 1, 10_000_000)
+    seed: int = common.bounded(1337, 0, 2**31 - 1)
     device: Literal["cuda", "cpu"] = "cuda"  # cuda without a CUDA device is an error, never a silent CPU run
     model: GrowthModel = GrowthModel()
     data: TextData = TextData()
     batch: Batch = Batch()
     optim: AdamW = AdamW()
     precision: Precision = Precision()
-    deliver: Deliver = added_later("last", version="0.1.0")
-    checkpoint: Checkpoint = Checkpoint()
-    guard: Guard = added_later(Guard(), version="0.1.0")
+    deliver: common.Deliver = common.added_later("last", version="0.1.0")
+    checkpoint: common.Checkpoint = common.Checkpoint()
+    guard: common.Guard = common.added_later(common.Guard(), version="0.1.0")
     eval: Eval = Eval()
-    log: Log = Log()
+    log: common.Log = common.Log()
 
     def problems(self) -> list[tuple[str, str]]:
         """What no field's own range can say, as (path under job.parameters, sentence)."""
@@ -161,8 +146,8 @@ class GrowthConfig(ExperimentConfig):
             found.append(("eval.prompts", "an empty prompt cannot be continued: give it a word, or leave it out"))
         return found
 
-    @remembered
-    def phases(self) -> tuple[PhaseSize, ...]:
+    @common.remembered
+    def phases(self) -> tuple[common.PhaseSize, ...]:
         """Every phase in order."""
         sizes = []
         for index, name in enumerate(_PHASES):
@@ -170,7 +155,7 @@ class GrowthConfig(ExperimentConfig):
             total, active = parameters(s)
             narrow = self.state_dtype(index) == "bf16"
             sizes.append(
-                PhaseSize(
+                common.PhaseSize(
                     name=name,
                     kind="mixture" if s.experts else "from scratch",
                     params_total=total,
@@ -189,8 +174,8 @@ class GrowthConfig(ExperimentConfig):
             )
         return tuple(sizes)
 
-    @remembered
-    def memory(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory:
+    @common.remembered
+    def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
         s = shape(self.model, phase_index)
         total, _ = parameters(s)
         state = 2 if self.state_dtype(phase_index) == "bf16" else 4
@@ -216,10 +201,10 @@ class GrowthConfig(ExperimentConfig):
         second = min(micro, self.batch.sequences - micro) / micro
         shared = max(first, gradients + second * (activations + logits))
         held = {"weights": weights, "gradients": gradients, "moments": moments}
-        return in_gb(**held, activations=activations, logits=logits, peak=weights + moments + shared)
+        return common.in_gb(**held, activations=activations, logits=logits, peak=weights + moments + shared)
 
-    @remembered
-    def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
+    @common.remembered
+    def ladder(self, ranks: int = 1) -> tuple[common.Rung, ...]:
         """All of the batch, 3/4, 1/2, 1/4 (16, 12+4, 8+8, 4+4+4+4), then activation checkpointing down to one."""
         whole = rows_per_rank(self, ranks)
         return cuts(whole, self.batch.micro, [whole, whole * 3 // 4, whole // 2, whole // 4])
@@ -248,8 +233,8 @@ class GrowthConfig(ExperimentConfig):
         """Windows of a step."""
         return self.batch.sequences
 
-    @remembered
-    def sizes(self) -> Sizes:
+    @common.remembered
+    def sizes(self) -> common.Sizes:
         """A checkpoint has weights and two moments: 12 B per parameter in fp32, 6 in bf16. An exported phase's start is
         the verified fp32 file, whatever the state that training casts it to; its end is in that state's dtype.
         """
@@ -263,7 +248,7 @@ class GrowthConfig(ExperimentConfig):
             "phase3_start": 4 * totals[2],
             "phase3_end": ends[2],
         }
-        return Sizes(
+        return common.Sizes(
             checkpoints=tuple(3 * end for end in ends),
             phase_ends=tuple(ends),
             exports=exports,

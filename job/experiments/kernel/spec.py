@@ -16,22 +16,7 @@ from gpufleet.job.experiments.models.config import QWEN3_8B, DecoderConfig
 from gpufleet.job.experiments.spec import CosineAdamW, warmup_doubts
 from gpufleet.job.experiments.tuning import spec as tuning
 from gpufleet.job.experiments.tuning.spec import TokenBatch, TuningConfig
-from gpufleet.job.kind.common import (
-    GB,
-    Checkpoint,
-    Compute,
-    Demands,
-    Guard,
-    Log,
-    Memory,
-    PhaseSize,
-    Rung,
-    Sizes,
-    added_later,
-    bounded,
-    in_gb,
-    remembered,
-)
+from gpufleet.job.kind import common
 
 COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
 # Worker seconds per candidate: a new process (4 CPU-s to import torch and triton), its driver and its tiny run.
@@ -55,9 +40,9 @@ class KernelData:
     """PyTorch-to-Triton pairs; the loss is on the answer."""
 
     source: Literal["jsonl", "generated-kernels"] = "jsonl"
-    samples: int = bounded(1000, 1, 10_000_000)
-    tokens_per_sample: float = bounded(8192.0, 1.0, 131072.0)  # expected; the prepared dataset's own replaces it
-    row: int = bounded(8192, 8, 131072)
+    samples: int = common.bounded(1000, 1, 10_000_000)
+    tokens_per_sample: float = common.bounded(8192.0, 1.0, 131072.0)  # expected; the prepared dataset's own replaces it
+    row: int = common.bounded(8192, 8, 131072)
     curriculum: Literal["off", "on", "compare"] = "off"  # later epochs draw more of what is half mastered; or both ways
 
 
@@ -65,23 +50,23 @@ class KernelData:
 class Generation:
     """`candidates` per task, sampled with seeds by (seed, task, candidate)."""
 
-    tasks: int = bounded(20, 1, 20)  # job/experiments/kernel/judge/catalog.py has no more
-    candidates: int = bounded(10, 1, 10_000)
-    max_tokens: int = bounded(2048, 1, 131072)
-    temperature: float = bounded(0.8, 0.0, 10.0)
+    tasks: int = common.bounded(20, 1, 20)  # job/experiments/kernel/judge/catalog.py has no more
+    candidates: int = common.bounded(10, 1, 10_000)
+    max_tokens: int = common.bounded(2048, 1, 131072)
+    temperature: float = common.bounded(0.8, 0.0, 10.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Funnel:
     """Limits of the verification funnel. Each candidate runs in its own process."""
 
-    planted: int = bounded(0, 0, 200)  # known candidates judged beside the generated ones; planted.py has no more
-    workers: int | None = bounded(None, 1, 1024)  # None = one per GPU, or one per CPU core without GPUs
-    candidate_s: float = bounded(60.0, 0.1, 3600.0)  # wall-clock of one candidate in one stage
-    memory_gb: float = bounded(16.0, 0.1, 1024.0)
-    inputs: int = bounded(5, 1, 1000)  # random inputs of the full run, beside the adversarial ones
-    trials: int = bounded(100, 1, 100_000)  # of the timing
-    suspicious: float = bounded(2.0, 1.0, 1000.0)  # a speed-up above this is run again with fresh inputs
+    planted: int = common.bounded(0, 0, 200)  # known candidates judged beside the generated; planted.py has no more
+    workers: int | None = common.bounded(None, 1, 1024)  # None = one per GPU, or one per CPU core without GPUs
+    candidate_s: float = common.bounded(60.0, 0.1, 3600.0)  # wall-clock of one candidate in one stage
+    memory_gb: float = common.bounded(16.0, 0.1, 1024.0)
+    inputs: int = common.bounded(5, 1, 1000)  # random inputs of the full run, beside the adversarial ones
+    trials: int = common.bounded(100, 1, 100_000)  # of the timing
+    suspicious: float = common.bounded(2.0, 1.0, 1000.0)  # a speed-up above this is run again with fresh inputs
     ablations: bool = True  # of 0.1.0, which judged all once more with each extension off: nothing is any more
 
 
@@ -92,27 +77,27 @@ class KernelConfig(TuningConfig):
     trainer: ClassVar[str] = "gpufleet.job.experiments.kernel.run:Kernel"
     dataset_class: ClassVar[str] = "gpufleet.job.experiments.kernel.data:KernelPairs"
     leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "generate", "funnel", "data.samples", "data.curriculum")
-    demands: ClassVar[Demands] = Demands(
+    demands: ClassVar[common.Demands] = common.Demands(
         one_node="its candidates are judged on one node, while the others would wait and be billed",
         # Untrusted candidates run in namespaces, which docker's default profile forbids; this one forbids the rest.
         container_options="--security-opt seccomp={app}/gpufleet/job/node/namespaces.json",
     )
 
-    epochs: int = bounded(1, 1, 1000)
-    seed: int = bounded(1337, 0, 2**31 - 1)
+    epochs: int = common.bounded(1, 1, 1000)
+    seed: int = common.bounded(1337, 0, 2**31 - 1)
     device: Literal["cuda", "cpu"] = "cuda"
-    gpus: int | None = bounded(None, 1, 8)
+    gpus: int | None = common.bounded(None, 1, 8)
     model: DecoderConfig = QWEN3_8B
     data: KernelData = KernelData()
     batch: TokenBatch = TokenBatch(tokens=524_288)
     optim: CosineAdamW = CosineAdamW(lr=1e-5, warmup=2)
-    precision: Compute = Compute()
+    precision: common.Compute = common.Compute()
     reshard_after_forward: bool = True
     generate: Generation = Generation()
     funnel: Funnel = Funnel()
-    checkpoint: Checkpoint = Checkpoint()
-    guard: Guard = added_later(Guard(), version="0.1.0")
-    log: Log = Log()
+    checkpoint: common.Checkpoint = common.Checkpoint()
+    guard: common.Guard = common.added_later(common.Guard(), version="0.1.0")
+    log: common.Log = common.Log()
 
     def problems(self) -> list[tuple[str, str]]:
         found = tuning.problems(self.model)
@@ -121,8 +106,8 @@ class KernelConfig(TuningConfig):
             found.append(("data.curriculum", "off unless epochs is 2 or more: it acts upon what is tried between them"))
         return found
 
-    @remembered
-    def phases(self) -> tuple[PhaseSize, ...]:
+    @common.remembered
+    def phases(self) -> tuple[common.PhaseSize, ...]:
         """`sft`, or `sft-uniform` and `sft-adaptive`; `generate`, `verify`. Each training ends with generating."""
         m = self.model
         total = tuning.parameters(m)
@@ -146,11 +131,11 @@ class KernelConfig(TuningConfig):
         compile_s, judge_s = each["compile_s"], each["judge_s"]
         judged = len(names) * self.generate.tasks * self.generate.candidates + self.funnel.planted
 
-        def training(name: str) -> PhaseSize:
+        def training(name: str) -> common.PhaseSize:
             adaptive = self.data.curriculum != "off" and name == names[-1]
             tries = self.epochs - 1 if adaptive else 0
             tried = tries * self.generate.tasks * TRIED
-            return PhaseSize(
+            return common.PhaseSize(
                 name=name,
                 steps=tuning.steps(tokens, self.batch.tokens),
                 forward_tokens=int(HELD_OUT * tokens),  # an evaluation after each epoch
@@ -164,7 +149,7 @@ class KernelConfig(TuningConfig):
 
         return (
             *map(training, names),
-            PhaseSize(
+            common.PhaseSize(
                 name="generate",
                 steps=0,
                 decode_steps=len(names) * self.generate.max_tokens,
@@ -172,7 +157,7 @@ class KernelConfig(TuningConfig):
                 decode_at_once=AT_ONCE,
                 **sizes,  # type: ignore[arg-type]
             ),
-            PhaseSize(
+            common.PhaseSize(
                 name="verify",
                 steps=0,
                 cpu_core_s=judged * compile_s,
@@ -181,8 +166,8 @@ class KernelConfig(TuningConfig):
             ),
         )
 
-    @remembered
-    def memory(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory:
+    @common.remembered
+    def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
         """Training: fp32 state cut over the ranks, gathered weights of two layers. generate: the trained weights still
         cut, whole ones of the compute dtype on each GPU, and the cache of its share of the sequences. verify: what a
         candidate may take.
@@ -205,11 +190,13 @@ class KernelConfig(TuningConfig):
             activations = sequences * cache * (self.generate.max_tokens + 1024)
             logits = sequences * m.vocab * 8
         else:
-            activations = self.funnel.memory_gb * GB
-        return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
+            activations = self.funnel.memory_gb * common.GB
+        return common.in_gb(
+            weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits
+        )
 
-    @remembered
-    def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
+    @common.remembered
+    def ladder(self, ranks: int = 1) -> tuple[common.Rung, ...]:
         return tuning.ladder(self, ranks)
 
     def with_facts(self, facts: Mapping[str, Any]) -> KernelConfig:
@@ -221,15 +208,15 @@ class KernelConfig(TuningConfig):
     def doubts(self, steps: int) -> Iterator[str]:
         yield from warmup_doubts("warmup", self.optim.warmup, steps, self.optim.lr, "the whole run", "batch.tokens")
 
-    @remembered
-    def sizes(self) -> Sizes:
+    @common.remembered
+    def sizes(self) -> common.Sizes:
         """Full state while training, at whose end fp32 weights stay for the stages after it, which leave nothing but
         results: small.
         """
         total, training = tuning.parameters(self.model), len(trainings(self))
         after = (0,) * (len(self.phases()) - training)
         each = 6 if self.model.vocab > 1 << 16 else 4
-        return Sizes(
+        return common.Sizes(
             checkpoints=(12 * total,) * training + after,
             phase_ends=(4 * total,) * training + after,
             exports={},

@@ -11,22 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from gpufleet.job.experiments.spec import BELOW_ONE, ExperimentConfig, cuts, halves, warmup_doubts
+from gpufleet.job.kind import common
 from gpufleet.job.kind.batch import rows_per_rank
-from gpufleet.job.kind.common import (
-    Checkpoint,
-    Compute,
-    Deliver,
-    Guard,
-    Log,
-    Memory,
-    PhaseSize,
-    Rung,
-    Sizes,
-    added_later,
-    bounded,
-    in_gb,
-    remembered,
-)
 from gpufleet.job.kind.job import Processes
 
 SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
@@ -44,12 +30,12 @@ BACKWARD = 10  # tensors of the width that one block's backward pass holds besid
 class CharModel:
     """Pre-norm RMSNorm without gain, RoPE, QK-norm, ReLU-squared FFN of 4 x width, untied head, no biases."""
 
-    layers: int = bounded(44, 1, 200)
-    width: int = bounded(2816, 8, 65536)
-    head_dim: int = bounded(128, 2, 1024)
-    kv_heads: int | None = bounded(None, 1, 512)  # None = as many as heads
-    vocab: int = bounded(32, 18, 1_000_000)  # 17 symbols and <|bos|>, padded
-    logit_cap: float = bounded(15.0, 0.0, 1000.0)  # logits = cap x tanh(x / cap); 0 = none
+    layers: int = common.bounded(44, 1, 200)
+    width: int = common.bounded(2816, 8, 65536)
+    head_dim: int = common.bounded(128, 2, 1024)
+    kv_heads: int | None = common.bounded(None, 1, 512)  # None = as many as heads
+    vocab: int = common.bounded(32, 18, 1_000_000)  # 17 symbols and <|bos|>, padded
+    logit_cap: float = common.bounded(15.0, 0.0, 1000.0)  # logits = cap x tanh(x / cap); 0 = none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,17 +43,17 @@ class CharData:
     """Characters cut into rows of `sequence` + 1; every row once per epoch, permuted by (seed, epoch)."""
 
     source: Literal["text", "generated-sums"] = "text"  # what `gpufleet prepare` reads or makes
-    characters: int = bounded(350_000_000, 1000, 100_000_000_000)  # expected; the prepared dataset's count replaces it
-    sequence: int = bounded(2048, 8, 131072)
-    held_out: float = bounded(0.05, 0.001, 0.5)  # the last characters
+    characters: int = common.bounded(350_000_000, 1000, 100_000_000_000)  # expected; the dataset's count replaces it
+    sequence: int = common.bounded(2048, 8, 131072)
+    held_out: float = common.bounded(0.05, 0.001, 0.5)  # the last characters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowBatch:
     """Rows per optimizer step over all GPUs; `micro` rows per GPU and forward."""
 
-    rows: int = bounded(256, 1, 1_000_000)
-    micro: int | None = bounded(None, 1, 65536)
+    rows: int = common.bounded(256, 1, 1_000_000)
+    micro: int | None = common.bounded(None, 1, 65536)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,35 +63,35 @@ class MuonAdamW:
     """
 
     kind: Literal["muon", "adamw"] = "muon"
-    lr: float = bounded(0.02, 1e-9, 1.0)  # hidden matrices
-    momentum: tuple[float, ...] = bounded((0.85, 0.95), 0.0, BELOW_ONE)  # from, to
-    momentum_steps: int = bounded(300, 0, 1_000_000)
-    embedding_lr: float = bounded(0.3, 1e-9, 10.0)  # x (width / 768) ** -0.5, as head_lr
-    head_lr: float = bounded(0.004, 1e-9, 10.0)
-    betas: tuple[float, ...] = bounded((0.8, 0.95), 0.0, BELOW_ONE)
-    weight_decay: float = bounded(0.0, 0.0, 1.0)
-    warmup: int = bounded(0, 0, 1_000_000)
-    cooldown: float = bounded(0.4, 0.0, 1.0)  # share of the steps over which every rate falls to 0
-    clip: float = bounded(0.0, 0.0, 1e6)  # 0 = none
+    lr: float = common.bounded(0.02, 1e-9, 1.0)  # hidden matrices
+    momentum: tuple[float, ...] = common.bounded((0.85, 0.95), 0.0, BELOW_ONE)  # from, to
+    momentum_steps: int = common.bounded(300, 0, 1_000_000)
+    embedding_lr: float = common.bounded(0.3, 1e-9, 10.0)  # x (width / 768) ** -0.5, as head_lr
+    head_lr: float = common.bounded(0.004, 1e-9, 10.0)
+    betas: tuple[float, ...] = common.bounded((0.8, 0.95), 0.0, BELOW_ONE)
+    weight_decay: float = common.bounded(0.0, 0.0, 1.0)
+    warmup: int = common.bounded(0, 0, 1_000_000)
+    cooldown: float = common.bounded(0.4, 0.0, 1.0)  # share of the steps over which every rate falls to 0
+    clip: float = common.bounded(0.0, 0.0, 1e6)  # 0 = none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EarlyStop:
     """Stops when `patience` evaluations in a row improve by less than `min_delta`."""
 
-    patience: int = bounded(4, 1, 1000)
-    min_delta: float = bounded(0.0005, 0.0, 10.0)  # nats
-    after: int = bounded(1000, 0, 10_000_000)  # steps
+    patience: int = common.bounded(4, 1, 1000)
+    min_delta: float = common.bounded(0.0005, 0.0, 10.0)  # nats
+    after: int = common.bounded(1000, 0, 10_000_000)  # steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CharEval:
     """Nats per character on fixed windows summed over ranks, and a few continuations."""
 
-    every: int = bounded(250, 1, 1_000_000)
-    windows: int = bounded(160, 1, 65536)
+    every: int = common.bounded(250, 1, 1_000_000)
+    windows: int = common.bounded(160, 1, 65536)
     prompts: tuple[str, ...] = ("123+456", "999-111", "HB+123", "0+0")
-    sample_tokens: int = bounded(32, 0, 2048)
+    sample_tokens: int = common.bounded(32, 0, 2048)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,22 +104,22 @@ class PretrainConfig(ExperimentConfig):
     leaves_speed: ClassVar[tuple[str, ...]] = ("steps", "early_stop", "data.characters", "data.held_out")
     processes: ClassVar[Processes] = "per GPU"
 
-    steps: int = bounded(5000, 1, 10_000_000)  # planned; the rate schedule belongs to them
-    seed: int = bounded(1337, 0, 2**31 - 1)
+    steps: int = common.bounded(5000, 1, 10_000_000)  # planned; the rate schedule belongs to them
+    seed: int = common.bounded(1337, 0, 2**31 - 1)
     device: Literal["cuda", "cpu"] = "cuda"
-    gpus: int | None = bounded(None, 1, 8)
+    gpus: int | None = common.bounded(None, 1, 8)
     model: CharModel = CharModel()
     data: CharData = CharData()
     batch: RowBatch = RowBatch()
     optim: MuonAdamW = MuonAdamW()
-    precision: Compute = Compute()
+    precision: common.Compute = common.Compute()
     early_stop: EarlyStop = EarlyStop()
     reshard_after_forward: bool = False  # False = ZeRO-2, True = ZeRO-3
-    deliver: Deliver = added_later("best", version="0.1.0")
-    checkpoint: Checkpoint = Checkpoint()
-    guard: Guard = added_later(Guard(), version="0.1.0")
+    deliver: common.Deliver = common.added_later("best", version="0.1.0")
+    checkpoint: common.Checkpoint = common.Checkpoint()
+    guard: common.Guard = common.added_later(common.Guard(), version="0.1.0")
     eval: CharEval = CharEval()
-    log: Log = Log()
+    log: common.Log = common.Log()
 
     def problems(self) -> list[tuple[str, str]]:
         m, found = self.model, []
@@ -157,12 +143,12 @@ class PretrainConfig(ExperimentConfig):
                 found.append(("eval.prompts", f"1 to {self.data.sequence} characters of {SYMBOLS!r}, not {prompt!r}"))
         return found
 
-    @remembered
-    def phases(self) -> tuple[PhaseSize, ...]:
+    @common.remembered
+    def phases(self) -> tuple[common.PhaseSize, ...]:
         """One phase. Early stop can only shorten it."""
         total, bf16 = parameters(self.model), self.precision.compute == "bf16"
         return (
-            PhaseSize(
+            common.PhaseSize(
                 name="train",
                 kind="from scratch",
                 params_total=total,
@@ -184,8 +170,8 @@ class PretrainConfig(ExperimentConfig):
             ),
         )
 
-    @remembered
-    def memory(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory:
+    @common.remembered
+    def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
         """All characters; fp32 weights, gradients and moments cut over the ranks; the gathered weights in the compute
         dtype (all of them with ZeRO-2, two blocks with ZeRO-3). Gradients are reduced at every micro-step, so none
         stays whole. Where the batch is one micro-batch alone the gradients come as the activations go: the peak is a
@@ -209,10 +195,10 @@ class PretrainConfig(ExperimentConfig):
         activations = tokens * (m.layers * kept + full - kept + (3 + BACKWARD) * m.width * compute)
         logits = tokens * m.vocab * (COMPILED_LOGIT_BYTES if self.runs_compiled() else LOGIT_BYTES)
         held = {"weights": weights, "gradients": gradients + reduced, "moments": moments, "activations": activations}
-        return in_gb(**held, logits=logits, peak=sum(held.values()) + logits + self.sizes().dataset)
+        return common.in_gb(**held, logits=logits, peak=sum(held.values()) + logits + self.sizes().dataset)
 
-    @remembered
-    def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
+    @common.remembered
+    def ladder(self, ranks: int = 1) -> tuple[common.Rung, ...]:
         """A rank's rows, half of them and so on down to one, then activation checkpointing."""
         whole = rows_per_rank(self, ranks)
         return cuts(whole, self.batch.micro, halves(whole))
@@ -233,12 +219,12 @@ class PretrainConfig(ExperimentConfig):
     def rows(self) -> int:
         return self.batch.rows
 
-    @remembered
-    def sizes(self) -> Sizes:
+    @common.remembered
+    def sizes(self) -> common.Sizes:
         """fp32 weights and two moments, of which Muon keeps one for the hidden matrices; one byte a character."""
         m, whole = self.model, 4 * parameters(self.model)
         hidden, tables = m.layers * layer_matmul(m), 2 * m.vocab * m.width
-        return Sizes(
+        return common.Sizes(
             checkpoints=((8 if self.optim.kind == "muon" else 12) * hidden + 12 * tables,),
             phase_ends=(whole,),
             exports={},

@@ -14,21 +14,7 @@ from gpufleet.job.experiments.models.config import DecoderConfig, Lora
 from gpufleet.job.experiments.spec import CosineAdamW, rate_in_words, warmup_doubts
 from gpufleet.job.experiments.tuning import spec as tuning
 from gpufleet.job.experiments.tuning.spec import TokenBatch, TuningConfig
-from gpufleet.job.kind.common import (
-    Checkpoint,
-    Compute,
-    Deliver,
-    Guard,
-    Log,
-    Memory,
-    PhaseSize,
-    Rung,
-    Sizes,
-    added_later,
-    bounded,
-    in_gb,
-    remembered,
-)
+from gpufleet.job.kind import common
 
 VALIDATION_ROWS = 32  # compared in fp32 after the merge, adapter against merged weights
 ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that are answered side by side by every rank, and their tokens
@@ -47,23 +33,23 @@ class ChatData:
     """Instruction and response pairs, tokenised once and packed whole into rows."""
 
     source: Literal["jsonl", "generated-pairs"] = "jsonl"  # what `gpufleet prepare` reads or makes
-    examples: int = bounded(600_000, 1, 100_000_000)  # expected; the prepared dataset's own count replaces it
-    tokens_per_example: float = bounded(361.0, 1.0, 131072.0)  # the same
-    row: int = bounded(4096, 8, 131072)  # tokens per packed row
-    fill: float = bounded(0.98, 0.01, 1.0)  # share of a packed row that is expected to be text; the same
-    longest: int = bounded(1024, 8, 131072)  # tokens of one example, the rest is cut off and reported
+    examples: int = common.bounded(600_000, 1, 100_000_000)  # expected; the prepared dataset's own count replaces it
+    tokens_per_example: float = common.bounded(361.0, 1.0, 131072.0)  # the same
+    row: int = common.bounded(4096, 8, 131072)  # tokens per packed row
+    fill: float = common.bounded(0.98, 0.01, 1.0)  # share of a packed row that is expected to be text; the same
+    longest: int = common.bounded(1024, 8, 131072)  # tokens of one example, the rest is cut off and reported
     loss_on: Literal["response", "all"] = "response"
-    held_out: float = bounded(0.01, 0.001, 0.5)  # share of examples, at least one of them
+    held_out: float = common.bounded(0.01, 0.001, 0.5)  # share of examples, at least one of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowEval:
     """Validation on the same fixed packed rows; prompts are continued greedily at the end and stored."""
 
-    every: int = bounded(1500, 1, 10_000_000)  # steps: about half an hour on one H100
-    rows: int = bounded(512, 1, 1_000_000)
-    prompts: int = bounded(100, 0, 10_000)  # held-out instructions to answer after training
-    sample_tokens: int = bounded(128, 0, 4096)
+    every: int = common.bounded(1500, 1, 10_000_000)  # steps: about half an hour on one H100
+    rows: int = common.bounded(512, 1, 1_000_000)
+    prompts: int = common.bounded(100, 0, 10_000)  # held-out instructions to answer after training
+    sample_tokens: int = common.bounded(128, 0, 4096)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,24 +70,24 @@ class SftConfig(TuningConfig):
     dataset_class: ClassVar[str] = "gpufleet.job.experiments.sft.data:Conversations"
     leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "data.examples", "data.held_out", "lora.alpha")
 
-    epochs: int = bounded(3, 1, 1000)
-    seed: int = bounded(1337, 0, 2**31 - 1)
+    epochs: int = common.bounded(3, 1, 1000)
+    seed: int = common.bounded(1337, 0, 2**31 - 1)
     device: Literal["cuda", "cpu"] = "cuda"
-    gpus: int | None = bounded(None, 1, 8)  # of the node; None = all of them
+    gpus: int | None = common.bounded(None, 1, 8)  # of the node; None = all of them
     method: Literal["lora", "full"] = "lora"
     model: DecoderConfig = DecoderConfig()
     lora: Lora = Lora()
     data: ChatData = ChatData()
     batch: TokenBatch = TokenBatch()
     optim: CosineAdamW = CosineAdamW()
-    precision: Compute = Compute()
+    precision: common.Compute = common.Compute()
     measures: Measures = Measures()
     reshard_after_forward: bool = True  # full weights only: True = ZeRO-3, False = ZeRO-2
-    deliver: Deliver = added_later("best", version="0.1.0")
-    checkpoint: Checkpoint = Checkpoint()
-    guard: Guard = added_later(Guard(), version="0.1.0")
+    deliver: common.Deliver = common.added_later("best", version="0.1.0")
+    checkpoint: common.Checkpoint = common.Checkpoint()
+    guard: common.Guard = common.added_later(common.Guard(), version="0.1.0")
     eval: RowEval = RowEval()
-    log: Log = Log()
+    log: common.Log = common.Log()
 
     def problems(self) -> list[tuple[str, str]]:
         found = tuning.problems(self.model)
@@ -113,8 +99,8 @@ class SftConfig(TuningConfig):
         found += tuning.batch_problems(self.batch, self.data.row, self.optim.betas)
         return found
 
-    @remembered
-    def phases(self) -> tuple[PhaseSize, ...]:
+    @common.remembered
+    def phases(self) -> tuple[common.PhaseSize, ...]:
         """`train`, then `merge`: five validation losses and the stored answers."""
         m, rows = self.model, self.batch.tokens // self.data.row
         train_tokens = self.epochs * self.data.examples * (1 - self.data.held_out) * example_tokens(self)
@@ -142,7 +128,7 @@ class SftConfig(TuningConfig):
             if sharded
             else tuning.gathered_bytes(m, "bf16", again=True) * self.lora.shard_base,
         }
-        train = PhaseSize(
+        train = common.PhaseSize(
             name="train",
             steps=count,
             evaluations=-(-count // self.eval.every),
@@ -150,7 +136,7 @@ class SftConfig(TuningConfig):
             **sizes,  # type: ignore[arg-type]
         )
         exact = 2 * min(VALIDATION_ROWS, self.eval.rows) * FP32_COST * self.data.row
-        merge = PhaseSize(
+        merge = common.PhaseSize(
             name="merge",
             steps=0,
             forward_tokens=0
@@ -161,8 +147,8 @@ class SftConfig(TuningConfig):
         )
         return (train, merge)
 
-    @remembered
-    def memory(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory:
+    @common.remembered
+    def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
         """LoRA: base in bf16 on every rank, or cut over them with the tables and two layers gathered; adapters with
         fp32 state; products in fp32 cast the base's matrices, which stays until backward (with checkpointing one
         layer's). Full: fp32 state cut over the ranks, and the gathered weights of the compute dtype (two layers with
@@ -194,10 +180,12 @@ class SftConfig(TuningConfig):
         if self.method == "lora" and phase_index == 0 and self.runs_compiled() and not rung.checkpointing:
             activations *= COMPILED_KEEPS
         logits = tuning.loss_bytes(m, tokens, trained=trains_head(self) and phase_index == 0)
-        return in_gb(weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits)
+        return common.in_gb(
+            weights=weights, gradients=gradients, moments=moments, activations=activations, logits=logits
+        )
 
-    @remembered
-    def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
+    @common.remembered
+    def ladder(self, ranks: int = 1) -> tuple[common.Rung, ...]:
         return tuning.ladder(self, ranks)
 
     def with_facts(self, facts: Mapping[str, Any]) -> SftConfig:
@@ -239,8 +227,8 @@ class SftConfig(TuningConfig):
         facts |= {"loss_on": self.data.loss_on, "packing": self.measures.packing}
         return facts if self.measures.pretokenised else {**facts, "texts": True}
 
-    @remembered
-    def sizes(self) -> Sizes:
+    @common.remembered
+    def sizes(self) -> common.Sizes:
         """Final: the adapter in bf16, and the merged model in fp32 at worst, when bf16 would round too much of the
         adapter away. Cut short, an adapter's run leaves the adapter alone. A token of the dataset has what it belongs
         to beside it: 4 bytes, or 6 where an id needs more than two.
@@ -248,7 +236,7 @@ class SftConfig(TuningConfig):
         total, own = tuning.parameters(self.model), trained(self)
         final = {"adapter": 2 * own, "merged": 4 * total} if self.method == "lora" else {"merged": 2 * total}
         each, texts = 6 if self.model.vocab > 1 << 16 else 4, 0.0 if self.measures.pretokenised else TEXT_BYTES
-        return Sizes(
+        return common.Sizes(
             checkpoints=(12 * own,) * 2,
             phase_ends=(4 * own,) * 2,
             exports={},

@@ -13,23 +13,8 @@ from itertools import pairwise
 from typing import ClassVar, Literal, get_args
 
 from gpufleet.job.experiments.spec import ExperimentConfig, cuts
+from gpufleet.job.kind import common
 from gpufleet.job.kind.batch import rows_per_rank
-from gpufleet.job.kind.common import (
-    EVALUATIONS_PROBED,
-    Checkpoint,
-    Compute,
-    Demands,
-    Guard,
-    Log,
-    Memory,
-    PhaseSize,
-    Rung,
-    Sizes,
-    added_later,
-    bounded,
-    in_gb,
-    remembered,
-)
 
 # 274 kernels and 354 views a chunk, however many members: 8.3 CPU-ms at 1 and 9.2 at 20 members of toy width (torch
 # 2.13.0, a busy Xeon core, 2026-11-21), and 5 us for each launch, which is an estimate.
@@ -54,25 +39,25 @@ VARIANTS: tuple[str, ...] = get_args(Variant)
 class Towers:
     """Widths are listed from input to output. The default is config `o`: 1,255,104 trainable parameters."""
 
-    sentence: int = bounded(384, 4, 65536)  # width of the frozen sentence embedding
-    heads: int = bounded(4, 1, 64)
-    head: int = bounded(96, 1, 65536)  # width of one head: sentence -> head -> ReLU -> head
-    fusion: int = bounded(384, 1, 65536)  # width after the layer that joins the heads
-    query: tuple[int, ...] = bounded((256, 192, 128), 1, 65536)  # after the fusion layer
-    embedding: int = bounded(256, 1, 65536)  # of a model id
-    model: tuple[int, ...] = bounded((512, 384, 256, 128), 1, 65536)
-    dropout: float = bounded(0.18, 0.0, 0.9)
-    temperature: float = bounded(0.09, 1e-3, 10.0)
+    sentence: int = common.bounded(384, 4, 65536)  # width of the frozen sentence embedding
+    heads: int = common.bounded(4, 1, 64)
+    head: int = common.bounded(96, 1, 65536)  # width of one head: sentence -> head -> ReLU -> head
+    fusion: int = common.bounded(384, 1, 65536)  # width after the layer that joins the heads
+    query: tuple[int, ...] = common.bounded((256, 192, 128), 1, 65536)  # after the fusion layer
+    embedding: int = common.bounded(256, 1, 65536)  # of a model id
+    model: tuple[int, ...] = common.bounded((512, 384, 256, 128), 1, 65536)
+    dropout: float = common.bounded(0.18, 0.0, 0.9)
+    temperature: float = common.bounded(0.09, 1e-3, 10.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weak:
     """Labels for discovery queries from similar training queries, made anew for every fold."""
 
-    similarity: float = bounded(0.4, 0.0, 1.0)  # it is a neighbour's weight too, so not negative
-    confidence: float = bounded(0.5, 0.0, 1.0)
-    neighbours: int = bounded(10, 1, 1000)
-    queries: int = bounded(101, 0, 1_000_000)  # discovery queries used
+    similarity: float = common.bounded(0.4, 0.0, 1.0)  # it is a neighbour's weight too, so not negative
+    confidence: float = common.bounded(0.5, 0.0, 1.0)
+    neighbours: int = common.bounded(10, 1, 1000)
+    queries: int = common.bounded(101, 0, 1_000_000)  # discovery queries used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,28 +65,28 @@ class Ranking:
     """Queries with labels, models to rank, and where they come from."""
 
     source: Literal["million-llms", "generated-relevance"] = "million-llms"
-    queries: int = bounded(342, 2, 1_000_000)
-    models: int = bounded(1131, 2, 1_000_000)
-    folds: int = bounded(10, 3, 100)
+    queries: int = common.bounded(342, 2, 1_000_000)
+    models: int = common.bounded(1131, 2, 1_000_000)
+    folds: int = common.bounded(10, 3, 100)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerOptim:
     """AdamW, cosine to a tenth, clipped per fold."""
 
-    lr: float = bounded(8e-4, 1e-9, 1.0)
-    weight_decay: float = bounded(5e-5, 0.0, 1.0)
-    clip: float = bounded(1.0, 0.0, 1e6)
-    head_diversity: float = bounded(0.015, 0.0, 10.0)
+    lr: float = common.bounded(8e-4, 1e-9, 1.0)
+    weight_decay: float = common.bounded(5e-5, 0.0, 1.0)
+    clip: float = common.bounded(1.0, 0.0, 1e6)
+    head_diversity: float = common.bounded(0.015, 0.0, 10.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
     """Objective `sampled` only: per step and fold, `batch` queries with one relevant model against `negatives`."""
 
-    batch: int = bounded(96, 1, 1_000_000)
-    negatives: int = bounded(4, 1, 1000)
-    hard: float = bounded(0.7, 0.0, 1.0)  # share of the negatives drawn from the best-scored irrelevant models
+    batch: int = common.bounded(96, 1, 1_000_000)
+    negatives: int = common.bounded(4, 1, 1000)
+    hard: float = common.bounded(0.7, 0.0, 1.0)  # share of the negatives drawn from the best-scored irrelevant models
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +94,7 @@ class TwoTowerConfig(ExperimentConfig):
     """two-tower: rank models for a query; cross-validation that never looks at its own test fold."""
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.two_tower.run:TwoTower"
-    demands: ClassVar[Demands] = Demands(one_node="it trains in one process")
+    demands: ClassVar[common.Demands] = common.Demands(one_node="it trains in one process")
     dataset_class: ClassVar[str] = "gpufleet.job.experiments.two_tower.data:RankingData"
     dataset_kind: ClassVar[str] = "ranking"
     leaves_speed: ClassVar[tuple[str, ...]] = (
@@ -124,23 +109,23 @@ class TwoTowerConfig(ExperimentConfig):
 
     sweep: tuple[Variant, ...] = ()  # variants of this config, trained one after another; none = this config itself
     optimistic: bool = True  # also train the original plan's way, for a second table: it doubles the work
-    epochs: int = bounded(35, 1, 10_000)
-    steps_per_epoch: int = bounded(100, 1, 1_000_000)
-    patience: int = bounded(15, 1, 10_000)  # epochs without a better inner validation
-    first_stop: int = bounded(15, 0, 10_000)  # no stop before this epoch
+    epochs: int = common.bounded(35, 1, 10_000)
+    steps_per_epoch: int = common.bounded(100, 1, 1_000_000)
+    patience: int = common.bounded(15, 1, 10_000)  # epochs without a better inner validation
+    first_stop: int = common.bounded(15, 0, 10_000)  # no stop before this epoch
     objective: Literal["full", "sampled"] = "full"
-    chunk: int | None = bounded(None, 1, 1_000_000)  # queries per backward; None = the largest that fits
-    seed: int = bounded(42, 0, 2**31 - 1)
+    chunk: int | None = common.bounded(None, 1, 1_000_000)  # queries per backward; None = the largest that fits
+    seed: int = common.bounded(42, 0, 2**31 - 1)
     device: Literal["cuda", "cpu"] = "cuda"
     towers: Towers = Towers()
     data: Ranking = Ranking()
     weak: Weak = Weak()
     sampled: Sampled = Sampled()
     optim: TowerOptim = TowerOptim()
-    precision: Compute = Compute(compute="fp32")
-    checkpoint: Checkpoint = Checkpoint()
-    guard: Guard = added_later(Guard(), version="0.1.0")
-    log: Log = Log(every=100)
+    precision: common.Compute = common.Compute(compute="fp32")
+    checkpoint: common.Checkpoint = common.Checkpoint()
+    guard: common.Guard = common.added_later(common.Guard(), version="0.1.0")
+    log: common.Log = common.Log(every=100)
 
     def problems(self) -> list[tuple[str, str]]:
         found = []
@@ -163,8 +148,8 @@ class TwoTowerConfig(ExperimentConfig):
             found.append(("sampled.negatives", f"at most {self.data.models - 1}: there are {self.data.models} models"))
         return found
 
-    @remembered
-    def phases(self) -> tuple[PhaseSize, ...]:
+    @common.remembered
+    def phases(self) -> tuple[common.PhaseSize, ...]:
         families = variants(self)
         largest = max((family for _, family in families), key=parameters)
         sizes = [
@@ -174,8 +159,8 @@ class TwoTowerConfig(ExperimentConfig):
         refit = _phase(largest, REFIT, 1, max(queries(family, refit=True) for _, family in families))
         return (*sizes, refit)
 
-    @remembered
-    def memory(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory:
+    @common.remembered
+    def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
         """The scores of a few members at a time (the loss frees each group), everything else of all members at once.
         When the scores are gone, the model tower's widest layer takes its gradient twice; a batch that is not cut makes
         the weights' gradients only as its activations go.
@@ -196,9 +181,9 @@ class TwoTowerConfig(ExperimentConfig):
         best = weights if count > 1 else 0
         state = {"weights": weights + best + held, "gradients": weights, "moments": 2 * weights}
         peak = (3 + (chunk < step)) * weights + best + held + activations + max(scores, widest)
-        return in_gb(**state, activations=activations, logits=scores, peak=peak)
+        return common.in_gb(**state, activations=activations, logits=scores, peak=peak)
 
-    def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
+    def ladder(self, ranks: int = 1) -> tuple[common.Rung, ...]:
         """Every query at once, then chunks of 512, 256, 128, 64 with gradients summed over them."""
         whole = rows_per_rank(self, ranks)
         rungs = cuts(whole, self.chunk, [m for m in (whole, 512, 256, 128, 64) if m <= whole])
@@ -208,16 +193,17 @@ class TwoTowerConfig(ExperimentConfig):
         return "tf32" if self.precision.compute == "fp32" else self.precision.compute
 
     def shortened(self, steps: int) -> TwoTowerConfig:
-        each = max(1, min(self.steps_per_epoch, steps // len(self.phases()) // EVALUATIONS_PROBED))
-        return replace(self, epochs=min(self.epochs, EVALUATIONS_PROBED), steps_per_epoch=each)  # each is evaluated
+        each = max(1, min(self.steps_per_epoch, steps // len(self.phases()) // common.EVALUATIONS_PROBED))
+        epochs = min(self.epochs, common.EVALUATIONS_PROBED)  # each is evaluated
+        return replace(self, epochs=epochs, steps_per_epoch=each)
 
-    @remembered
+    @common.remembered
     def rows(self) -> int:
         """Queries of a step, in the phase that has most of them."""
         return max(batch(self, _of_phase(self, index)[2]) for index in range(len(self.phases())))
 
-    @remembered
-    def sizes(self) -> Sizes:
+    @common.remembered
+    def sizes(self) -> common.Sizes:
         """A checkpoint has every member's weights, moments and best weights so far, and the scores of the families that
         are done. Final: the refit on all queries and every fold's scores, both of which are what a run is for; half a
         cross-validation is no result. Data: one byte per label, four per number of a sentence vector.
@@ -227,7 +213,7 @@ class TwoTowerConfig(ExperimentConfig):
         each = [(count, count * parameters(family)) for family, count, _ in of_phases]
         checkpoints = [(16 if count > 1 else 12) * weights + _scores_bytes(self) for count, weights in each]
         vectors = (self.data.queries + max(family.weak.queries for family in families)) * self.towers.sentence * 4
-        return Sizes(
+        return common.Sizes(
             checkpoints=tuple(checkpoints),
             phase_ends=tuple(whole - 8 * weights for whole, (_, weights) in zip(checkpoints, each, strict=True)),
             exports={},
@@ -323,12 +309,12 @@ def baselines_core_s(config: TwoTowerConfig) -> float:
     return BASELINES_CORE_S * (data.queries * data.models * data.folds / BASELINES_OF)
 
 
-def _phase(config: TwoTowerConfig, name: str, count: int, rows: int) -> PhaseSize:
+def _phase(config: TwoTowerConfig, name: str, count: int, rows: int) -> common.PhaseSize:
     q = batch(config, rows)
     total = count * parameters(config)
     steps = config.epochs * config.steps_per_epoch
     last = name == REFIT
-    return PhaseSize(
+    return common.PhaseSize(
         name=name,
         params_total=total,
         params_active=total,

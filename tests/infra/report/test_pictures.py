@@ -100,7 +100,8 @@ def test_options_stand_apart(seed: int, overlaps: list[str]) -> None:
     picture = plot.drawn(rows, edge, "mine: cost against time in us-east-2", ".svg").decode()
     with charts.style():
         figure = charts.figure(plot.height(rows, edge))
-        plot.fill(figure, rows, edge, spot=charts.SENTINELS["blue"], on_demand=charts.SENTINELS["orange"])
+        shades = {"spot": charts.SENTINELS["blue"], "on-demand": charts.SENTINELS["orange"]}
+        plot.fill(figure, rows, edge, shades)
         charts.svg(figure, "options")
     assert overlaps == []
     assert not re.search(r">\d+e[-+]?\d+<", picture)
