@@ -15,6 +15,11 @@ _WORDS = {
     r"rdzv[-_]id": "{run}",  # $RANDOM and a job's number are another on each node, or nowhere set
 }
 _TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.(?:run|launch)\b")
+_PYTHON = re.compile(r"python3? (?=-m |[^-])")
+_BY_TORCHRUN = (  # Lightning heeds it, and each of its processes has a WORLD_SIZE then, which shows that nodes met
+    "torchrun --nnodes {nodes} --node-rank {node_rank} --master-addr {master} --master-port {port}"
+    " --nproc-per-node {gpus} "
+)
 _BY_ENVIRONMENT = {"NODE_RANK": "{node_rank}", "MASTER_ADDR": "{master}", "MASTER_PORT": "{port}"}
 
 
@@ -26,12 +31,13 @@ class SeveralNodes(NamedTuple):
     environment: dict[str, str]
 
 
-def for_several(command: str) -> SeveralNodes | None:
-    """None: it is for one node."""
+def for_several(command: str, coded: object) -> SeveralNodes | None:
+    """`coded`: how many nodes the code itself tells its framework, where a number stands there. None: it is for one."""
     found = _value(_NODES).search(command)
-    if found is None or found["value"] in ("1", "1:1"):
+    value = found["value"] if found is not None else coded if isinstance(coded, str) else "1"
+    if value in ("1", "1:1"):
         return None
-    most = found["value"].rpartition(":")[2]
+    most = value.rpartition(":")[2]
     count = int(most) if most.isdigit() else 0
     command = _value(_NODES).sub(r"\g<flag>{nodes}", command)
     for flags, word in _WORDS.items():
@@ -41,6 +47,8 @@ def for_several(command: str) -> SeveralNodes | None:
     meets = re.search(r"--rdzv[-_]backend[= ]+(?!static)", command)
     if _TORCHRUN.search(command) and "{node_rank}" not in command and not meets:
         command = command.replace("{nodes}", "{nodes} --node-rank {node_rank}", 1)
+    if "{node_rank}" not in command and not meets:
+        command = _PYTHON.sub(_BY_TORCHRUN, command, 1) if _PYTHON.match(command) else command
     by_environment = "{node_rank}" not in command and not meets
     return SeveralNodes(command, count, dict(_BY_ENVIRONMENT) if by_environment else {})
 
