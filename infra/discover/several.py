@@ -16,10 +16,9 @@ _WORDS = {
 }
 _TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.(?:run|launch)\b")
 _PYTHON = re.compile(r"python3? (?=-m |[^-])")
-_BY_TORCHRUN = (  # Lightning heeds it, and each of its processes has a WORLD_SIZE then, which shows that nodes met
-    "torchrun --nnodes {nodes} --node-rank {node_rank} --master-addr {master} --master-port {port}"
-    " --nproc-per-node {gpus} "
-)
+_STATIC = {"{node_rank}": "--node-rank {node_rank}", "{master}": "--master-addr {master} --master-port {port}"}
+# Lightning heeds torchrun, and each of its processes has a WORLD_SIZE then, which shows that nodes met.
+_BY_TORCHRUN = f"torchrun --nnodes {{nodes}} {' '.join(_STATIC.values())} --nproc-per-node {{gpus}} "
 _BY_ENVIRONMENT = {"NODE_RANK": "{node_rank}", "MASTER_ADDR": "{master}", "MASTER_PORT": "{port}"}
 
 
@@ -45,8 +44,9 @@ def for_several(command: str, coded: object) -> SeveralNodes | None:
     if "accelerate" in command:
         command = _value(r"num[-_]processes").sub(r"\g<flag>{ranks}", command)
     meets = re.search(r"--rdzv[-_]backend[= ]+(?!static)", command)
-    if _TORCHRUN.search(command) and "{node_rank}" not in command and not meets:
-        command = command.replace("{nodes}", "{nodes} --node-rank {node_rank}", 1)
+    if _TORCHRUN.search(command) and not meets:
+        lacks = [words for word, words in _STATIC.items() if word not in command]
+        command = command.replace("{nodes}", " ".join(["{nodes}", *lacks]), 1)
     if "{node_rank}" not in command and not meets:
         command = _PYTHON.sub(_BY_TORCHRUN, command, 1) if _PYTHON.match(command) else command
     by_environment = "{node_rank}" not in command and not meets

@@ -205,6 +205,11 @@ MEETS = "--master-addr {master} --master-port {port}"
         "train --num_nodes {nodes}",
         2, {"NODE_RANK": "{node_rank}", "MASTER_ADDR": "{master}", "MASTER_PORT": "{port}"},
     ),
+    (
+        "torchrun --nnodes=2 --nproc_per_node=8 train.py",
+        f"torchrun --nnodes={{nodes}} --node-rank {{node_rank}} {MEETS} --nproc_per_node={{gpus}} train.py",
+        2, {},
+    ),
     ("torchrun --nnodes 1 --nproc_per_node 8 train.py", "torchrun --nnodes 1 --nproc_per_node {gpus} train.py", 1, {}),
 ])  # fmt: skip
 def test_a_command_for_several_nodes_becomes_one_in_our_words(
