@@ -333,6 +333,7 @@ class Watch:
     def _boot_log(self, view: NodeView) -> None:
         for line in _new(view.node.log, view.boot_lines):
             view.boot_lines += 1
+            self._news = time.monotonic()
             said = line.partition(" ")[2]
             if "attempt failed" in said:
                 raise RunFailedError("\n".join([f"{view.name}: {said}", *view.last_lines()]))

@@ -323,6 +323,22 @@ def test_a_run_that_falls_silent_shows_what_each_node_said_last(
     assert sorted([lines[first + 1 : second], lines[second + 1 :]], key=len) == said
 
 
+# A node that boots for longer than the silence that counts, and says so on the way.
+SLOW = """#!/bin/bash
+for each in $(seq 12); do echo "pulls layer $each"; sleep 1; done
+exit 3
+"""
+
+
+def test_a_node_whose_boot_says_something_is_not_silent(
+    cloud: Cloud, watch: Watching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpufleet.rehearsal.watch.STALLED_S", 8.0)
+    fleet(cloud, template(cloud, user_data=SLOW))
+    with pytest.raises(RunFailedError, match="the node script ended with 3"):
+        watch().run()
+
+
 # A run of 6 logged steps: resumes after what any earlier node logged, waits for its end after steps 2 and 4, and at the
 # last stops the fleet.
 RUN = """#!/bin/bash
