@@ -82,7 +82,7 @@ def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Plan
 
 
 POLL_S = 0.05
-TAIL = 15  # how many lines of a failed container's log are shown
+TAIL = 15  # how many lines of a node's log are shown when the run fails
 BUCKET_S = 0.5
 HELD_S = 6.0  # longer than a notice may take to be seen
 PATIENCE_S = 3.0  # something must look wrong for so long before it counts
@@ -128,6 +128,10 @@ class NodeView:
     def logged(self) -> list[bytes]:
         """The lines of its metrics.jsonl."""
         return [line for path in _job_files(self, METRICS) for line in path.read_bytes().splitlines()]
+
+    def last_lines(self) -> list[str]:
+        """The end of its container's log."""
+        return _new(self.node.container_log, 0)[-TAIL:]
 
 
 class Begun(NamedTuple):
@@ -188,9 +192,19 @@ class Watch:
             if self.cloud.trouble is not None:
                 raise RunFailedError(f"a node cannot be started on this machine: {self.cloud.trouble}")
             if time.monotonic() - self._news > STALLED_S:
-                raise RunFailedError(f"nothing new for {STALLED_S:.0f} s; the nodes' logs are in {self.runner.folder}")
+                logs = f"; the nodes' logs are in {self.runner.folder}\n{self._last_lines()}"
+                raise RunFailedError(f"nothing new for {STALLED_S:.0f} s{logs}".rstrip())
             time.sleep(POLL_S)
         self._checkpoints(at_once=True)
+
+    def _last_lines(self) -> str:
+        """What each node that is there has said last, of its container or, before there is one, of its boot."""
+        last = {
+            view.name: view.last_lines() or _new(view.node.log, 0)[-TAIL:]
+            for view in self.views.values()
+            if not view.ended
+        }
+        return "\n".join(line for name, lines in last.items() for line in (f"{name} said last:", *lines))
 
     def _all_ended(self) -> bool:
         """Whether every node has ended and the fleet wants none."""
@@ -319,10 +333,10 @@ class Watch:
     def _boot_log(self, view: NodeView) -> None:
         for line in _new(view.node.log, view.boot_lines):
             view.boot_lines += 1
+            self._news = time.monotonic()
             said = line.partition(" ")[2]
             if "attempt failed" in said:
-                last = "\n".join(_new(view.node.container_log, 0)[-TAIL:])
-                raise RunFailedError(f"{view.name}: {said}\n{last}".rstrip())
+                raise RunFailedError("\n".join([f"{view.name}: {said}", *view.last_lines()]))
             if _WAITS.search(said) and view.node.instance.notice_at is not None:
                 view.node.instance.terminate_at = self.cloud.clock.now()  # nobody learns anything from waiting
             if _TOLD.search(said):

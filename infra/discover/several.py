@@ -15,6 +15,10 @@ _WORDS = {
     r"rdzv[-_]id": "{run}",  # $RANDOM and a job's number are another on each node, or nowhere set
 }
 _TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.(?:run|launch)\b")
+_PYTHON = re.compile(r"python3? (?=-m |[^-])")
+_STATIC = {"{node_rank}": "--node-rank {node_rank}", "{master}": "--master-addr {master} --master-port {port}"}
+# Lightning heeds torchrun, and each of its processes has a WORLD_SIZE then, which shows that nodes met.
+_BY_TORCHRUN = f"torchrun --nnodes {{nodes}} {' '.join(_STATIC.values())} --nproc-per-node {{gpus}} "
 _BY_ENVIRONMENT = {"NODE_RANK": "{node_rank}", "MASTER_ADDR": "{master}", "MASTER_PORT": "{port}"}
 
 
@@ -26,12 +30,13 @@ class SeveralNodes(NamedTuple):
     environment: dict[str, str]
 
 
-def for_several(command: str) -> SeveralNodes | None:
-    """None: it is for one node."""
+def for_several(command: str, coded: object) -> SeveralNodes | None:
+    """`coded`: how many nodes the code itself tells its framework, where a number stands there. None: it is for one."""
     found = _value(_NODES).search(command)
-    if found is None or found["value"] in ("1", "1:1"):
+    value = found["value"] if found is not None else coded if isinstance(coded, str) else "1"
+    if value in ("1", "1:1"):
         return None
-    most = found["value"].rpartition(":")[2]
+    most = value.rpartition(":")[2]
     count = int(most) if most.isdigit() else 0
     command = _value(_NODES).sub(r"\g<flag>{nodes}", command)
     for flags, word in _WORDS.items():
@@ -39,8 +44,11 @@ def for_several(command: str) -> SeveralNodes | None:
     if "accelerate" in command:
         command = _value(r"num[-_]processes").sub(r"\g<flag>{ranks}", command)
     meets = re.search(r"--rdzv[-_]backend[= ]+(?!static)", command)
-    if _TORCHRUN.search(command) and "{node_rank}" not in command and not meets:
-        command = command.replace("{nodes}", "{nodes} --node-rank {node_rank}", 1)
+    if _TORCHRUN.search(command) and not meets:
+        lacks = [words for word, words in _STATIC.items() if word not in command]
+        command = command.replace("{nodes}", " ".join(["{nodes}", *lacks]), 1)
+    if "{node_rank}" not in command and not meets:
+        command = _PYTHON.sub(_BY_TORCHRUN, command, 1) if _PYTHON.match(command) else command
     by_environment = "{node_rank}" not in command and not meets
     return SeveralNodes(command, count, dict(_BY_ENVIRONMENT) if by_environment else {})
 

@@ -70,7 +70,7 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
     typed = command or found.start.typed
     if not command and found.joins:
         typed = re.sub(r"^python ", "torchrun --standalone --nproc-per-node={gpus} ", typed)
-    if (several := for_several(typed)) is not None:
+    if (several := for_several(typed, found.coded.get("num_nodes", ("1", ""))[0])) is not None:
         typed, writer.nodes = several.command, several.nodes or 2
         writer.place.environment |= several.environment
         writer.known("your command is for several nodes: it has their words, which each node fills for itself")

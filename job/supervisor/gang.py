@@ -125,9 +125,8 @@ def next_of(
     own, newest = view.own, view.newest
     if newest is not None and newest.number > own.generation and own.instance in newest.members:
         if newest.is_last:
-            return Leave(
-                code=AttemptExit.CRASHED, why=f"the same nodes ended {newest.tries} times at step {newest.step}"
-            )
+            at = "before any checkpoint" if newest.step < 0 else f"at step {newest.step}"
+            return Leave(code=AttemptExit.CRASHED, why=f"the same nodes ended {newest.tries} times {at}")
         return Join(generation=newest)
     if busy := busy_nodes(view):
         if spare_s >= SPARE_S:
@@ -202,6 +201,9 @@ def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: Chec
         made.rung,
     ):
         return made
+    first, *others = members
+    if first.first_in == newest.number and made.leader != newest.leader and not any(each.first_in for each in others):
+        return replace(made, tries=newest.tries)  # nothing failed: nobody had known where rank 0 would be
     return replace(made, tries=newest.tries + 1, is_last=newest.tries >= RETRIES)
 
 

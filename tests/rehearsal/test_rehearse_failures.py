@@ -298,6 +298,47 @@ def test_a_node_that_the_machine_cannot_start_is_a_failure_at_once(
         watch().run()
 
 
+# What a command says before nothing comes any more, on two nodes, of which the second has not come as far.
+SILENT = """#!/bin/bash
+mkdir -p "$GPUFLEET_ROOT/opt/gpufleet"
+echo "pulls the image"
+mkdir "$GPUFLEET_ROOT/../first" 2>/dev/null || exec sleep 5000
+{ seq 40; echo "ValueError: device_ids"; } >>"$GPUFLEET_ROOT/opt/gpufleet/container.log"
+sleep 5000
+"""
+
+
+def test_a_run_that_falls_silent_shows_what_each_node_said_last(
+    cloud: Cloud, watch: Watching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpufleet.rehearsal.watch.STALLED_S", 8.0)
+    two = {"TotalTargetCapacity": 2, "DefaultTargetCapacityType": "spot"}
+    fleet(cloud, template(cloud, user_data=SILENT), TargetCapacitySpecification=two)
+    with pytest.raises(RunFailedError) as failed:
+        watch().run()
+    lines = str(failed.value).splitlines()
+    assert lines[0].startswith("nothing new for 8 s; the nodes' logs are in ")
+    said = [["pulls the image"], [*map(str, range(27, 41)), "ValueError: device_ids"]]
+    first, second = lines.index("node 1 said last:"), lines.index("node 2 said last:")
+    assert sorted([lines[first + 1 : second], lines[second + 1 :]], key=len) == said
+
+
+# A node that boots for longer than the silence that counts, and says so on the way.
+SLOW = """#!/bin/bash
+for each in $(seq 12); do echo "pulls layer $each"; sleep 1; done
+exit 3
+"""
+
+
+def test_a_node_whose_boot_says_something_is_not_silent(
+    cloud: Cloud, watch: Watching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpufleet.rehearsal.watch.STALLED_S", 8.0)
+    fleet(cloud, template(cloud, user_data=SLOW))
+    with pytest.raises(RunFailedError, match="the node script ended with 3"):
+        watch().run()
+
+
 # A run of 6 logged steps: resumes after what any earlier node logged, waits for its end after steps 2 and 4, and at the
 # last stops the fleet.
 RUN = """#!/bin/bash

@@ -165,6 +165,7 @@ def test_the_command_writes_a_file_once_and_cost_counts_what_is_left(
 
 
 OURS = "--nnodes {nodes} --node-rank {node_rank}"
+MEETS = "--master-addr {master} --master-port {port}"
 
 
 @pytest.mark.parametrize(("typed", "written", "nodes", "environment"), [
@@ -196,8 +197,18 @@ OURS = "--nnodes {nodes} --node-rank {node_rank}"
     ),
     (
         "python train.py --trainer.num_nodes 2",
-        "python train.py --trainer.num_nodes {nodes}",
+        f"torchrun {OURS} {MEETS} --nproc-per-node {{gpus}} train.py --trainer.num_nodes {{nodes}}",
+        2, {},
+    ),
+    (
+        "train --num_nodes 2",
+        "train --num_nodes {nodes}",
         2, {"NODE_RANK": "{node_rank}", "MASTER_ADDR": "{master}", "MASTER_PORT": "{port}"},
+    ),
+    (
+        "torchrun --nnodes=2 --nproc_per_node=8 train.py",
+        f"torchrun --nnodes={{nodes}} --node-rank {{node_rank}} {MEETS} --nproc_per_node={{gpus}} train.py",
+        2, {},
     ),
     ("torchrun --nnodes 1 --nproc_per_node 8 train.py", "torchrun --nnodes 1 --nproc_per_node {gpus} train.py", 1, {}),
 ])  # fmt: skip
@@ -211,3 +222,12 @@ def test_a_command_for_several_nodes_becomes_one_in_our_words(
     assert (tree["fleet"].get("nodes", 1), len(tree["fleet"]["zones"])) == (nodes, 1 if nodes > 1 else 3)
     assert "{nodes}" in tree["rehearsal"]["job"]["command"] or nodes == 1
     assert ("CHECK: how many" in made.text) is ("SLURM_NNODES" in typed)
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_nodes_that_the_code_tells_its_trainer_become_a_command_for_as_many(nodes: int, tmp_path: Path) -> None:
+    text = f"from lightning import Trainer\nTrainer(num_nodes={nodes}, max_steps=9).fit(model)\n"
+    tree = yaml.safe_load(drafted(folder(tmp_path, {"train.py": text}), "python train.py").text)
+    assert tree["fleet"].get("nodes", 1) == nodes
+    told = f"torchrun {OURS} {MEETS} --nproc-per-node {{gpus}}" if nodes > 1 else "python"
+    assert tree["job"]["command"].startswith(f"{told} train.py")

@@ -209,6 +209,22 @@ def test_a_crash_is_tried_once_more_with_the_same_nodes_and_then_all_leave() -> 
     assert left == [Leave(code=1, why="the same nodes ended 2 times at step 7")] * 2
 
 
+def test_rank_0_found_on_another_node_costs_no_try_the_first_time() -> None:
+    ready = replace(FIRST, state="ready"), replace(SECOND, state="ready", first_in=PAIR.number)
+    moved = act(view(*ready, newest=PAIR))
+    assert isinstance(moved, Propose)
+    assert (moved.generation.leader, moved.generation.tries, moved.generation.is_last) == ("i-2", 0, False)
+    there = [replace(each, generation=4) for each in ready]
+    back = act(view(replace(there[0], first_in=4), there[1], newest=moved.generation))
+    assert isinstance(back, Propose)
+    assert (back.generation.leader, back.generation.tries) == ("i-1", 1)
+
+
+def test_nodes_that_never_had_a_checkpoint_leave_saying_so() -> None:
+    newest = replace(PAIR, step=-1, source=0, tries=2, is_last=True)
+    assert act(view(OLD, NEW, newest=newest)) == Leave(code=1, why="the same nodes ended 2 times before any checkpoint")
+
+
 def test_a_crash_after_a_checkpoint_or_with_another_node_counts_anew() -> None:
     ready = [replace(each, state="ready", ended=1) for each in (FIRST, SECOND)]
     for seen, origin in (
