@@ -14,8 +14,11 @@ from pathlib import Path
 from botocore.exceptions import ClientError
 
 from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.discover.lacking import lacking as modules_without
+from gpufleet.infra.evidence.measurement import own_python
 from gpufleet.infra.inputs import code
 from gpufleet.job import atomic
+from gpufleet.job.command.places import own_environment
 from gpufleet.job.contract import environment, metrics
 from gpufleet.job.contract.messages import Observed
 from gpufleet.job.contract.workdir import FINAL
@@ -35,6 +38,25 @@ def lacking(definition: StackDefinition) -> Iterator[str]:
     for name, place in (definition.storage.inputs or {}).items():
         if place.startswith("s3://"):
             yield f"storage.inputs.{name}: a folder with a little of it"
+
+
+def modules_lacking(definition: StackDefinition, root: Path) -> str:
+    """The modules that the script imports and its Python here lacks, and what to write; empty when it has all."""
+    config = definition.job.parameters
+    if not isinstance(config, CommandConfig) or config.code is None or "PYTHONPATH" in (config.env or {}):
+        return ""
+    python = own_python(definition, root)
+    missing = modules_without(root / config.code.folder, config.command, python, own_environment(os.environ))
+    if not missing:
+        return ""
+    places = ", ".join(f"{name} ({where})" for name, where in missing.items())
+    if config.demands.installs:
+        return f"{python} lacks {places}; job.setup or the command has to install that."
+    return (
+        f"{definition.source}: the script imports what {python} does not have: {places}. Install it there"
+        f" (`{python} -m pip install {' '.join(missing)}`, if the packages have the modules' names), or name the Python"
+        " that has it: `rehearsal: {python: ../my-model/.venv/bin/python}`. Nothing was started."
+    )
 
 
 @contextmanager

@@ -109,6 +109,10 @@ def rehearse(
         )
     if again and definition.job.parameters.processes != "own":
         raise GpufleetError(f"{definition.name} is a ready-made job: leave out --exact and --limit")
+    if not (image or stand_in) and (lacks := own.modules_lacking(definition, root)):
+        if not definition.job.parameters.demands.installs:
+            raise GpufleetError(lacks)
+        way(lacks)
     docker = images.require(definition, way) if image else None
     finished = root / "rehearsals" / definition.name / definition.run.id
     with scratch.locked(finished.parent):

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gpufleet.infra.discover.lacking import lacking
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs.code import ENVIRONMENTS, MIB, files_in
 from gpufleet.job.command import processes
@@ -109,6 +110,15 @@ class Sandbox:
         own |= {"WANDB_MODE": "offline", "PYTHONPATH": f"{self.code}:{self.code}/src"}
         own |= {COMMAND[name]: str(value) for name, value in values.items() if name in COMMAND}
         return own | {name: filled(value, values) for name, value in more.items()}
+
+    def lacking(self, command: str) -> str:
+        """Why the command cannot run: the modules that its Python here does not have. Empty: none is known."""
+        environment = self._environment(self.values(), {})
+        python = Path(shutil.which("python", path=environment["PATH"]) or "python3")
+        if not (missing := lacking(self.code, command, python, environment)):
+            return ""
+        places = ", ".join(f"{name} ({where})" for name, where in missing.items())
+        return f"{python} lacks what the script imports: {places}; install it there, or make a .venv in the folder"
 
     def start(
         self, command: str, workdir: str, environment: dict[str, str], seconds: float, *, ask: bool,
