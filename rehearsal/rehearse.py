@@ -21,6 +21,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 
 from botocore.exceptions import BotoCoreError, ClientError
@@ -250,7 +251,11 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
     name, timeline = rehearsal.name, rehearsal.timeline
     with step(rehearsal, "prepare"):
         shipped = own.listing(rehearsal.definition, rehearsal.root)
-        for line in command(rehearsal, "prepare", name).strip().splitlines()[-2:]:  # the dataset, the prediction
+        lines = command(rehearsal, "prepare", name).strip().splitlines()
+        before = list(
+            takewhile(lambda line: not line.startswith(f"{name}: "), lines)
+        )  # the preview says the rest again
+        for line in before[-1:]:
             timeline.add("prepared", line.replace(f"{rehearsal.project}/", ""))
     with step(rehearsal, "doctor --pin"):
         said = command(rehearsal, "doctor", name, "--pin")
