@@ -189,9 +189,9 @@ def _of_call(reach: Reach, site: Site, what: str, form: str) -> Iterator[Setting
     """The settings that a call of a library declares."""
     first, function = site.argument(0), site.scope.functions[-1] if site.scope.functions else None
     if what == "option":
-        yield from _option(site)
+        yield from _option(reach, site)
     elif what == "flag" and isinstance(key := literal(first), str):
-        yield Setting(name=key, form=form.replace("{name}", key), default=literal(site.argument(1)), where=site.where)
+        yield Setting(name=key, form=form.replace("{name}", key), default=_constant(reach, site, 1), where=site.where)
     elif what == "class":
         arguments = [first] if first is not None else [a.annotation for a in function.args.args[:1]] if function else []
         for name in _names_in(arguments):
@@ -209,7 +209,16 @@ def _of_call(reach: Reach, site: Site, what: str, form: str) -> Iterator[Setting
                 yield Setting(name=each.arg, form="", default=value, where=f"{site.scope.file}:{each.value.lineno}")
 
 
-def _option(site: Site) -> Iterator[Setting]:
+def _constant(reach: Reach, site: Site, position: int) -> object:
+    """The value of a call's default: what is written there, or what a constant of the folder's code has."""
+    value = site.argument(position, "default")
+    if isinstance(value, ast.Name) and (found := reach.symbol(site.scope.file, value.id)) and found[1] is None:
+        assigned = reach.names(found[0]).assigned.get(value.id, [])
+        value = assigned[0] if len(assigned) == 1 else None
+    return literal(value)
+
+
+def _option(reach: Reach, site: Site) -> Iterator[Setting]:
     """An option of argparse or click, or an argument by its place."""
     words = [str(literal(each)).split("/")[0] for each in site.call.args if isinstance(literal(each), str)]
     dashed = [each for each in words if each.startswith("-")]
@@ -225,7 +234,7 @@ def _option(site: Site) -> Iterator[Setting]:
     yield Setting(
         name=str(literal(site.keyword("dest")) or long.lstrip("-")).replace("-", "_"),
         form=long if is_flag else f"{long} {{}}",
-        default=literal(site.keyword("default")),
+        default=_constant(reach, site, -1),
         is_flag=is_flag,
         where=site.where,
         others=tuple(each for each in words if each != long),
