@@ -6,6 +6,7 @@ The script only has to run. The rehearsal finds out what it does when it is aske
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -49,14 +50,24 @@ def modules_lacking(definition: StackDefinition, root: Path) -> str:
     missing = modules_without(root / config.code.folder, config.command, python, own_environment(os.environ))
     if not missing:
         return ""
-    places = ", ".join(f"{name} ({where})" for name, where in missing.items())
     if config.demands.installs:
-        return f"{python} lacks {places}; job.setup or the command has to install that."
-    return (
-        f"{definition.source}: the script imports what {python} does not have: {places}. Install it there"
-        f" (`{python} -m pip install {' '.join(missing)}`, if the packages have the modules' names), or name the Python"
-        " that has it: `rehearsal: {python: ../my-model/.venv/bin/python}`. Nothing was started."
+        folder, words = root / config.code.folder, f"{config.setup} {config.command}"
+        files = [folder / name for name in (*re.findall(r"-r\s*(\S+)", words), "pyproject.toml", "setup.py")]
+        words += "".join(file.read_text(errors="replace") for file in files if file.is_file())
+        missing = {name: where for name, where in missing.items() if not re.search(rf"\b{name}\b", words)}
+    if not missing:
+        return ""
+    places = ", ".join(f"{name} ({where})" for name, where in missing.items())
+    mend = (
+        f"Install it there (`{python} -m pip install {' '.join(missing)}`, if the packages have the modules' names), or"
+        " name the Python that has it: `rehearsal: {python: ../my-model/.venv/bin/python}`."
     )
+    if config.demands.installs:
+        return (
+            f"Warning: {python} lacks {places}, and job.setup does not name it. If nothing that it installs brings it,"
+            f" the script will fail in some minutes. {mend}"
+        )
+    return f"{definition.source}: the script imports what {python} does not have: {places}. {mend} Nothing was started."
 
 
 @contextmanager

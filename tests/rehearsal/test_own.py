@@ -82,15 +82,15 @@ def test_a_module_that_its_python_lacks_is_named_before_anything_is_made(tmp_pat
     assert not (tmp_path / "project" / "rehearsals").exists()
 
 
-def test_a_module_that_the_set_up_may_install_is_only_named(
+def test_a_module_that_the_set_up_does_not_name_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stopped(*_: object) -> None:
         raise GpufleetError("begun")
 
     monkeypatch.setattr(rehearse, "_attempt", lambda *_, **__: stopped())
-    assert refusal(tmp_path, command="setup: pip install absent-one absent-two") == "begun"
-    assert "lacks absent_one (train.py:2)" in capsys.readouterr().out
+    assert refusal(tmp_path, command="setup: pip install absent_one") == "begun"
+    assert "lacks absent_two (train.py:2), and job.setup does not name it" in capsys.readouterr().out
 
 
 def test_a_command_has_the_interpreter_of_its_own_folder_unless_the_file_names_another(tmp_path: Path) -> None:
