@@ -181,7 +181,7 @@ def every_batch(definition: StackDefinition, study: Study, *, runs: int = RUNS_E
 
 
 def _moves_elsewhere(definition: StackDefinition) -> bool:
-    """Whether the work can be taken to another type: not that of a run that was elsewhere."""
+    """Whether the work can move to another type. The work of a run that was elsewhere cannot."""
     market = definition.fleet.bought_as(definition.fleet.market.by_the_hour).market
     return market.moves_elsewhere and not definition.variant.reference
 

@@ -46,7 +46,7 @@ class Job:
 
     @property
     def images(self) -> tuple[str, ...]:
-        """All that a node pulls."""
+        """The images that a node pulls."""
         return tuple(filter(None, (self.image, self.supervisor_image)))
 
 
@@ -59,7 +59,7 @@ Cards = Literal["one", "all"]
 
 
 def is_zone_id(zone: str) -> bool:
-    """Whether it is a zone's id, use2-az1, and not its name."""
+    """Whether the text is a zone's id, such as use2-az1, and not a zone's name."""
     return "-az" in zone
 
 
@@ -99,7 +99,7 @@ class Fleet:
         return tuple(zone.rpartition("-")[2] for zone in self.zones if is_zone_id(zone))
 
     def bought_as(self, capacity: Capacity) -> Fleet:
-        """These nodes, paid in another way."""
+        """The same nodes, bought in another way."""
         return replace(self, capacity=capacity, block=self.block if market.WAYS[capacity].has_block else None)
 
 
@@ -147,7 +147,7 @@ class Storage:
         return None if self.base_weights is None else _local(self.base_weights, root)
 
     def input_folders(self, root: Path) -> dict[str, Path]:
-        """Those of `inputs` that are no s3:// prefix, by name."""
+        """The inputs that are folders and not s3:// prefixes, by name."""
         places = {name: _local(place, root) for name, place in (self.inputs or {}).items()}
         return {name: folder for name, folder in places.items() if folder is not None}
 
@@ -282,7 +282,7 @@ class Variant:
 
     @property
     def only_priced(self) -> str:
-        """Why it is there to be priced and cannot be run; empty when it can."""
+        """Why the definition can be priced and not run; empty when it can be run."""
         reasons = {
             "ran elsewhere": self.reference,
             "holds its node beyond its work": self.hold_hours is not None,
@@ -339,7 +339,7 @@ class StackDefinition:
 
     @property
     def nodes(self) -> int:
-        """Machines at once."""
+        """The number of nodes that run at once."""
         return self.fleet.nodes
 
     def on_nodes(self, count: int) -> StackDefinition:
@@ -350,7 +350,7 @@ class StackDefinition:
         return replace(self, fleet=replace(self.fleet, nodes=count, cards=cards))
 
     def begins_at(self, now: datetime) -> datetime:
-        """When it can begin: now, or with its block."""
+        """When the run can begin: now, or when its block begins."""
         return self.fleet.market.begins_at(now)
 
     def due(self, now: datetime) -> datetime | None:
@@ -367,7 +367,7 @@ class StackDefinition:
         return self.due(now) or now + timedelta(hours=self.fleet.market.lives_hours(self.limits.max_hours))
 
     def hours_left(self, now: datetime) -> float | None:
-        """From its begin until it is due; negative once that has passed, None where it never is."""
+        """Hours from the run's begin to its deadline; negative after the deadline, None without one."""
         due = self.due(now)
         return None if due is None else (due - self.begins_at(now)).total_seconds() / 3600
 

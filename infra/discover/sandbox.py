@@ -101,7 +101,7 @@ class Sandbox:
         return {**folders, "code": str(self.code), "gpus": 1, "run": "try", **alone}
 
     def _environment(self, values: dict[str, str | int], more: dict[str, str]) -> dict[str, str]:
-        """As on a node, with the Python of the user's folder first on the PATH, and without GPUs."""
+        """The environment as on a node, with the Python of the user's folder first on the PATH, and without GPUs."""
         own = own_environment(os.environ)
         places = [self._folder / name / "bin" for name in ENVIRONMENTS]
         bins = [str(place) for place in places if (place / "python").exists()]

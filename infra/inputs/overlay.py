@@ -60,7 +60,7 @@ def _describe(python: Path) -> dict[str, Any]:
 
 
 def _run(python: Path, *words: str) -> str:
-    """What it prints. Raises GpufleetError."""
+    """What the program prints. Raises GpufleetError."""
     try:
         done = subprocess.run(
             [str(python), *words], capture_output=True, text=True, env=own_environment(os.environ), check=False

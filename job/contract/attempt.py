@@ -92,7 +92,7 @@ class Beat:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Beat:
-        """Raises DoubtError."""
+        """Reads the JSON object. Raises DoubtError."""
         return reading.filled(cls, Fields(tree))
 
 

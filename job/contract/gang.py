@@ -41,12 +41,12 @@ class Presence:
     first_in: int = 0  # the newest generation in which rank 0 was seen among this node's
 
     def to_json(self) -> dict[str, Any]:
-        """The object."""
+        """The JSON object."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Presence:
-        """Raises DoubtError."""
+        """Reads the JSON object. Raises DoubtError."""
         fields = Fields(tree)
         return reading.filled(cls, fields, state=fields.need("state", reading.choice(*get_args(State))))
 
@@ -79,12 +79,12 @@ class GangGeneration:
         return self.members[0]
 
     def to_json(self) -> dict[str, Any]:
-        """The object."""
+        """The JSON object."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> GangGeneration:
-        """Raises DoubtError."""
+        """Reads the JSON object. Raises DoubtError."""
         found = reading.filled(cls, Fields(tree))
         if not found.members or len(found.members) != len(found.addresses):
             members, addresses = reading.show(found.members), reading.show(found.addresses)

@@ -38,7 +38,7 @@ class Message:
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """None: there is none that can be believed."""
+        """The message; None where there is none that can be believed."""
         tree = atomic.read_object(folder / cls.FILE)
         try:
             return None if tree is None else reading.filled(cls, Fields(tree))
@@ -204,7 +204,7 @@ class CommandEnd(Message):
 
     @property
     def full_text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return "\n".join((self.how, *(f"  | {line}" for line in self.lines)))
 
 

@@ -112,7 +112,7 @@ class Terms:
 
 
 def read(run: Fields) -> Terms:
-    """Those of run.json. Raises DoubtError."""
+    """The terms that run.json has. Raises DoubtError."""
     extras = run.section("extras")
     return Terms(
         limits=reading.filled(RunLimits, run.section("limits")),

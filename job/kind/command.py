@@ -122,7 +122,9 @@ class Every:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandCheckpoint:
-    """What one checkpoint of the command is, below {checkpoints}. The word none stands for a command that has none."""
+    """What one checkpoint of the command is, below {checkpoints}. The word none stands for a command that saves
+    nothing.
+    """
 
     WORDS: ClassVar[dict[str, dict[str, str]]] = {"none": {"format": "none"}}  # texts that stand for the section
 
