@@ -74,7 +74,7 @@ class Promise:
 
     @property
     def is_broken(self) -> bool:
-        """Whether it fails the rehearsal."""
+        """Whether the promise fails the rehearsal."""
         return self.required and self.shown and not self.held
 
 
@@ -143,7 +143,7 @@ class Evidence:
         return found
 
     def resumptions(self) -> list[Resumption]:
-        """One per interruption, in order."""
+        """One resumption per interruption, in order."""
         watch = self.rehearsal.watch
         assert watch is not None
         if self.rehearsal.definition.fleet.is_gang:

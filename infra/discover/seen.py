@@ -187,7 +187,7 @@ def _took_ms(places: Sequence[tuple[float, Position]]) -> Iterator[tuple[Unit, f
 
 
 def failure(watch: TrialRun) -> str:
-    """That a start ended by itself, and not well, in words; else empty."""
+    """How a start failed by itself, in words; empty where it did not."""
     if watch.code in (None, 0) or watch.signalled_at is not None:
         return ""
     cause = CauseOfEnd()

@@ -60,7 +60,7 @@ class Setting:
 
     @property
     def value(self) -> object:
-        """What it has: what was typed goes before the default."""
+        """The setting's value: what was typed goes before the default."""
         return self.default if self.typed is None else _plain(self.typed)
 
     @property
@@ -72,12 +72,12 @@ class Setting:
 
     @property
     def word(self) -> str:
-        """How it is called where it is typed: --max-steps."""
+        """The setting's name where it is typed, such as --max-steps."""
         return self.form.replace("{}", "").rstrip(" =") or self.name
 
     @property
     def place(self) -> str:
-        """Where its value stands."""
+        """The place where the value stands."""
         return self.where if self.typed is None else "your command"
 
     def with_value(self, value: object) -> str:
@@ -95,7 +95,7 @@ class ScriptSettings:
         self._take_typed(list(start.words), start.environment)
 
     def add(self, name: str, setting: Setting) -> None:
-        """One that another program knows by this name, such as a framework's."""
+        """Adds a setting that another program knows by this name, such as a framework's."""
         self._by_name.setdefault(name, setting)
 
     def find(self, name: str) -> Setting | None:
@@ -108,7 +108,7 @@ class ScriptSettings:
         return fitting[0] if len(fitting) == 1 else next((each for each in fitting if each.typed is not None), None)
 
     def several(self, names: Iterable[str]) -> list[Setting]:
-        """Those of these names that there are, in any case of letters, what was typed first."""
+        """The settings of these names, in any case of letters; those that were typed come first."""
         by_lower: dict[str, Setting] = {}
         for key, each in self._by_name.items():
             by_lower.setdefault(key.lower(), each)
@@ -117,7 +117,7 @@ class ScriptSettings:
         return sorted(there, key=lambda each: each.typed is None)
 
     def first(self, names: Iterable[str]) -> Setting | None:
-        """The first of them; None: there is none."""
+        """The first setting of these names; None where there is none."""
         return next(iter(self.several(names)), None)
 
     def _take_typed(self, words: list[str], environment: Iterable[str]) -> None:

@@ -102,7 +102,7 @@ def _write_script(path: Path, python: Path, body: bytes) -> None:
 
 
 def _configure_pip(theirs: Path, folder: Path, cache: Path) -> None:
-    """Their environment's own settings hold, such as an index of their company."""
+    """Keeps the settings of the user's environment, such as an index of their company."""
     settings = configparser.RawConfigParser()
     settings.read(theirs / _CONFIG)
     if not settings.has_section("global"):

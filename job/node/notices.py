@@ -159,8 +159,8 @@ class Notices:
         return f"Spent: {usd}, {billed} of {limits.max_hours} billed hours. "
 
     def _post(self, text: str) -> bool:
-        """As Slack and what imitates it take a message. The URL is a secret, and in no word of an error. A server that
-        answers byte by byte is left in WAIT_S.
+        """Posts a message as Slack and what imitates it take one. The URL is a secret, and in no word of an error. A
+        server that answers byte by byte is left in WAIT_S.
         """
         said = ask(*bounded(SEND_S, *secret(self._webhook)), "--output", "text", *NOT_REACHED)
         taken: list[bool] = []

@@ -25,7 +25,7 @@ _DOCKERS_ADVICE = re.compile(r"See '|Run '|\s*$")
 
 
 def utc_now() -> str:
-    """UTC, whole seconds, Z."""
+    """The time in UTC, in whole seconds, with a Z."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -102,7 +102,7 @@ def ask(*command: str) -> Said:
 
 
 def _printed(program: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """Its output and its errors, once it has ended."""
+    """The program's output and its errors, once it has ended."""
     while True:
         with suppress(subprocess.TimeoutExpired):
             return program.communicate(timeout=LOOK_S)

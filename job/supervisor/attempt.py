@@ -127,7 +127,7 @@ class Supervisor:
         self._seen_save = (0, 0.0)  # the newest checkpoint of a job that saves by itself, and when it came
 
     def run(self) -> int:
-        """Until the attempt has ended, whatever way."""
+        """Runs until the attempt has ended, in whatever way."""
         try:
             if (over := self._read_done()) is not None:
                 self.say(f"the run is over already: {over.reason}")

@@ -40,12 +40,12 @@ class Sight:
 
     @property
     def notice_in_s(self) -> float | None:
-        """When it goes away, in seconds from the look on: its clock need not be that of the others."""
+        """When the node goes away, in seconds from the look on: its clock need not be that of the others."""
         return None if self.presence.notice is None else self.presence.notice - self.presence.at - self.age_s
 
     @property
     def is_there(self) -> bool:
-        """It has neither left nor fallen silent."""
+        """Whether the node has neither left nor fallen silent."""
         return self.age_s <= LOST_S and self.presence.state != "gone"
 
 
@@ -91,7 +91,7 @@ class LetAllGo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leave:
-    """End this attempt."""
+    """The decision to end this attempt."""
 
     code: int
     why: str
@@ -99,7 +99,7 @@ class Leave:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """`why`, for the log."""
+    """The decision to wait; `why` is for the log."""
 
     why: str
 
@@ -153,7 +153,7 @@ def busy_nodes(view: View) -> list[str]:
 
 
 def ready_nodes(view: View) -> list[Presence]:
-    """Those that could train, the oldest first."""
+    """The nodes that could train, the oldest first."""
     able = [each for each in view.alive.values() if each.state == "ready" and each.notice is None]
     return sorted(able, key=lambda each: (each.launched_at, each.instance))
 
