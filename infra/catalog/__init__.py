@@ -82,7 +82,7 @@ class Instance:
     nvme_gb: float  # instance store; 0 = none
     network_gbps: float  # of all its network cards together
     network_cards: int
-    card_gbps: float  # of the first, where all of them reach the whole at once
+    card_gbps: float  # of the first card, where all cards reach the whole at once
     efa_cards: int  # those with an Elastic Fabric Adapter: all or none, but for p6-b300's first
     ebs_gbps: float
     regions: tuple[str, ...] | None  # where it is offered; None = not known

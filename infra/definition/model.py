@@ -39,7 +39,7 @@ SUPERVISOR_IMAGE = "public.ecr.aws/docker/library/python:3.13-slim"
 class Job:
     """What is trained, and in which container image."""
 
-    experiment: str  # of a command of the user's own the name of its kind
+    experiment: str  # for a user's own command, the name of its kind
     image: str  # repository:tag, or repository:tag@sha256:... once pinned
     supervisor_image: str | None = None  # what gpufleet's own part runs in; None: in the job's, which is ready-made
     parameters: JobConfig  # the kind's own typed config; the file holds only what differs from its defaults
@@ -71,8 +71,8 @@ class Fleet:
     zones: tuple[str, ...]  # names, us-east-2a; or ids, use2-az1, which are the same in every account
     instance_types: tuple[str, ...]
     capacity: Capacity = "spot"
-    nodes: int = added_later(1)  # that train together; more than one are of one type, in one zone
-    cards: Cards = added_later("one")  # of each of several nodes: which of its network cards carry their traffic
+    nodes: int = added_later(1)  # the number that train together; several are of one type, in one zone
+    cards: Cards = added_later("one")  # which network cards of each node carry the traffic of several nodes
     gather_minutes: Decimal | None = added_later(None)  # that nodes wait for missing ones; None: by the model of waits
     fallback: Fallback = added_later("none")  # once spot would miss the deadline
     block: CapacityBlock | None = added_later(None)  # None: capacity is another
@@ -216,7 +216,7 @@ class Notify:
 
     email: str | None = None  # of a topic that AWS itself tells too, where no node could
     webhook: str | None = None  # ssm:/name or secretsmanager:name of its URL, which is a secret; nodes alone call it
-    silent_hours: Decimal = Decimal(6)  # so long without a training step, and somebody is told
+    silent_hours: Decimal = Decimal(6)  # somebody is told after so long without a training step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,7 +253,7 @@ class Interruptions:
     notice_s: int = 20  # AWS gives 120 s; the rehearsal does not wait that long
 
 
-REHEARSED_S = 30.0  # of training, for two interruptions to find it at work
+REHEARSED_S = 30.0  # of training, so that two interruptions find it at work
 REHEARSED_SAVES = 6
 
 

@@ -34,7 +34,7 @@ from gpufleet.job.kind.command import filled
 MOST_MIB = 500  # of a folder that is copied
 LOOK_S = 0.1
 ENOUGH_SAVES, ENOUGH_LINES = 3, 6  # with so many of both there is nothing to wait for
-LEAVES_S = 20.0  # to save and end when it is asked to
+LEAVES_S = 20.0  # for a command to save and end when it is asked to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -99,7 +99,7 @@ def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) 
             folder = "" if out or not trying.workdir else read.folder if read is not None and read.folder else "."
             place = Pattern(kept.name, out, folder=folder, in_checkpoints=not out and not folder, is_whole_path=is_path)
         cadence = found.checkpoint.cadence if found.checkpoint is not None else None
-        if trying.every:  # it was asked for more often than it is meant
+        if trying.every:  # the trial asked for more saves than the code means
             cadence = cadence or SaveCadence(unit=kept.unit, count=None, setting=trying.every)
         elif kept.every:
             cadence = SaveCadence(unit=kept.unit, count=kept.every, where="seen")

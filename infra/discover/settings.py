@@ -54,7 +54,7 @@ class Setting:
     where: str = ""
     others: tuple[str, ...] = ()  # other words for it: -n
     is_truth: bool = False  # it takes true or false
-    is_positional: bool = False  # it is told by its place
+    is_positional: bool = False  # its place in the command names it
     is_environment: bool = False  # a variable, which stands before the command
     typed: str | None = None  # the value that the command gives it
 

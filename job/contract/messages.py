@@ -186,7 +186,7 @@ class Preflight(Message):
     ranks: tuple[Any, ...] = ()
     problems: tuple[str, ...] = ()
     between_gb_s: float | None = None  # of a node to the others; None: there are none, or it was not measured
-    transport: str | None = None  # by which, as NCCL's log names it; None: it was not asked
+    transport: str | None = None  # the transport as NCCL's log names it; None: nobody asked
 
     def write(self, folder: Path) -> None:
         """As any, without what there is only between several nodes."""

@@ -32,7 +32,7 @@ from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 LOOK_S, MOVE_S = 10, 300
 SEND_S, WAIT_S = 30, 20
-MOST_SHARE = Decimal("0.8")  # of a limit: then somebody is told
+MOST_SHARE = Decimal("0.8")  # somebody is told at this share of a limit
 TOLD_MOST = "told/most-of-the-cap"  # object of the run: a later node does not say it again
 TOLD_ALARM = "told/alarm-"  # and the kind
 TOLD_WAITS = "told/waits-"  # and since when

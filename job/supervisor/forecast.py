@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 GB_S = 2.5  # seconds per GB to save, hash and send where the bill says nothing of a type: 1.0 + 0.7 + 0.8
 RESERVE_S = 60.0  # on top of a step, a save and an upload, before a limit
-LATENCY_S = 2.0  # of a save and an upload of next to nothing
-UPLOAD_GB_S = 1.5  # of them to hash and send
+LATENCY_S = 2.0  # what a save and an upload of next to nothing take
+UPLOAD_GB_S = 1.5  # the part of GB_S that hashing and sending take
 SAVE_GB_S = GB_S - UPLOAD_GB_S
 SLACK = 1.25
 MEASURABLE_BYTES = 50_000_000  # below this an upload's time is all latency

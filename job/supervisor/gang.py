@@ -26,7 +26,7 @@ STEADY_S = 15.0  # of looks that succeeded, before one is: after an outage of th
 FENCE_S = 60.0  # a member that has reached no store and done no step for so long ends its trainer
 PROPOSE_S = 30.0  # for the oldest to propose; then anybody does
 SPARE_S = 600.0  # a node that the others train without leaves
-BLOCK_S = 1200.0  # that nodes of a block, which nothing replaces, wait for others: they boot and pull at once
+BLOCK_S = 1200.0  # how long nodes of a block, which nothing replaces, wait for others: they boot and pull at once
 RETRIES = 1  # with the same nodes from the same checkpoint
 TOGETHER = (TrainerExit.FINISHED, TrainerExit.STOPPED)  # ends of all ranks at once
 

@@ -75,17 +75,17 @@ class GangMember(Supervisor):
         self.watch = watch
         self.fence = ConditionalStore(world.store)
         super().__init__(run, node, workdir, replace(world, store=self.fence))
-        self.generation: GangGeneration | None = None  # that trains, or whose end is being published
+        self.generation: GangGeneration | None = None  # the generation that trains, or whose end is being published
         self._left: gang.Leave | None = None
         self._over: ends.Done | None = None
         self.pulse.leads, self._waits_for = False, ""
         self._own_log = 0  # where in job.log what no leader's has begins
         self._in_vain_since: float | None = None
-        self._told_at = 0.0  # of a checkpoint that is to be published
+        self._told_at = 0.0  # when no checkpoint waited to be published, the last time
         self._spare_since: float | None = None
         self._ready_since: float | None = None
         self._lacking_since: float | None = None
-        self._gathers_since = 0.0  # that it has been ready, and trains in no generation
+        self._gathers_since = 0.0  # since when the node has been ready and trains in no generation
         self._let_go: tuple[int, int] | None = None  # the newest generation, and how often was let go, as first seen
         self._stepped: tuple[int, float] = (0, 0.0)  # the newest step of this node's ranks, and when it was seen
         self._own_s: deque[float] = deque(maxlen=gang.SLOW_STEPS)  # of the last of them, before they need the others

@@ -180,7 +180,7 @@ class ConditionalStore:
 
     def __init__(self, inner: Store) -> None:
         self._inner, self.uri = inner, inner.uri
-        self.generation = 0  # that this node leads, or did last
+        self.generation = 0  # the generation that this node leads, or led last
 
     def put_bytes(self, content: bytes, key: str, over: str = ANY) -> None:
         """Raises TakenError, SupersededError."""

@@ -161,7 +161,7 @@ class Publisher:
         self._given_up: set[int] = set()
         self._sent: dict[str, int] = {}  # exports, with their time of writing
         self._scalars: dict[str, int] = {}  # TensorBoard's files, with the bytes that were sent
-        self._place = CheckpointPlace(-1)  # of the commit under way, or sent last
+        self._place = CheckpointPlace(-1)  # the place of the commit under way, or sent last
         self._arrived: dict[str, tuple[int, str]] = {}  # its files that are there: time of writing and sha256
         self._began: float | None = None  # when their sending began, if nothing has failed since
         self._cancel = threading.Event()

@@ -38,7 +38,7 @@ CONTAINERS = ROOT / "run" / "docker"
 TRAINS = "-job"  # ends the name of the container that trains: job/node/jobs.py
 DAEMON_ERROR = 125  # exit code of docker itself, when the container never started
 NAMED = "PET_LOCAL_ADDR"  # by which torchrun calls a machine: the host's name is that of all nodes here
-LOG_LINES = 50_000  # that wait to be sent, at most
+LOG_LINES = 50_000  # the most that wait to be sent
 
 
 def main(words: list[str]) -> int:
