@@ -249,7 +249,7 @@ class Interruptions:
     without_notice: int = 1
     notice_at: Place = "step"
     loss_at: Place = "step"
-    stage_results: int = 1  # of a stage after training, before a node is taken away in it
+    stage_results: int = 1  # results of a stage after training, before a node is taken away in it
     notice_s: int = 20  # AWS gives 120 s; the rehearsal does not wait that long
 
 

@@ -110,7 +110,7 @@ class CheckpointPlace(NamedTuple):
 
 
 def checkpoint_place(key: str) -> CheckpointPlace | None:
-    """Where an object of a checkpoint lies; None: it is of none."""
+    """The place of the checkpoint that an object belongs to; None where it belongs to none."""
     found = _CHECKPOINT_KEY.fullmatch(key)
     return found and CheckpointPlace(int(found[1]), int(found[2] or 0))
 

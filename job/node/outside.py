@@ -31,7 +31,7 @@ def utc_now() -> str:
 
 def log(words: str) -> None:
     """Writes text into the boot log."""
-    with suppress(OSError):  # whoever kept it may be gone, amid a shutdown
+    with suppress(OSError):  # the process that kept it may be gone, amid a shutdown
         sys.stdout.write(words)
         sys.stdout.flush()
 
