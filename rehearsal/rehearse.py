@@ -48,7 +48,7 @@ from gpufleet.rehearsal.watch import Watch, plan, possible
 QUIET_S = 8.0  # seconds after a notice at which the node has saved and only waits: a good moment to measure
 TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # packages that every ready-made job needs
 RELAUNCH_S = 1.0  # seconds until a replacement node; AWS takes minutes, but waiting for them would show nothing
-_REASON = re.compile(r"^(?:gpufleet: |error: | +PROBLEM )", re.MULTILINE)  # begins what a command says is wrong
+_REASON = re.compile(r"^(?:gpufleet: |error: | +PROBLEM )", re.MULTILINE)  # how a command's errors begin
 LONGEST = 400  # the last line cuts a reason to this many characters; the whole reason stands above it
 NOT_SHOWN = 3  # exit code of an attempt in which nothing failed but not everything was shown
 
