@@ -60,7 +60,8 @@ def _imports(code: CodeFolder, program: StartedProgram) -> Iterator[tuple[str, s
     """The first part of each module that the script, or a file of the folder that it imports, imports on its top level
     outside of any condition, with its place.
     """
-    waiting, seen = [program.script] if program.script else [], set()
+    waiting: list[str] = [program.script] if program.script else []
+    seen: set[str] = set()
     while waiting:
         file = waiting.pop(0)
         if file in seen or (tree := code.tree(file)) is None:

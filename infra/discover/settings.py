@@ -214,7 +214,7 @@ def _constant(reach: Reach, site: Site, position: int) -> object:
     value = site.argument(position, "default")
     if isinstance(value, ast.Name) and (found := reach.symbol(site.scope.file, value.id)) and found[1] is None:
         assigned = reach.names(found[0]).assigned.get(value.id, [])
-        value = assigned[0] if len(assigned) == 1 else None
+        return literal(assigned[0] if len(assigned) == 1 else None)
     return literal(value)
 
 
