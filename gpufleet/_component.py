@@ -110,7 +110,7 @@ def _plain(value: object) -> object:
 
 
 def _with_whole_numbers(value: Any) -> Any:
-    """What is given, whole numbers as such: between processes all numbers are fractions."""
+    """The value with its whole numbers as integers: between processes all numbers are fractions."""
     if isinstance(value, dict):
         return {key: _with_whole_numbers(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -133,7 +133,7 @@ def _claim(definition: str, name: str) -> None:
 
 
 def _earlier_names(opts: pulumi.ResourceOptions | None) -> list[str]:
-    """Those that the options' aliases give, as far as they are known at once."""
+    """The names that the options' aliases give, as far as they are known at once."""
     aliases = [alias.name if isinstance(alias, pulumi.Alias) else alias for alias in (opts and opts.aliases) or []]
     return [each.rpartition("::")[2] for each in aliases if isinstance(each, str)]
 

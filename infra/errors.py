@@ -53,7 +53,7 @@ class Problem:
 
 
 def in_order(problems: list[Problem]) -> list[Problem]:
-    """By line; of one value only what the first form of the file says that refuses it."""
+    """The problems by line; of one value only what the first form of the file says that refuses it."""
     first: dict[tuple[object, ...], Problem] = {}
     for problem in problems:
         first.setdefault((problem.path, problem.line, problem.value), problem)

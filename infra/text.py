@@ -45,7 +45,7 @@ def columns(most: int = 100) -> int:
 
 
 def wrap(text: str, width: int = 100, indent: int = 2) -> list[str]:
-    """Its lines, of at most `width`, those after the first indented; words stay whole."""
+    """The text in lines of at most `width`, those after the first indented; words stay whole."""
     return textwrap.wrap(
         text, columns(width), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )

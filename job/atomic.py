@@ -32,7 +32,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """One line, keys sorted."""
+    """The object as one line of JSON, keys sorted."""
     return (json.dumps(value, sort_keys=True) + "\n").encode()
 
 

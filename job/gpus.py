@@ -41,7 +41,7 @@ class Sample:
     temperature_c: float | None  # of the hottest
 
     def figures(self) -> dict[str, float]:
-        """As a line of metrics.jsonl has them, those that are known."""
+        """The figures that are known, as a line of metrics.jsonl has them."""
         said = {"gpu_util": self.use, "gpu_mem_gb": self.memory_gb, "gpu_temp_c": self.temperature_c}
         return {name: value for name, value in said.items() if value is not None}
 
@@ -129,7 +129,7 @@ class Sampler:
                 self._process.stdout.close()
 
     def see(self, sample: Sample | None) -> None:
-        """One sample; None: not known any more."""
+        """One sample; None where nothing can be measured any more."""
         self.now = sample
         if sample is None or sample.use is None:
             self._recent.clear()

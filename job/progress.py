@@ -46,4 +46,4 @@ def shown(what: str, total: int | None, unit: str = "B") -> Iterator[Advance]:
 
 
 def _unseen(amount: int) -> None:
-    """Nobody looks."""
+    """Shows nothing, where nobody looks."""

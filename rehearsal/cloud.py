@@ -210,7 +210,7 @@ class Cloud:
         return sum(name == action for _, name in self._gate.calls)
 
     def no_capacity(self, instance_type: str = "*", zone: str = "*") -> None:
-        """From now on there is no capacity for the type in the zone."""
+        """Takes away all capacity for the type in the zone, from now on."""
         self.launcher.no_capacity.add((instance_type, zone))
 
     def deregister_ami(self, image: str) -> None:

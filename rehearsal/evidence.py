@@ -74,7 +74,7 @@ class Promise:
 
     @property
     def is_broken(self) -> bool:
-        """Whether it fails the rehearsal."""
+        """Whether the promise fails the rehearsal."""
         return self.required and self.shown and not self.held
 
 
@@ -85,7 +85,7 @@ class Resumption:
     kind: str  # notice | loss
     last_step: int
     resumed_step: int
-    started_s: float | None  # from its launch to the next node's first step
+    started_s: float | None  # seconds from the next node's launch to its first step
     signalled: bool  # a command was sent its signal
     reason: str  # why the checkpoint was made from which the next node goes on; empty: there was none
     observed: Observed = field(default_factory=Observed)  # what the next node has observed of a command
@@ -143,7 +143,7 @@ class Evidence:
         return found
 
     def resumptions(self) -> list[Resumption]:
-        """One per interruption, in order."""
+        """One resumption per interruption, in order."""
         watch = self.rehearsal.watch
         assert watch is not None
         if self.rehearsal.definition.fleet.is_gang:

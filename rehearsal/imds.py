@@ -57,11 +57,11 @@ class Imds:
         self._thread.start()
 
     def notice(self, at: datetime) -> None:
-        """From now on the service says that the instance will be terminated at `at`."""
+        """Makes the service say from now on that the instance will be terminated at `at`."""
         self.instance.notice_at, self.instance.terminate_at = self.clock.now(), at
 
     def rebalance(self, at: datetime) -> None:
-        """From now on the service gives a rebalance recommendation made at `at`."""
+        """Makes the service give from now on a rebalance recommendation made at `at`."""
         self.instance.rebalance_at = at
 
     def close(self) -> None:

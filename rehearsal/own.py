@@ -6,6 +6,7 @@ The script only has to run. The rehearsal finds out what it does when it is aske
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -14,8 +15,11 @@ from pathlib import Path
 from botocore.exceptions import ClientError
 
 from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.discover.lacking import lacking as modules_without
+from gpufleet.infra.evidence.measurement import own_python
 from gpufleet.infra.inputs import code
 from gpufleet.job import atomic
+from gpufleet.job.command.places import own_environment
 from gpufleet.job.contract import environment, metrics
 from gpufleet.job.contract.messages import Observed
 from gpufleet.job.contract.workdir import FINAL
@@ -35,6 +39,35 @@ def lacking(definition: StackDefinition) -> Iterator[str]:
     for name, place in (definition.storage.inputs or {}).items():
         if place.startswith("s3://"):
             yield f"storage.inputs.{name}: a folder with a little of it"
+
+
+def modules_lacking(definition: StackDefinition, root: Path) -> str:
+    """The modules that the script imports and its Python here lacks, and what to write; empty when it has all."""
+    config = definition.job.parameters
+    if not isinstance(config, CommandConfig) or config.code is None or "PYTHONPATH" in (config.env or {}):
+        return ""
+    python = own_python(definition, root)
+    missing = modules_without(root / config.code.folder, config.command, python, own_environment(os.environ))
+    if not missing:
+        return ""
+    if config.demands.installs:
+        folder, words = root / config.code.folder, f"{config.setup} {config.command}"
+        files = [folder / name for name in (*re.findall(r"-r\s*(\S+)", words), "pyproject.toml", "setup.py")]
+        words += "".join(file.read_text(errors="replace") for file in files if file.is_file())
+        missing = {name: where for name, where in missing.items() if not re.search(rf"\b{name}\b", words)}
+    if not missing:
+        return ""
+    places = ", ".join(f"{name} ({where})" for name, where in missing.items())
+    mend = (
+        f"Install it there (`{python} -m pip install {' '.join(missing)}`, if the packages have the modules' names), or"
+        " name the Python that has it: `rehearsal: {python: ../my-model/.venv/bin/python}`."
+    )
+    if config.demands.installs:
+        return (
+            f"Warning: {python} lacks {places}, and job.setup does not name it. If nothing that it installs brings it,"
+            f" the script will fail in some minutes. {mend}"
+        )
+    return f"{definition.source}: the script imports what {python} does not have: {places}. {mend} Nothing was started."
 
 
 @contextmanager
@@ -203,7 +236,7 @@ def advice(notices: Sequence[Resumption], every: int | None, declared: bool | No
 
 
 def _secrets(rehearsal: Rehearsal) -> Iterator[Promise]:
-    """That no file of node, bucket, state or log holds a secret's value."""
+    """The promise that no file of node, bucket, state or log holds a secret's value."""
     names = rehearsal.definition.job.parameters.demands.secrets
     values = {name: os.environ[environment.SECRET + name].encode() for name in names}
     if not values:

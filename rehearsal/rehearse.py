@@ -21,6 +21,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 
 from botocore.exceptions import BotoCoreError, ClientError
@@ -52,7 +53,7 @@ REFUSED = (  # of a ready-made job
 )
 TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # packages that every ready-made job needs
 RELAUNCH_S = 1.0  # seconds until a replacement node; AWS takes minutes, but waiting for them would show nothing
-_REASON = re.compile(r"^(?:gpufleet: |error: | +PROBLEM )", re.MULTILINE)  # begins what a command says is wrong
+_REASON = re.compile(r"^(?:gpufleet: |error: | +PROBLEM )", re.MULTILINE)  # how a command's errors begin
 LONGEST = 400  # the last line cuts a reason to this many characters; the whole reason stands above it
 NOT_SHOWN = 3  # exit code of an attempt in which nothing failed but not everything was shown
 
@@ -115,6 +116,10 @@ def rehearse(
         )
     if refused := [why for why, asked in zip(REFUSED, (again, image, stand_in), strict=True) if asked and not is_own]:
         raise GpufleetError(f"{definition.name} is a ready-made job{refused[0]}")
+    if not (image or stand_in) and (lacks := own.modules_lacking(definition, root)):
+        if not definition.job.parameters.demands.installs:
+            raise GpufleetError(lacks)
+        way(lacks)
     docker = images.require(definition, way) if image else None
     finished = root / "rehearsals" / definition.name / definition.run.id
     with scratch.locked(finished.parent):
@@ -253,7 +258,11 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
     name, timeline = rehearsal.name, rehearsal.timeline
     with step(rehearsal, "prepare"):
         shipped = own.listing(rehearsal.definition, rehearsal.root)
-        for line in command(rehearsal, "prepare", name).strip().splitlines()[-2:]:  # the dataset, the prediction
+        lines = command(rehearsal, "prepare", name).strip().splitlines()
+        before = list(
+            takewhile(lambda line: not line.startswith(f"{name}: "), lines)
+        )  # the preview says the rest again
+        for line in before[-1:]:
             timeline.add("prepared", line.replace(f"{rehearsal.project}/", ""))
     with step(rehearsal, "doctor --pin"):
         said = command(rehearsal, "doctor", name, "--pin")

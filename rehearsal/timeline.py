@@ -73,5 +73,5 @@ class Timeline:
 
 
 def clock(seconds: float) -> str:
-    """1:05 for 65 seconds."""
+    """Seconds as minutes and seconds: 1:05 for 65."""
     return f"{int(seconds) // 60:>3}:{int(seconds) % 60:02}"

@@ -106,7 +106,7 @@ class NodeView:
     number: int
     lines: int = 0  # lines of the container's log that were read
     boot_lines: int = 0
-    logged_at: datetime  # of the newest line of metrics.jsonl
+    logged_at: datetime  # the time of the newest line of metrics.jsonl
     first_step_at: datetime | None = None
     first_step: int | None = None
     last_step: int = 0

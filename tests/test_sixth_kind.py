@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def test_it_is_priced(project: Path) -> None:
 
 
 def test_it_is_prepared(project: Path) -> None:
-    assert "predicted on g5.2xlarge" in gpufleet(project, "prepare", "toy")
+    assert re.search(r"^toy: about [\d.]+ USD .* on g5\.2xlarge ", gpufleet(project, "prepare", "toy"), re.MULTILINE)
     manifest = json.loads((project / "data" / "toy" / "dataset.json").read_text())
     assert manifest["kind"] == "windows"
     assert "is prepared already" in gpufleet(project, "prepare", "toy")

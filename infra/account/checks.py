@@ -399,7 +399,7 @@ def _prefix(key: str, place: str, listing: str, own: str | None, s3: Any, kms: A
 
 
 def _manager(key: str, kms: Any) -> str:
-    """Who manages a key, AWS or CUSTOMER; empty when KMS does not tell."""
+    """Who manages a key: AWS or CUSTOMER. Empty when KMS does not say."""
     try:
         return str(kms.describe_key(KeyId=key)["KeyMetadata"]["KeyManager"])
     except ClientError:

@@ -52,7 +52,7 @@ class Left:
 
     @property
     def unwanted(self) -> bool:
-        """Whether it belongs to the stack and the definition does not keep it."""
+        """Whether the thing belongs to the stack, and the definition does not keep it."""
         return self.ours and not (self.asked_for or self.foreign or self.owner or self.unseen)
 
 

@@ -25,7 +25,7 @@ class Cap:
 
     max_usd: Decimal
     max_hours: Decimal
-    probability: float  # of being stopped by a limit before the work is done
+    probability: float  # that a limit stops the run before the work is done
     first: str  # the key of the limit that stops the run first
     at_hours: Decimal  # the node-hours at which that limit stops the run
     deadline: Deadline | None = None  # shown only: no figure of the bill depends on the clock

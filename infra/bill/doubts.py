@@ -30,7 +30,7 @@ _SPREAD = 2  # the bill warns when the dearest spot zone costs this many times t
 
 
 def warnings(basis: BillBasis, bill: Bill) -> Iterator[str]:
-    """In the order a reader needs them."""
+    """The warnings, in the order in which a reader needs them."""
     definition = basis.definition
     config = definition.job.parameters
     if not bill.calibrated and not batch.is_endless(config):

@@ -62,7 +62,7 @@ class Fallback:
         return f"USD on spot, on demand when late, {self.type}", self.usd
 
     def sentence(self) -> str:
-        """For people."""
+        """The sentence that people read."""
         unpaid = f"; limits forbid the switch in {share(self.unpaid)}" if self.unpaid else ""
         return (
             f"fleet.fallback: on demand from {hours(self.switch_h)} h after the start if nothing is done by then, later"

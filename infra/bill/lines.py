@@ -62,7 +62,7 @@ class Line:
     source: str
     as_of: date
     inferred: bool = False
-    item: str = ""  # of the catalog's services; empty for compute and interruptions
+    item: str = ""  # the service's name in the catalog; empty for compute and interruptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,14 +28,14 @@ Calibrations = Mapping[str, Calibration | RefusedCalibration]  # by instance typ
 class BillBasis:
     """What a bill stands on: infra.bill.project.bill_basis finds it in a project."""
 
-    definition: StackDefinition  # with what its prepared dataset counts
+    definition: StackDefinition  # with the counts of its prepared dataset
     catalog: Catalog
     _: KW_ONLY
     dataset_bytes: int | None = None  # None: not prepared, assumed
     calibrations: Calibrations = field(default_factory=dict)
     speeds: Speeds | None = None  # None: what the shipped table says
     hazards: Hazards = field(default_factory=dict)  # count where the definition fixes none
-    today: date | None = None  # by which a price has its age; None: the day of the catalog's newest price
+    today: date | None = None  # the day to which the age of prices is counted; None: the day of the newest price
 
     def with_definition(self, definition: StackDefinition) -> BillBasis:
         """What another form of the work stands on."""

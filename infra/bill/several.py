@@ -42,7 +42,7 @@ class Several:
     """Runs of one or more files."""
 
     parts: tuple[StackRuns, ...]
-    price_age: str  # of the oldest price of compute
+    price_age: str  # the age of the oldest price of compute
 
     @property
     def independent(self) -> Quantiles:

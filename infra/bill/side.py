@@ -82,7 +82,7 @@ class Side(Prepared):
     metered_usd: Quantiles  # needed_usd as the job's meter counts: interrupted first hours are not free
     alone_usd: Quantiles  # needed_usd if nothing but interruptions differed from the lines
     interruptions: Quantiles  # whole numbers, except the mean, which a few runs with a high hazard dominate
-    probability_stopped: float  # by a limit, before the work is done
+    probability_stopped: float  # the share of runs that a limit stops before the work is done
     within: simulation.SimulatedRuns = field(repr=False, compare=False)  # the simulated runs behind usd
     needed: simulation.SimulatedRuns = field(repr=False, compare=False)  # the simulated runs behind needed_usd
     runs: int

@@ -82,7 +82,7 @@ class Instance:
     nvme_gb: float  # instance store; 0 = none
     network_gbps: float  # of all its network cards together
     network_cards: int
-    card_gbps: float  # of the first, where all of them reach the whole at once
+    card_gbps: float  # of the first card, where all cards reach the whole at once
     efa_cards: int  # those with an Elastic Fabric Adapter: all or none, but for p6-b300's first
     ebs_gbps: float
     regions: tuple[str, ...] | None  # where it is offered; None = not known
@@ -145,7 +145,7 @@ class Catalog:
         return replace(self, on_demand_prices=files.in_force(self.on_demand_prices, self.dated_prices, day))
 
     def regions(self) -> tuple[str, ...]:
-        """Those with prices, be it of a few things."""
+        """The regions that have prices, even if only of a few items."""
         return self._regions
 
     @cached_property
@@ -158,7 +158,7 @@ class Catalog:
         return tuple(item for item in BILLED if (item, region) not in self.services)
 
     def billed_regions(self) -> tuple[str, ...]:
-        """Those in which a bill can be made."""
+        """The regions for which a bill can be made."""
         return tuple(region for region in self.regions() if not self.missing(region))
 
     def zones(self, region: str) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ class Prices:
     on_demand: dict[tuple[str, str], Price] = field(default_factory=dict)
     spot: dict[tuple[str, str], tuple[SpotPrice, ...]] = field(default_factory=dict)
     services: dict[tuple[str, str], Price] = field(default_factory=dict)
-    notes: dict[tuple[str, str], str] = field(default_factory=dict)  # of services: what the price holds for
+    notes: dict[tuple[str, str], str] = field(default_factory=dict)  # what a service's price holds for
     dated: dict[tuple[str, str], tuple[Price, ...]] = field(default_factory=dict)  # on demand, each from a day on
 
     @property

@@ -26,7 +26,7 @@ class Item:
 
 @cache
 def known_items() -> dict[str, Item]:
-    """By name, in the file's order."""
+    """All items by name, in the file's order."""
     return read_table(Path(__file__).with_name("items.csv"), "item", _item)
 
 

@@ -36,7 +36,7 @@ class Region:
 
 
 def known_regions() -> Mapping[str, Region]:
-    """By name, in the file's order. Raises GpufleetError, with file and line, for a row that is no region."""
+    """All regions by name, in the file's order. Raises GpufleetError, with file and line, for another row."""
     return _read(FILE)
 
 

@@ -63,7 +63,7 @@ def stacks(prefix: str, **_: object) -> Iterable[str]:
 
 
 def scenarios(parsed_args: argparse.Namespace, **_: object) -> Iterable[str]:
-    """Those of the stack that is named before."""
+    """The scenarios of the stack that is named before."""
     import yaml
 
     try:
@@ -74,14 +74,14 @@ def scenarios(parsed_args: argparse.Namespace, **_: object) -> Iterable[str]:
 
 
 def runs(parsed_args: argparse.Namespace, **_: object) -> Iterable[str]:
-    """Those that left something in the project."""
+    """The runs that left something in the project."""
     root = project_root(Path.cwd())
     places = (root / "results" / str(parsed_args.stack), root / "receipts" / str(parsed_args.stack))
     return {path.stem for place in places if place.is_dir() for path in place.iterdir()}
 
 
 def regions(**_: object) -> Iterable[str]:
-    """Those that have prices."""
+    """The regions that have prices."""
     from gpufleet.infra.catalog.regions import known_regions
 
     return known_regions()

@@ -51,7 +51,7 @@ class Cheaper:
     half_setup: tuple[float, Decimal] | None = None  # minutes of set-up, USD that half of it saves; None: little
 
     def lines(self) -> Iterator[str]:
-        """Its block of the bill, line by line."""
+        """The bill's block about cheaper types, line by line."""
         yield from self._types()
         if self.half_setup is not None:
             minutes, usd = self.half_setup

@@ -76,7 +76,7 @@ def _or_dash(form: str) -> Any:
 
 
 def _part(key: str, head: str, unit: str, figure: str, part: str) -> Column:
-    """One of a figure's quantiles, or its mean."""
+    """A quantile of a figure, or its mean."""
 
     def value(row: Row) -> Decimal | None:
         whole = getattr(row, figure)

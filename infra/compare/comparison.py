@@ -24,7 +24,7 @@ from gpufleet.infra.risk.hazard import learn
 class Comparison:
     """The scenarios of a file, and every option for their work."""
 
-    definition: StackDefinition  # whose region all are compared in: the file's, or the chosen scenario's
+    definition: StackDefinition  # the file's, or the chosen scenario's: all are compared in its region
     scenario: str  # the chosen one, else the one that is the file as it is
     listed: list[Row]  # its scenarios, in order
     rows: list[Row]  # options, ranked

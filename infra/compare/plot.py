@@ -69,7 +69,7 @@ def _shown(rows: Sequence[Row], frontier: Sequence[Row]) -> list[Row]:
 
 
 def _scale(axes: Any, figures: Sequence[float]) -> None:
-    """From nothing where the figures are of one size, else logarithmic; ticks are plain figures."""
+    """Makes the axis begin at 0 where the figures are of one size, else logarithmic; ticks are plain figures."""
     from matplotlib import ticker
 
     ratio = max(figures) / min(figures)

@@ -38,7 +38,7 @@ REFINED, REFINED_EACH = 24, 3  # rows in all, and of each work at least: those t
 # USD per GB from one region to another: most pairs in AWS's table of EC2 data transfer (read 2026-11); some cost more.
 BETWEEN_REGIONS = Decimal("0.02")
 SURE = 0.5  # an option that misses the deadline more often than this is none
-LEAST = Decimal("0.02")  # of dollars or hours: what an option is better by, at least; less is noise of the simulation
+LEAST = Decimal("0.02")  # the smallest share of dollars or hours that counts; less is noise of the simulation
 
 
 def scenarios(
@@ -181,7 +181,7 @@ def every_batch(definition: StackDefinition, study: Study, *, runs: int = RUNS_E
 
 
 def _moves_elsewhere(definition: StackDefinition) -> bool:
-    """Whether the work can be taken to another type: not that of a run that was elsewhere."""
+    """Whether the work can move to another type. The work of a run that was elsewhere cannot."""
     market = definition.fleet.bought_as(definition.fleet.market.by_the_hour).market
     return market.moves_elsewhere and not definition.variant.reference
 

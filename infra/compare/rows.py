@@ -38,7 +38,7 @@ class Study:
     _: KW_ONLY
     hazards: Hazards = field(default_factory=dict)
     hours_left: float | None = None  # to the deadline; None: there is none
-    today: date | None = None  # by which a price has its age
+    today: date | None = None  # the day to which the age of prices is counted
     find_basis: Callable[[StackDefinition, Iterable[str]], BillBasis] | None = None
 
     def basis(self, work: StackDefinition, types: Iterable[str]) -> BillBasis:
@@ -82,7 +82,7 @@ class Row:
     wall_hours: Quantiles | None = None
     usd: Quantiles | None = None  # to finish, with everything the bill counts
     dearest_usd: Decimal | None = None  # p50 in the dearest zone, by which a limit is held; as usd where that is of it
-    inputs_usd: Decimal = Decimal(0)  # of usd: what brings inputs from another region
+    inputs_usd: Decimal = Decimal(0)  # the part of usd that brings inputs from another region
     free_usd: Decimal | None = None  # mean of what AWS does not charge: interrupted first hours; part of usd
     interruptions: Quantiles | None = None
     rates: tuple[Rate, ...] = ()
@@ -90,7 +90,7 @@ class Row:
     launchable: bool = False
     why: str = ""  # does not fit, has no price, has left EC2
     nearest: str = ""  # change that would make it fit
-    untried: str = ""  # that nobody knows whether its GPUs hold a command
+    untried: str = ""  # why nobody knows whether its GPUs hold a command
     limits: Limits | None = None  # of the file; None: nothing is priced
     over_limit: bool = False  # p90 passes limits.max_usd or limits.max_hours
     cheaper: float | None = None  # probability that it costs less than the work's own fleet; None: that has no figures

@@ -215,7 +215,7 @@ def policy(found: Comparison) -> Iterator[str]:
 
 
 def full_text(found: Comparison, today: date) -> str:
-    """All of it, section by section."""
+    """The whole comparison, section by section."""
     sections = (
         scenarios(found.listed),
         ranked(found.rows, found.frontier),

@@ -39,14 +39,14 @@ SUPERVISOR_IMAGE = "public.ecr.aws/docker/library/python:3.13-slim"
 class Job:
     """What is trained, and in which container image."""
 
-    experiment: str  # of a command of the user's own the name of its kind
+    experiment: str  # for a user's own command, the name of its kind
     image: str  # repository:tag, or repository:tag@sha256:... once pinned
     supervisor_image: str | None = None  # what gpufleet's own part runs in; None: in the job's, which is ready-made
     parameters: JobConfig  # the kind's own typed config; the file holds only what differs from its defaults
 
     @property
     def images(self) -> tuple[str, ...]:
-        """All that a node pulls."""
+        """The images that a node pulls."""
         return tuple(filter(None, (self.image, self.supervisor_image)))
 
 
@@ -59,7 +59,7 @@ Cards = Literal["one", "all"]
 
 
 def is_zone_id(zone: str) -> bool:
-    """Whether it is a zone's id, use2-az1, and not its name."""
+    """Whether the text is a zone's id, such as use2-az1, and not a zone's name."""
     return "-az" in zone
 
 
@@ -71,8 +71,8 @@ class Fleet:
     zones: tuple[str, ...]  # names, us-east-2a; or ids, use2-az1, which are the same in every account
     instance_types: tuple[str, ...]
     capacity: Capacity = "spot"
-    nodes: int = added_later(1)  # that train together; more than one are of one type, in one zone
-    cards: Cards = added_later("one")  # of each of several nodes: which of its network cards carry their traffic
+    nodes: int = added_later(1)  # the number that train together; several are of one type, in one zone
+    cards: Cards = added_later("one")  # which network cards of each node carry the traffic of several nodes
     gather_minutes: Decimal | None = added_later(None)  # that nodes wait for missing ones; None: by the model of waits
     fallback: Fallback = added_later("none")  # once spot would miss the deadline
     block: CapacityBlock | None = added_later(None)  # None: capacity is another
@@ -99,7 +99,7 @@ class Fleet:
         return tuple(zone.rpartition("-")[2] for zone in self.zones if is_zone_id(zone))
 
     def bought_as(self, capacity: Capacity) -> Fleet:
-        """These nodes, paid in another way."""
+        """The same nodes, bought in another way."""
         return replace(self, capacity=capacity, block=self.block if market.WAYS[capacity].has_block else None)
 
 
@@ -147,7 +147,7 @@ class Storage:
         return None if self.base_weights is None else _local(self.base_weights, root)
 
     def input_folders(self, root: Path) -> dict[str, Path]:
-        """Those of `inputs` that are no s3:// prefix, by name."""
+        """The inputs that are folders and not s3:// prefixes, by name."""
         places = {name: _local(place, root) for name, place in (self.inputs or {}).items()}
         return {name: folder for name, folder in places.items() if folder is not None}
 
@@ -216,7 +216,7 @@ class Notify:
 
     email: str | None = None  # of a topic that AWS itself tells too, where no node could
     webhook: str | None = None  # ssm:/name or secretsmanager:name of its URL, which is a secret; nodes alone call it
-    silent_hours: Decimal = Decimal(6)  # so long without a training step, and somebody is told
+    silent_hours: Decimal = Decimal(6)  # somebody is told after so long without a training step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,11 +249,11 @@ class Interruptions:
     without_notice: int = 1
     notice_at: Place = "step"
     loss_at: Place = "step"
-    stage_results: int = 1  # of a stage after training, before a node is taken away in it
+    stage_results: int = 1  # results of a stage after training, before a node is taken away in it
     notice_s: int = 20  # AWS gives 120 s; the rehearsal does not wait that long
 
 
-REHEARSED_S = 30.0  # of training, for two interruptions to find it at work
+REHEARSED_S = 30.0  # of training, so that two interruptions find it at work
 REHEARSED_SAVES = 6
 
 
@@ -282,7 +282,7 @@ class Variant:
 
     @property
     def only_priced(self) -> str:
-        """Why it is there to be priced and cannot be run; empty when it can."""
+        """Why the definition can be priced and not run; empty when it can be run."""
         reasons = {
             "ran elsewhere": self.reference,
             "holds its node beyond its work": self.hold_hours is not None,
@@ -339,7 +339,7 @@ class StackDefinition:
 
     @property
     def nodes(self) -> int:
-        """Machines at once."""
+        """The number of nodes that run at once."""
         return self.fleet.nodes
 
     def on_nodes(self, count: int) -> StackDefinition:
@@ -350,7 +350,7 @@ class StackDefinition:
         return replace(self, fleet=replace(self.fleet, nodes=count, cards=cards))
 
     def begins_at(self, now: datetime) -> datetime:
-        """When it can begin: now, or with its block."""
+        """When the run can begin: now, or when its block begins."""
         return self.fleet.market.begins_at(now)
 
     def due(self, now: datetime) -> datetime | None:
@@ -367,7 +367,7 @@ class StackDefinition:
         return self.due(now) or now + timedelta(hours=self.fleet.market.lives_hours(self.limits.max_hours))
 
     def hours_left(self, now: datetime) -> float | None:
-        """From its begin until it is due; negative once that has passed, None where it never is."""
+        """Hours from the run's begin to its deadline; negative after the deadline, None without one."""
         due = self.due(now)
         return None if due is None else (due - self.begins_at(now)).total_seconds() / 3600
 

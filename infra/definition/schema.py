@@ -89,7 +89,7 @@ class Findings:
     """The problems of one tree. A path is reported once; consequences of its problem are not."""
 
     tree: Mapping
-    found: dict[str, Problem | None] = field(default_factory=dict)  # by path; None: another problem tells it
+    found: dict[str, Problem | None] = field(default_factory=dict)  # by path; None: another problem says it
 
     @property
     def bad(self) -> KeysView[str]:

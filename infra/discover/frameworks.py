@@ -25,7 +25,7 @@ class Framework:
     version: str
     imports: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()  # of the folder's own code, which many repositories have copied
+    classes: tuple[str, ...] = ()  # names in the folder's own code, which many repositories have copied
     programs: tuple[str, ...] = ()
     form: str = ""
     format: FormatName | None = None
@@ -58,7 +58,7 @@ class Framework:
 
 @cache
 def frameworks() -> tuple[Framework, ...]:
-    """All rows, in the order in which they are looked for."""
+    """All rows of frameworks.yaml, in the order in which they are looked for."""
     rows: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
     found = []
     for row in rows:

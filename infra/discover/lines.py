@@ -53,7 +53,7 @@ class PrintedLine:
 
 
 def find_lines(reach: Reach, values: Values) -> list[PrintedLine]:
-    """Those that tell a step, an epoch or both, the best first: of the training, with a loss, of the finest count."""
+    """The lines that tell a step, an epoch or both; first those of training, with a loss, of the finest count."""
     found: dict[str, PrintedLine] = {}
     for site in reach.sites:
         regex = ""

@@ -23,7 +23,7 @@ def checks_left(text: str) -> list[int]:
 
 
 def checks_warning(text: str, name: str) -> list[str]:
-    """That some are left, as a sentence; nothing where none is."""
+    """A sentence that says which lines are still marked; empty where none is."""
     if not (left := checks_left(text)):
         return []
     shown = ", ".join(map(str, left[:_SHOWN])) + (", ..." if len(left) > _SHOWN else "")

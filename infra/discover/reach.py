@@ -141,7 +141,7 @@ class Reach:
 
     @property
     def files(self) -> list[str]:
-        """Those of which something counts, the entry first."""
+        """The files of which something counts, the entry first."""
         return list(dict.fromkeys((self.entry, *(scope.file for _, scope in self.units))))
 
     def reach_dotted(self, text: str) -> None:

@@ -58,7 +58,7 @@ def find_resume(
 
 
 def _by_itself(reach: Reach, saves: Saves, chosen: CodeSave | None) -> Finding | None:
-    """Where it reads what it saves, before the loop in which it saves."""
+    """Where the script reads what it saves, before the loop in which it saves."""
     if chosen is None or not chosen.parts:
         return None
     loops = [each for each, _ in around_of(reach, chosen.site) if isinstance(each, ast.For | ast.While)]

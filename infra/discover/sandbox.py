@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gpufleet.infra.discover.lacking import lacking
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs.code import ENVIRONMENTS, MIB, files_in
 from gpufleet.job.command import processes
@@ -33,7 +34,7 @@ from gpufleet.job.kind.command import filled
 MOST_MIB = 500  # of a folder that is copied
 LOOK_S = 0.1
 ENOUGH_SAVES, ENOUGH_LINES = 3, 6  # with so many of both there is nothing to wait for
-LEAVES_S = 20.0  # to save and end when it is asked to
+LEAVES_S = 20.0  # for a command to save and end when it is asked to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +101,7 @@ class Sandbox:
         return {**folders, "code": str(self.code), "gpus": 1, "run": "try", **alone}
 
     def _environment(self, values: dict[str, str | int], more: dict[str, str]) -> dict[str, str]:
-        """As on a node, with the Python of the user's folder first on the PATH, and without GPUs."""
+        """The environment as on a node, with the Python of the user's folder first on the PATH, and without GPUs."""
         own = own_environment(os.environ)
         places = [self._folder / name / "bin" for name in ENVIRONMENTS]
         bins = [str(place) for place in places if (place / "python").exists()]
@@ -109,6 +110,15 @@ class Sandbox:
         own |= {"WANDB_MODE": "offline", "PYTHONPATH": f"{self.code}:{self.code}/src"}
         own |= {COMMAND[name]: str(value) for name, value in values.items() if name in COMMAND}
         return own | {name: filled(value, values) for name, value in more.items()}
+
+    def lacking(self, command: str) -> str:
+        """Why the command cannot run: the modules that its Python here does not have. Empty: none is known."""
+        environment = self._environment(self.values(), {})
+        python = Path(shutil.which("python", path=environment["PATH"]) or "python3")
+        if not (missing := lacking(self.code, command, python, environment)):
+            return ""
+        places = ", ".join(f"{name} ({where})" for name, where in missing.items())
+        return f"{python} lacks what the script imports: {places}; install it there, or make a .venv in the folder"
 
     def start(
         self, command: str, workdir: str, environment: dict[str, str], seconds: float, *, ask: bool,

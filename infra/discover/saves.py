@@ -77,7 +77,7 @@ class Pattern:
 
 @dataclass(slots=True)
 class Saves:
-    """All of them, the one that a resume needs first, and what is read."""
+    """All places that save, the one that a resume needs first, and what is read."""
 
     found: list[CodeSave] = field(default_factory=list)
     loads: list[tuple[Parts, Site]] = field(default_factory=list)
@@ -270,7 +270,7 @@ def _named(path: str, save: CodeSave) -> Pattern | None:
 
 
 def _text(parts: list[str | Hole], values: Values) -> str:
-    """As a pattern of names: {step}, {epoch}, settings in the middle with their value, and * for what is not known."""
+    """The name as a pattern: {step}, {epoch}, settings in the middle with their value, and * for what is not known."""
     found = ""
     for part in parts:
         setting = values.settings.find(part.name) if isinstance(part, Hole) and part.kind == "setting" else None

@@ -73,7 +73,7 @@ class ScriptFacts:
     bare_resume: Finding | None = None  # a trainer's train() that is given no checkpoint
     signals: list[Finding] = field(default_factory=list)
     joins: Finding | None = None  # it joins a process group
-    runs_alone: bool = False  # it does without a launcher, which it looks for
+    runs_alone: bool = False  # it looks for a launcher, and does without one
     wandb: Finding | None = None
     requirements: str = ""
     names_own: dict[str, Finding] = field(default_factory=dict)  # files and folders of its own that the code names as

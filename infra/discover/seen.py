@@ -100,7 +100,7 @@ def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) 
             folder = "" if out or not trying.workdir else read.folder if read is not None and read.folder else "."
             place = Pattern(kept.name, out, folder=folder, in_checkpoints=not out and not folder, is_whole_path=is_path)
         cadence = found.checkpoint.cadence if found.checkpoint is not None else None
-        if trying.every:  # it was asked for more often than it is meant
+        if trying.every:  # the trial asked for more saves than the code means
             cadence = cadence or Span(unit=kept.unit, setting=found.settings.find(trying.every))
         elif kept.every:
             cadence = Span(unit=kept.unit, count=kept.every, where="seen")
@@ -188,7 +188,7 @@ def _took_ms(places: Sequence[tuple[float, Position]]) -> Iterator[tuple[Unit, f
 
 
 def failure(watch: TrialRun) -> str:
-    """That a start ended by itself, and not well, in words; else empty."""
+    """How a start failed by itself, in words; empty where it did not."""
     if watch.code in (None, 0) or watch.signalled_at is not None:
         return ""
     cause = CauseOfEnd()

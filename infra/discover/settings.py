@@ -54,13 +54,13 @@ class Setting:
     where: str = ""
     others: tuple[str, ...] = ()  # other words for it: -n
     is_truth: bool = False  # it takes true or false
-    is_positional: bool = False  # it is told by its place
+    is_positional: bool = False  # its place in the command names it
     is_environment: bool = False  # a variable, which stands before the command
     typed: str | None = None  # the value that the command gives it
 
     @property
     def value(self) -> object:
-        """What it has: what was typed goes before the default."""
+        """The setting's value: what was typed goes before the default."""
         return self.default if self.typed is None else _plain(self.typed)
 
     @property
@@ -72,12 +72,12 @@ class Setting:
 
     @property
     def word(self) -> str:
-        """How it is called where it is typed: --max-steps."""
+        """The setting's name where it is typed, such as --max-steps."""
         return self.form.replace("{}", "").rstrip(" =") or self.name
 
     @property
     def place(self) -> str:
-        """Where its value stands."""
+        """The place where the value stands."""
         return self.where if self.typed is None else "your command"
 
     def with_value(self, value: object) -> str:
@@ -104,7 +104,7 @@ class ScriptSettings:
         return fitting[0] if len(fitting) == 1 else next((each for each in fitting if each.typed is not None), None)
 
     def several(self, names: Iterable[str]) -> list[Setting]:
-        """Those of these names that there are, in any case of letters, what was typed first."""
+        """The settings of these names, in any case of letters; those that were typed come first."""
         by_lower: dict[str, Setting] = {}
         for key, each in self._by_name.items():
             by_lower.setdefault(key.lower(), each)
@@ -113,7 +113,7 @@ class ScriptSettings:
         return sorted(there, key=lambda each: each.typed is None)
 
     def first(self, names: Iterable[str]) -> Setting | None:
-        """The first of them; None: there is none."""
+        """The first setting of these names; None where there is none."""
         return next(iter(self.several(names)), None)
 
     def _take_typed(self, words: list[str], environment: Iterable[str]) -> None:
@@ -185,9 +185,9 @@ def _of_call(reach: Reach, site: Site, what: str, form: str) -> Iterator[Setting
     """The settings that a call of a library declares."""
     first, function = site.argument(0), site.scope.functions[-1] if site.scope.functions else None
     if what == "option":
-        yield from _option(site)
+        yield from _option(reach, site)
     elif what == "flag" and isinstance(key := literal(first), str):
-        yield Setting(name=key, form=form.replace("{name}", key), default=literal(site.argument(1)), where=site.where)
+        yield Setting(name=key, form=form.replace("{name}", key), default=_constant(reach, site, 1), where=site.where)
     elif what == "class":
         arguments = [first] if first is not None else [a.annotation for a in function.args.args[:1]] if function else []
         for name in _names_in(arguments):
@@ -205,7 +205,16 @@ def _of_call(reach: Reach, site: Site, what: str, form: str) -> Iterator[Setting
                 yield Setting(name=each.arg, form="", default=value, where=f"{site.scope.file}:{each.value.lineno}")
 
 
-def _option(site: Site) -> Iterator[Setting]:
+def _constant(reach: Reach, site: Site, position: int) -> object:
+    """The value of a call's default: what is written there, or what a constant of the folder's code has."""
+    value = site.argument(position, "default")
+    if isinstance(value, ast.Name) and (found := reach.symbol(site.scope.file, value.id)) and found[1] is None:
+        assigned = reach.names(found[0]).assigned.get(value.id, [])
+        return literal(assigned[0] if len(assigned) == 1 else None)
+    return literal(value)
+
+
+def _option(reach: Reach, site: Site) -> Iterator[Setting]:
     """An option of argparse or click, or an argument by its place."""
     words = [str(literal(each)).split("/")[0] for each in site.call.args if isinstance(literal(each), str)]
     dashed = [each for each in words if each.startswith("-")]
@@ -221,7 +230,7 @@ def _option(site: Site) -> Iterator[Setting]:
     yield Setting(
         name=str(literal(site.keyword("dest")) or long.lstrip("-")).replace("-", "_"),
         form=long if is_flag else f"{long} {{}}",
-        default=literal(site.keyword("default")),
+        default=_constant(reach, site, -1),
         is_flag=is_flag,
         where=site.where,
         others=tuple(each for each in words if each != long),

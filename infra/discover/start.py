@@ -29,7 +29,7 @@ class StartedProgram:
     """One program that a command starts."""
 
     script: str = ""  # the file of the folder that Python runs; empty: none of the folder's
-    function: str = ""  # of it, where a console script names one
+    function: str = ""  # of that file, where a console script names one
     program: str = ""  # a program that is not the folder's: yolo
     launcher: str = ""  # torchrun, accelerate, ...
     is_module: bool = False

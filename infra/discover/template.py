@@ -605,7 +605,7 @@ class _Writer:
             yield f"  # secrets: {{WANDB_API_KEY: ssm:/wandb}}   # {wandb.where}: {wandb.value}"
 
     def inputs(self, command: str) -> Iterator[str]:
-        """Those that the command names."""
+        """The inputs that the command names."""
         if not (names := dict.fromkeys(INPUT.findall(command))):
             self.unknown("what the data is: storage.inputs, or the script fetches it itself (setup)")
             yield "  # inputs: {NAME: data/folder or s3://bucket/prefix}   # read as {inputs.NAME} in the command"

@@ -33,6 +33,9 @@ def trial(
     with tempfile.TemporaryDirectory(prefix="gpufleet-try-") as scratch:
         sandbox = Sandbox(Path(scratch).resolve(), folder)
         sandbox.copy()
+        if why := sandbox.lacking(trying.command):
+            seen.problems.append(f"it was not run: {why}")
+            return seen
         first = sandbox.start(trying.command, trying.workdir, trying.environment, seconds, ask=True)
         learn(seen, first, trying.lines)
         if seen.checkpoint is not None:

@@ -448,7 +448,7 @@ def _is_none(value: ast.AST | None) -> bool:
 
 
 def joined(parts: Iterable[str | Part]) -> tuple[str | Part, ...]:
-    """Neighbouring texts as one."""
+    """The pattern with neighbouring texts as one."""
     found: list[str | Part] = []
     for each in parts:
         if isinstance(each, str) and found and isinstance(found[-1], str):

@@ -276,7 +276,7 @@ def _doubts(tree: Mapping[str, Any], definition: StackDefinition, root: Path) ->
 
 
 def code_now(definition: StackDefinition, root: Path) -> str:
-    """One name for the code that trains, the user's own of a command; empty: its image has all."""
+    """A digest of the code that trains, of a command the user's own; empty when its image has all of it."""
     from gpufleet.infra.inputs import code
 
     config = definition.job.parameters

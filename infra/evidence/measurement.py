@@ -197,18 +197,23 @@ def _folder(root: Path, setting: str, place: str, first: str) -> Path:
 
 
 def own_programs(definition: StackDefinition, root: Path, scratch: Path) -> tuple[Path, Path]:
-    """The folder that comes first on a command's PATH here, and its interpreter: of its own environment, else the
-    machine's python3 under the name `python` too, never this project's.
-    """
-    if (found := code.programs(definition, root)) is not None:
-        return found, found / "python"
+    """The folder that comes first on a command's PATH here, and its interpreter, under the name `python` too."""
+    python = own_python(definition, root)
+    if code.programs(definition, root) is not None:
+        return python.parent, python
     shim = scratch / "bin" / "python"
     shim.parent.mkdir()
-    path = own_environment(os.environ)["PATH"]
-    program = shutil.which("python", path=path) or shutil.which("python3", path=path) or "python3"
-    shim.write_text(f'#!/bin/sh\nexec {shlex.quote(program)} "$@"\n')  # a link would hide an environment's packages
+    shim.write_text(f'#!/bin/sh\nexec {shlex.quote(str(python))} "$@"\n')  # a link would hide an environment's packages
     shim.chmod(0o755)
-    return shim.parent, Path(program)
+    return shim.parent, python
+
+
+def own_python(definition: StackDefinition, root: Path) -> Path:
+    """The interpreter of a command here: of its own environment, else the machine's python3, never this project's."""
+    if (programs := code.programs(definition, root)) is not None:
+        return programs / "python"
+    path = own_environment(os.environ)["PATH"]
+    return Path(shutil.which("python", path=path) or shutil.which("python3", path=path) or "python3")
 
 
 def own_versions(python: Path) -> dict[str, str]:

@@ -70,12 +70,12 @@ def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]
 
 
 def is_rehearsal(receipt: Receipt) -> bool:
-    """Whether it tells nothing of AWS."""
+    """Whether the run was a rehearsal, which tells nothing of AWS."""
     return receipt.device == "cpu"
 
 
 def counts(receipt: Receipt) -> bool:
-    """Whether it belongs to the score."""
+    """Whether the receipt belongs to the score."""
     from gpufleet.job.contract.done import GRADED
 
     return not is_rehearsal(receipt) and receipt.reason in GRADED

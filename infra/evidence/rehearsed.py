@@ -12,7 +12,7 @@ SAVES = "saves_on_signal"  # true, false; null: not shown
 
 
 def saves_doubt(definition: StackDefinition, root: Path) -> str:
-    """That job.stop.saves is declared and no rehearsal here has shown it; nothing where the newest that tells has."""
+    """A warning that no rehearsal here has shown the declared job.stop.saves; empty where the newest that tells has."""
     config = definition.job.parameters
     if config.code_folders() or not config.saves_on_signal:  # ours is known to
         return ""

@@ -31,8 +31,8 @@ class Archive:
     sha256: str
 
     def file(self, root: Path) -> Path:
-        """Where it lies in the project `root`; written unless it is there. While a run is up, its engine reads the one
-        with which the run began, so none is removed here.
+        """The archive's place in the project `root`; written unless it is there. While a run is up, its engine reads
+        the one with which the run began, so none is removed here.
         """
         path = root / FOLDER / f"job-{self.sha256}.tar.gz"
         if not path.exists() or path.stat().st_size != len(self.content):

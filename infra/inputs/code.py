@@ -97,7 +97,7 @@ def read(definition: StackDefinition, root: Path) -> Tree | None:
 
 
 def pack(tree: Tree, root: Path) -> Packed:
-    """Its archive, in the project `root`. Raises DefinitionError where a file changes meanwhile."""
+    """The tree's archive, in the project `root`. Raises DefinitionError where a file changes meanwhile."""
     own = root / FOLDER
     own.mkdir(parents=True, exist_ok=True)
     unfinished = own / f"code-{os.getpid()}.tar.gz~"
@@ -147,7 +147,7 @@ def digest(definition: StackDefinition, root: Path) -> str:
 
 
 def unpack(packed: Packed, folder: Path) -> None:
-    """As staging does it on a node."""
+    """Unpacks the code as staging does it on a node."""
     with tarfile.open(packed.file) as tar:
         tar.extractall(folder, filter="data")
 

@@ -42,7 +42,7 @@ class Listed:
 
 
 def read(definition: StackDefinition, root: Path) -> dict[str, Listed]:
-    """By name, those that are there: of a local folder every file that is new or has changed is hashed now, of an
+    """The inputs that are there, by name: of a local folder every file that is new or has changed is hashed now, of an
     s3:// prefix what `listed` has kept. `missing` tells of the others.
     """
     found = {name: _hashed(folder, root) for name, folder in _local(definition, root) if not _unfit(folder)}

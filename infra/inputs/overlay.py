@@ -60,7 +60,7 @@ def _describe(python: Path) -> dict[str, Any]:
 
 
 def _run(python: Path, *words: str) -> str:
-    """What it prints. Raises GpufleetError."""
+    """What the program prints. Raises GpufleetError."""
     try:
         done = subprocess.run(
             [str(python), *words], capture_output=True, text=True, env=own_environment(os.environ), check=False
@@ -102,7 +102,7 @@ def _write_script(path: Path, python: Path, body: bytes) -> None:
 
 
 def _configure_pip(theirs: Path, folder: Path, cache: Path) -> None:
-    """Their environment's own settings hold, such as an index of their company."""
+    """Keeps the settings of the user's environment, such as an index of their company."""
     settings = configparser.RawConfigParser()
     settings.read(theirs / _CONFIG)
     if not settings.has_section("global"):

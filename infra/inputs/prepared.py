@@ -23,14 +23,14 @@ def prepared_dataset(definition: StackDefinition, root: Path) -> DatasetManifest
 
 
 def as_prepared(definition: StackDefinition, root: Path) -> StackDefinition:
-    """With what the dataset folder under `root` counts instead of what `job.parameters.data` expects; as it is where
-    there is none, or the dataset lies in S3.
+    """The definition with what the dataset folder under `root` counts instead of what `job.parameters.data` expects; as
+    it is where there is none, or the dataset lies in S3.
     """
     return counted_by(definition, prepared_dataset(definition, root))
 
 
 def counted_by(definition: StackDefinition, dataset: DatasetManifest | None) -> StackDefinition:
-    """With the counts of `dataset`; as it is without one."""
+    """The definition with the counts of `dataset`; unchanged without one."""
     if dataset is None:
         return definition
     parameters = definition.job.parameters.with_facts(dataset.facts)

@@ -162,18 +162,18 @@ class Market:
         return END if self.block and self.last == due else DEADLINE
 
     def each_hours(self, max_hours: Decimal) -> float:
-        """That each node may run: by the limit of all nodes' hours, and while it can be had."""
+        """Hours that each node may run, by the limit on all nodes' hours and while nodes can be had."""
         hours = float(max_hours) / self.nodes
         return min(hours, self.block.hours) if self.block else hours
 
     def node_hours(self, max_hours: Decimal, max_usd: Decimal, price: Price | None) -> float:
-        """That the limits pay for at this price."""
+        """Node-hours that the limits pay for at this price."""
         if self.block:
             return min(float(max_hours), self.block.hours * self.nodes)
         return float(min(max_hours, max_usd / price.amount) if price else max_hours)
 
     def lives_hours(self, max_hours: Decimal) -> float:
-        """That a fleet without a deadline lives."""
+        """Hours that a fleet without a deadline lives."""
         return float(max_hours) / self.nodes + WAITING_TIME / timedelta(hours=1)
 
     def timer_hours(self, max_hours: Decimal) -> float:
@@ -183,7 +183,7 @@ class Market:
         return float(max_hours) / self.nodes * (1.5 if self.nodes > 1 else 1)
 
     def ends(self) -> Iterator[tuple[str, str, Decimal, str]]:
-        """Its own limit beside those of the file: key, how it is written, hours of each node, unit."""
+        """The market's own limit, beside those of the file: key, how it is written, hours of each node, unit."""
         if self.block:
             unit = "hours from its start to 30 minutes before its end"
             yield END, stamp(self.block.end), Decimal(self.block.hours), unit
@@ -195,7 +195,7 @@ class Market:
         return MAX_HOURS, str(max_hours), self.nodes, "node-hours"
 
     def too_short(self, need: str, left_h: float, now: datetime) -> Iterator[tuple[str, str, str]]:
-        """That its own end comes before `need`: what is written, what is allowed, what to do."""
+        """The problem that the market's own end comes before `need`: what is written, what is allowed, what to do."""
         if self.block and now > self.block.start:  # before, all of it has been held against the p50
             left = f"{need}; {max(left_h, 0):.2f} are left until 30 minutes before the block's end"
             yield stamp(self.block.end), left, "Take a longer block, or shorten the run."

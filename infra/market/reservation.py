@@ -27,5 +27,5 @@ class CapacityBlock:
 
     @property
     def hours(self) -> float:
-        """That a node has in it."""
+        """Hours that a node has in the block."""
         return (self.last - self.start) / timedelta(hours=1)

@@ -45,7 +45,7 @@ class Spot(Market):
         return fleet.zones if below and len(below) == len(known) else ()
 
     def fleet_arguments(self, valid_until: str) -> dict[str, Any]:
-        """Stated: the provider's default strategy is lowestPrice. No maintenance strategy: rebalancing runs two."""
+        """Stated: the provider's default strategy is lowestPrice. No maintenance strategy: it would run two nodes."""
         stated = {"allocation_strategy": "price-capacity-optimized", "instance_interruption_behavior": "terminate"}
         return {**super().fleet_arguments(valid_until), "spot_options": stated}
 

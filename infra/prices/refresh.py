@@ -182,7 +182,7 @@ def _hopeless(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """One line."""
+    """The reason of a failure, in one line."""
     if isinstance(error, exceptions.ClientError):
         said = error.response.get("Error", {})
         text = f"{error.operation_name}: {said.get('Code', '')} {said.get('Message', '')}"

@@ -213,7 +213,9 @@ def input_entry(place: str, manifest: InputManifest | None) -> dict[str, Any]:
 
 
 def _weights(folder: Path) -> WeightsManifest | None:
-    """What the folder's list says; None without one. S3 checks what is uploaded against what the node expects."""
+    """The list of base weights in the folder; None without one. S3 checks what is uploaded against what the node
+    expects.
+    """
     try:
         return read_weights(folder)
     except ValueError:

@@ -93,5 +93,5 @@ def key(colours: Mapping[str, str]) -> str:
 
 
 def table(found: Sheet, *, total: bool = False) -> str:
-    """With `total` the last row is one. Nothing for no rows."""
+    """A table in HTML. With `total` the last row is the total. Empty for no rows."""
     return f'<div class="wide">{html.table(found, total=total)}</div>' if found.rows else ""

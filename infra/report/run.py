@@ -316,7 +316,7 @@ def _gb(phase: Mapping[str, Any]) -> float | None:
 
 
 def _slower(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> str:
-    """By which share a step took longer than the bill had it."""
+    """The share by which a step took longer than the bill assumed."""
     said, found = float(pair[0]["step_ms"]), float(pair[1]["step_ms"]["median"])
     return f"{found / said - 1:+.0%}" if said else ""
 

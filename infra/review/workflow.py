@@ -16,7 +16,9 @@ CHECK = "  # CHECK: gpufleet came from a file here; name where CI can get it"
 
 
 def workflow(folder: str, install: str) -> str:
-    """Its text. `folder`: the project's in its repository, `.` where it is that; `install`: what pip is told."""
+    """The workflow's text. `folder`: the project's in its repository, `.` where it is that; `install`: what pip is
+    told.
+    """
     own = (*READ, *(CODE if install.endswith(" -e .") else ()))
     paths = ", ".join(json.dumps(each if folder == "." else f"{folder}/{each}") for each in own)
     values = {"PATHS": paths, "FOLDER": folder, "GPUFLEET": install}

@@ -35,7 +35,7 @@ class BestInterval:
     share: float  # the saving as a share of the run's expected dollars
 
     def sentence(self) -> str:
-        """For people."""
+        """The sentence that people read."""
         if not self.saved_usd:
             return f"no other checkpoint interval is cheaper than the present {self.present_s:g} s"
         best = f"the cheapest checkpoint interval is about {_rounded(self.interval_s):g} s"

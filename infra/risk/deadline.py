@@ -39,7 +39,7 @@ class DeadlinePlan:
     wall_hours: tuple[float, float, float, float]
 
     def sentence(self) -> str:
-        """For people."""
+        """The sentence that people read."""
         deadline, cost = f"{hours(self.hours_left)} h", f"${self.usd[1]:.2f} p50, ${self.usd[2]:.2f} p90"
         if self.switch_h is None:
             return f"spot alone is done in {deadline} in {self.on_time:.0%} of runs: no switch needed; {cost}"

@@ -58,12 +58,12 @@ class Sheet:
         return [at for at, column in enumerate(self.columns) if column.unit]
 
     def text(self) -> Iterator[str]:
-        """Its lines, for a terminal."""
+        """The table's lines for a terminal."""
         keys = [column.key for column in self.columns]
         return text.table(self.heads, self.rows, right=self.right, spare=[keys.index(key) for key in self.spare])
 
     def markdown(self) -> Iterator[str]:
-        """Its lines. The cells are Markdown."""
+        """The table's lines in Markdown. The cells are Markdown already."""
         rule = ("---:" if column.unit else "---" for column in self.columns)
         yield "".join(f"| {head} " if head else "| " for head in self.heads) + "|"
         yield f"|{'|'.join(rule)}|"

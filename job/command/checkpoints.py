@@ -126,7 +126,7 @@ class CommandCheckpoints:
         self._copying: tuple[Watched, Future[None]] | None = None
         self._pool = ThreadPoolExecutor(1, "snapshot")
         self.reason: Reason = "timed"  # of what is committed from now on
-        self._signalled_at = math.inf  # as the disk tells time, in steps of some ms; inf: no signal was sent
+        self._signalled_at = math.inf  # by the disk's clock, which moves in steps of some ms; inf: no signal was sent
         self._begun_before: set[Key] = set()  # those that were not committed at the signal
 
     def restore(self) -> Commit | None:

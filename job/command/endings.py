@@ -50,7 +50,7 @@ class End:
     is_delivered: bool = False  # something was written to the outputs after the last step was told
     restored: int | None = None  # the step of the checkpoint that the start was given
     is_idle: bool = False  # the start told no step, saved nothing and delivered nothing
-    follows: bool = False  # it is not the first of several nodes, which alone has to print and save
+    follows: bool = False  # this node is not the first of several, which alone has to print and save
     lines: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()  # lines with numbers that job.progress.stdout does not match
     why: str = ""

@@ -249,7 +249,7 @@ class StepReader:
         position = self.counting.position(place)
         if place.is_beginning and (position or 0) <= 0:
             return False
-        if position is None:  # it can be held against other lines alone
+        if position is None:  # only other lines can show whether it is right
             self._remember(place, at, is_newest=True)
             return False
         if self._config.resume.check == "none" and self.first is None and position < self._began - self.spread:

@@ -8,7 +8,7 @@ from gpufleet.job.contract import done as ends
 from gpufleet.job.contract.messages import Stop
 from gpufleet.job.kind.command import CommandConfig
 
-LAST_S = 3.0  # so long before the machine goes away, an unfinished save is given up
+LAST_S = 3.0  # an unfinished save is given up so long before the machine goes away
 BY_HAND_S = 1740.0  # a minute less than the supervisor waits when there is no hurry
 
 

@@ -18,7 +18,7 @@ from gpufleet.job.contract import environment, reading
 from gpufleet.job.contract.reading import DoubtError, Fields, Moment, Seconds, Step, epoch, iso
 
 SUPERSEDED = "fallback"  # the exit's reason of a node on spot whose run goes on on demand
-SLOW = "slow"  # that of one of several for which the others waited so long that another in its place is cheaper
+SLOW = "slow"  # the end of a node for which the others waited so long that replacing it is cheaper
 UNREAD = ("attempt", "supervised_at", "ranks", "machine", "compiled")  # by other nodes
 Aside = Callable[[str], None]  # is told what is set aside
 
@@ -92,7 +92,7 @@ class Beat:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Beat:
-        """Raises DoubtError."""
+        """Reads the JSON object. Raises DoubtError."""
         return reading.filled(cls, Fields(tree))
 
 

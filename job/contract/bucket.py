@@ -18,7 +18,7 @@ FALLBACK = "fallback.json"  # the first node on demand takes the run over: nodes
 MANIFEST, REJECTED = "manifest.json", "rejected.txt"  # of a published checkpoint, and of one that does not verify
 ATTEMPTS, HEARTBEATS, BOOT_LOGS = "attempts/", "heartbeat/", "boot/"
 GANG = "gang/"  # of a run on several nodes: who is there, and who trains together
-FLEETS = "known_fleet/"  # by the program, once it has made the fleet: the one that the stack's state knows of
+FLEETS = "known_fleet/"  # written by the program once it has made the fleet: the one that the stack's state knows
 CHECKPOINTS, EXPORTS, FINAL, STAGES, SCALARS = (
     f"{folder}/" for folder in (workdir.CHECKPOINTS, workdir.EXPORTS, workdir.FINAL, workdir.STAGES, workdir.SCALARS)
 )
@@ -110,7 +110,7 @@ class CheckpointPlace(NamedTuple):
 
 
 def checkpoint_place(key: str) -> CheckpointPlace | None:
-    """Where an object of a checkpoint lies; None: it is of none."""
+    """The place of the checkpoint that an object belongs to; None where it belongs to none."""
     found = _CHECKPOINT_KEY.fullmatch(key)
     return found and CheckpointPlace(int(found[1]), int(found[2] or 0))
 

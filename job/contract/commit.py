@@ -61,7 +61,7 @@ class Commit:
 
     @property
     def folder(self) -> str:
-        """Its name, on the disk and in the bucket, below ckpt/."""
+        """The name of the checkpoint's folder, on the disk and in the bucket, below ckpt/."""
         return step_folder(self.step)
 
     @property
@@ -81,7 +81,7 @@ class Commit:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Commit:
-        """Raises DoubtError."""
+        """Reads the JSON object. Raises DoubtError."""
         fields = Fields(tree)
         fields.schema(SCHEMA)
         step = fields.need("step", reading.step)
@@ -125,7 +125,7 @@ class Manifest:
 
     @property
     def objects(self) -> dict[str, InputFile]:
-        """Its files by their keys."""
+        """The checkpoint's files by their keys."""
         parts = enumerate((self.files, *self.parts))
         return {self.place.part_prefix(node) + file.name: file for node, files in parts for file in files}
 
@@ -142,7 +142,7 @@ class Manifest:
         return dict(found.values())
 
     def to_json(self, published: Published, required: Iterable[tuple[str, int]]) -> dict[str, Any]:
-        """With who has published it, and the bytes of the exports that it relies on."""
+        """The JSON object, with its publisher and the bytes of the exports that it relies on."""
         parts = [{"files": [asdict(file) for file in files]} for files in self.parts]
         return {
             **self.commit.to_json(),
@@ -155,7 +155,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any], generation: int = 0) -> Manifest:
-        """Raises DoubtError."""
+        """Reads the JSON object. Raises DoubtError."""
         fields = Fields(tree)
         return cls(
             commit=Commit.from_json(tree),

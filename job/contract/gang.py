@@ -32,21 +32,21 @@ class Presence:
     generation: int = 0
     ended: Integer | None = None
     said: str = ""  # why, where its end is the run's
-    stopping: bool = False  # it leads, and its ranks are to save and end
-    rung: int = 0  # of the ladder, to begin at
+    stopping: bool = False  # this node leads, and its ranks are to save and end
+    rung: int = 0  # the rung of the ladder to begin at
     saved: Integer = -1  # the newest step whose checkpoint, or part of one, is whole on its disk and to be published
     named_by: str = ""  # of that one, where this node leads: commit.Commit.named_by
-    own_s: Seconds = 0.0  # of its last steps, the usual time before they need the other nodes; 0: not known
-    look_s: Seconds = 0.0  # that each of its last looks at the others took at least
+    own_s: Seconds = 0.0  # the usual time of a step before it needs the other nodes; 0: not known
+    look_s: Seconds = 0.0  # the least time that one of its last looks at the others took
     first_in: int = 0  # the newest generation in which rank 0 was seen among this node's
 
     def to_json(self) -> dict[str, Any]:
-        """The object."""
+        """The JSON object."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Presence:
-        """Raises DoubtError."""
+        """Reads the JSON object. Raises DoubtError."""
         fields = Fields(tree)
         return reading.filled(cls, fields, state=fields.need("state", reading.choice(*get_args(State))))
 
@@ -79,12 +79,12 @@ class GangGeneration:
         return self.members[0]
 
     def to_json(self) -> dict[str, Any]:
-        """The object."""
+        """The JSON object."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> GangGeneration:
-        """Raises DoubtError."""
+        """Reads the JSON object. Raises DoubtError."""
         found = reading.filled(cls, Fields(tree))
         if not found.members or len(found.members) != len(found.addresses):
             members, addresses = reading.show(found.members), reading.show(found.addresses)

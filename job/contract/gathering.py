@@ -12,7 +12,7 @@ from __future__ import annotations
 LATER_S = 600.0  # nodes that boot together are ready within this of one another
 PAUSE_S, LONGEST_PAUSE_S = 3600.0, 14400.0
 LET_GO = "let go"  # the exit's reason of a node that waited in vain
-TOLD_S = 900.0  # of waiting: then somebody is told
+TOLD_S = 900.0  # somebody is told after so long a wait
 
 
 def wait_s(gather_s: float, let_go: int) -> float:

@@ -38,7 +38,7 @@ class Message:
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """None: there is none that can be believed."""
+        """The message; None where there is none that can be believed."""
         tree = atomic.read_object(folder / cls.FILE)
         try:
             return None if tree is None else reading.filled(cls, Fields(tree))
@@ -186,7 +186,7 @@ class Preflight(Message):
     ranks: tuple[Any, ...] = ()
     problems: tuple[str, ...] = ()
     between_gb_s: float | None = None  # of a node to the others; None: there are none, or it was not measured
-    transport: str | None = None  # by which, as NCCL's log names it; None: it was not asked
+    transport: str | None = None  # the transport as NCCL's log names it; None: nobody asked
 
     def write(self, folder: Path) -> None:
         """As any, without what there is only between several nodes."""
@@ -204,7 +204,7 @@ class CommandEnd(Message):
 
     @property
     def full_text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return "\n".join((self.how, *(f"  | {line}" for line in self.lines)))
 
 

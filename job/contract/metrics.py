@@ -34,7 +34,7 @@ class Save:
 
 
 def saves(record: Mapping[str, Any]) -> list[Save]:
-    """Those of a line. Raises DoubtError."""
+    """The saves that a line of metrics.jsonl has. Raises DoubtError."""
     listed = Fields(dict(record)).sections("saves") if record.get("saves") is not None else []
     return [reading.filled(Save, each) for each in listed]
 

@@ -50,7 +50,7 @@ class AttemptCost:
     seconds: Decimal  # as billed
     lived_s: Decimal
     started_s: Decimal | None = None  # from launch to the trainer's first step; None: never got there
-    pulled_s: Decimal | None = None  # of that its images took; None: not known
+    pulled_s: Decimal | None = None  # the part that pulling its images took; None: not known
     interrupted: bool = False
     reclaimed: bool | None = None  # AWS took it; False: its owner did; None: no notice, or nobody knows
     usd: Decimal = Decimal(0)

@@ -190,7 +190,7 @@ class OtherNodes:
                 self._seen[name] = now
             elif name not in self._missing:
                 self._missing[name] = now
-                if name in self._seen:  # it was there until now at most
+                if name in self._seen:  # the node was there until now at most
                     self._seen[name] = now
 
     @property
@@ -248,7 +248,7 @@ class Means:
     """
 
     limits: RunLimits
-    usd_per_hour: Decimal  # of all `nodes` that train together
+    usd_per_hour: Decimal  # for all `nodes` that train together
     before: Spent
     nodes: int = 1
 

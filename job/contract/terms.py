@@ -85,7 +85,7 @@ class Terms:
     hourly: Mapping[str, Decimal]  # USD per node-hour beside compute, by line of the bill
     fixed_usd: Decimal
     nodes: int = 1  # that train together
-    gather_s: float | None = None  # that they wait for others before they let go; None: for ever
+    gather_s: float | None = None  # how long they wait for others before they let go; None: for ever
     fallback: FallbackTerms | None = None
 
     @property
@@ -112,7 +112,7 @@ class Terms:
 
 
 def read(run: Fields) -> Terms:
-    """Those of run.json. Raises DoubtError."""
+    """The terms that run.json has. Raises DoubtError."""
     extras = run.section("extras")
     return Terms(
         limits=reading.filled(RunLimits, run.section("limits")),

@@ -34,7 +34,7 @@ def empty_rows(config: JobConfig, ranks: int) -> int:
 
 
 def micro_batches(config: JobConfig, rung: Rung, ranks: int) -> int:
-    """That one rank runs in an optimizer step."""
+    """Micro-batches that one rank runs in an optimizer step."""
     return -(-rows_per_rank(config, ranks) // rung.micro)
 
 

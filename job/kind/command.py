@@ -122,7 +122,9 @@ class Every:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandCheckpoint:
-    """What one checkpoint of the command is, below {checkpoints}. The word none stands for a command that has none."""
+    """What one checkpoint of the command is, below {checkpoints}. The word none stands for a command that saves
+    nothing.
+    """
 
     WORDS: ClassVar[dict[str, dict[str, str]]] = {"none": {"format": "none"}}  # texts that stand for the section
 
@@ -260,7 +262,7 @@ class CommandConfig(JobConfig):
 
     @property
     def parts(self) -> NodeParts:  # type: ignore[override]
-        """Each node leaves one, but for one file that is overwritten, of which only the leader's counts."""
+        """Parts of a checkpoint: one of each node, but of a file that is overwritten only the leader's counts."""
         own = [re.sub(r"\\\{.*?\\\}|\\\*", "[^/]*", re.escape(each)) for each in self.names if RANK in each]
         of_rank = (self.format.of_rank, *(each + ".+" if each.endswith("/") else each for each in own))
         leaves = self.saves and not self.checkpoint.rewritten
@@ -268,7 +270,7 @@ class CommandConfig(JobConfig):
 
     @property
     def companions(self) -> tuple[str, ...]:
-        """What is kept with each checkpoint, below `checkpoint.folder`."""
+        """The files that are kept with each checkpoint, below `checkpoint.folder`."""
         return (*self.checkpoint.also, *self.format.also)
 
     @property
@@ -343,7 +345,7 @@ class CommandConfig(JobConfig):
 
     @property
     def demands(self) -> Demands:  # type: ignore[override]
-        """It may install with a set-up, or where the command speaks of it."""
+        """What the command asks of a node. It may install with a set-up, or where its text says `install`."""
         return Demands(
             apart=self._trains_apart(),
             like_nodes=self.checkpoint.same_gpus and self.gpus is None,
@@ -358,7 +360,7 @@ class CommandConfig(JobConfig):
         )
 
     def steps_between_saves(self) -> int | None:
-        """In `unit`."""
+        """The interval between saves, in `unit`; None where it is not declared in one that can be counted."""
         every = self.checkpoint.every
         if self.unit == "epoch":
             return every.epochs
@@ -505,7 +507,7 @@ class CommandConfig(JobConfig):
                 )
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """All that may hold placeholders, as (path under job, text)."""
+        """All texts that may hold placeholders, as (path under job, text)."""
         yield from (("command", self.command), ("setup", self.setup), ("workdir", self.workdir))
         yield "resume.args", self.resume.args
         for path, table in (("env", self.env), ("resume.env", self.resume.env)):

@@ -267,6 +267,6 @@ def in_gb(
 
 
 def processes(device: str, gpus: int | None, gpu_count: int, most: int) -> int:
-    """One per GPU used; on a CPU as many as asked for; never more than there are pieces of a batch."""
+    """Processes: one per GPU used; on a CPU as many as asked for; never more than there are pieces of a batch."""
     wanted = (gpus or 1) if device == "cpu" else min(gpus or gpu_count, gpu_count)
     return max(1, min(wanted, most))

@@ -34,7 +34,7 @@ class Rule:
     moment: bool = False  # of a time: no span such as `in 10 h`
 
     def includes(self, value: float | Decimal) -> bool:
-        """Whether it is within the range."""
+        """Whether the value is within the range."""
         low, high = (None if bound is None else Decimal(str(bound)) for bound in (self.minimum, self.maximum))
         exact = Decimal(str(value))
         return (low is None or exact >= low) and (high is None or exact <= high)

@@ -45,7 +45,7 @@ class Alternative(NamedTuple):
 
 
 class Workload(ABC):
-    """What work it is."""
+    """What a job answers about its work."""
 
     __slots__ = ()
 
@@ -153,7 +153,7 @@ class Workload(ABC):
 
 
 class DataNeeded:
-    """What data it needs."""
+    """What a job answers about the data that it needs."""
 
     __slots__ = ()
 
@@ -180,7 +180,7 @@ class Beating(Protocol):
 
 
 class Saving(ABC):
-    """How it saves."""
+    """What a job answers about how it saves."""
 
     __slots__ = ()
 
@@ -189,7 +189,7 @@ class Saving(ABC):
 
     @property
     def saves(self) -> bool:
-        """Whether it has checkpoints: without any a loss repeats all that it has done."""
+        """Whether the job has checkpoints. Without any a loss repeats all of its work."""
         return True
 
     @abstractmethod
@@ -197,7 +197,7 @@ class Saving(ABC):
         """Between two timed checkpoints, in seconds, where a step takes `step_s`."""
 
     def steps_between_saves(self) -> int | None:
-        """None: it saves by the clock."""
+        """Steps from one save to the next; None when the job saves by the clock."""
         return None
 
     @property

@@ -417,7 +417,9 @@ class NodeRun:
         self._leave("interrupted")
 
     def _ask_again(self, name: str, pause_s: float) -> NoReturn:
-        """Others were missing for too long: no node is billed until the fleet is to have all of them again."""
+        """Asks for all nodes again when others were missing for too long: no node is billed until the fleet is to have
+        all of them again.
+        """
         group, account = self.settings.schedule.partition("/")[0], self.machine.account
         machine = f"arn:aws:states:{self.settings.region}:{account}:stateMachine:{group}"
         begun = retry(

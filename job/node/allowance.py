@@ -81,7 +81,7 @@ class Allowance:
             self.look()
 
     def end_fleets(self, fleets: Sequence[str]) -> bool:
-        """By the schedule, in a minute or two. Whether it could be moved."""
+        """Ends the fleets by the schedule, in a minute or two. False when the schedule could not be moved."""
         with self._moving:
             self._ending = True
             self.fleets = [*fleets] if self.fleets else []

@@ -40,8 +40,8 @@ def stop(machine: InstanceIdentity) -> tuple[str, ...]:
 
 
 def pull(image: str, login: Path, registry: str = "") -> str | None:
-    """None when the image is there, else why not. `login`: the folder where docker keeps its own, for as long as this
-    takes. `registry`: where user:password of another registry than ECR is kept.
+    """Pulls the image. None when it is there, else why not. `login`: the folder where docker keeps its own, for as long
+    as this takes. `registry`: where user:password of another registry than ECR is kept.
     """
     try:
         refused = _log_in(image, login, registry)
@@ -51,8 +51,8 @@ def pull(image: str, login: Path, registry: str = "") -> str | None:
 
 
 def _log_in(image: str, login: Path, registry: str) -> str | None:
-    """To a private ECR by this node's role, whose answer is what docker keeps of a login, or with the registry's
-    secret. None, or why not.
+    """Logs docker in: to a private ECR by this node's role, whose answer is what docker keeps of a login, or with the
+    registry's secret. None, or why not.
     """
     first, named, _ = image.partition("/")
     host = first if named and re.search("[.:]|^localhost$", first) else DOCKER_HUB

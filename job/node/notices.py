@@ -32,7 +32,7 @@ from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 LOOK_S, MOVE_S = 10, 300
 SEND_S, WAIT_S = 30, 20
-MOST_SHARE = Decimal("0.8")  # of a limit: then somebody is told
+MOST_SHARE = Decimal("0.8")  # somebody is told at this share of a limit
 TOLD_MOST = "told/most-of-the-cap"  # object of the run: a later node does not say it again
 TOLD_ALARM = "told/alarm-"  # and the kind
 TOLD_WAITS = "told/waits-"  # and since when
@@ -159,8 +159,8 @@ class Notices:
         return f"Spent: {usd}, {billed} of {limits.max_hours} billed hours. "
 
     def _post(self, text: str) -> bool:
-        """As Slack and what imitates it take a message. The URL is a secret, and in no word of an error. A server that
-        answers byte by byte is left in WAIT_S.
+        """Posts a message as Slack and what imitates it take one. The URL is a secret, and in no word of an error. A
+        server that answers byte by byte is left in WAIT_S.
         """
         said = ask(*bounded(SEND_S, *secret(self._webhook)), "--output", "text", *NOT_REACHED)
         taken: list[bool] = []

@@ -25,13 +25,13 @@ _DOCKERS_ADVICE = re.compile(r"See '|Run '|\s*$")
 
 
 def utc_now() -> str:
-    """UTC, whole seconds, Z."""
+    """The time in UTC, in whole seconds, with a Z."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def log(words: str) -> None:
     """Writes text into the boot log."""
-    with suppress(OSError):  # whoever kept it may be gone, amid a shutdown
+    with suppress(OSError):  # the process that kept it may be gone, amid a shutdown
         sys.stdout.write(words)
         sys.stdout.flush()
 
@@ -102,7 +102,7 @@ def ask(*command: str) -> Said:
 
 
 def _printed(program: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """Its output and its errors, once it has ended."""
+    """The program's output and its errors, once it has ended."""
     while True:
         with suppress(subprocess.TimeoutExpired):
             return program.communicate(timeout=LOOK_S)

@@ -35,7 +35,7 @@ class Schedule:
         self._known: dict[str, Any] | None = None
 
     def move(self, at: float, fleets: Sequence[str] = ()) -> bool:
-        """Whether it now fires at this moment (epoch seconds), for these `fleets` where any are named."""
+        """Moves the schedule to this moment (epoch seconds), for these `fleets` if any. Whether that worked."""
         changed: dict[str, Any] = {"ScheduleExpression": f"at({_hour(at)})"}
         if fleets and self._ask():
             told = json.dumps({"FleetIds": list(fleets), "TerminateInstances": True})
@@ -51,7 +51,7 @@ class Schedule:
         return (at or 0.0), self._known.get("State") != "DISABLED"
 
     def change(self, at: float, *, enabled: bool) -> bool:
-        """Whether it now fires at this moment (epoch seconds), or never."""
+        """Changes the schedule to fire at this moment (epoch seconds), or never. Whether that worked."""
         return self._update(ScheduleExpression=f"at({_hour(at)})", State="ENABLED" if enabled else "DISABLED")
 
     def disable(self) -> bool:

@@ -19,7 +19,7 @@ class Settings:
     run: str
     region: str
     image: str  # the supervisor's
-    job_image: str  # of a command, which has a container to itself; empty: it is the supervisor's
+    job_image: str  # a command's image, which has a container to itself; empty: the supervisor's
     bucket: str
     log_group: str
     run_config_sha256: str

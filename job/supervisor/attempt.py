@@ -55,7 +55,7 @@ SPENT_S = 5.0  # between writings of spent.json, which the trainer's log lines s
 MARGIN_S = 5.0  # between a predicted publication and the end of the machine
 SIGTERM_S = 105.0  # docker stop waits 115 s
 PATIENCE_S = 120.0  # at least, for a trainer asked to stop at a limit
-LINES = 3  # that must be missing before a trainer told to write few is taken for stuck
+LINES = 3  # so many must be missing before a trainer that writes few is taken for stuck
 FINISH_S = 900.0  # to upload everything; then the attempt counts as crashed and the next one does it
 MARK_S = 120.0  # to say how the run ended, once all it leaves is uploaded; then the node says it
 PAST_S = 60.0  # past a limit, and a checkpoint: whatever is still under way then is given up
@@ -127,7 +127,7 @@ class Supervisor:
         self._seen_save = (0, 0.0)  # the newest checkpoint of a job that saves by itself, and when it came
 
     def run(self) -> int:
-        """Until the attempt has ended, whatever way."""
+        """Runs until the attempt has ended, in whatever way."""
         try:
             if (over := self._read_done()) is not None:
                 self.say(f"the run is over already: {over.reason}")

@@ -68,7 +68,7 @@ class OwnRecord:
         self._changed = True
 
     def flush(self) -> None:
-        """From any thread: an older state is never put last. Raises StoreError."""
+        """Writes the state, from any thread: an older one is never put last. Raises StoreError."""
         with self._sending:
             if self._changed:
                 self._changed = False
@@ -175,5 +175,5 @@ def judged(attempts: Iterable[Attempt], known: Mapping[str, bool], told: History
 
 
 def reclaimed(attempts: Iterable[Attempt | AttemptCost]) -> dict[str, bool]:
-    """What is known of each, for later attempts: AWS forgets."""
+    """What is known of each attempt, for later ones: AWS forgets."""
     return {each.instance: each.reclaimed for each in attempts if each.reclaimed is not None}

@@ -142,7 +142,7 @@ class Child:
             return
         self._killed = True
         self._process.kill()
-        if self._reader.ident is not None:  # it has been let go
+        if self._reader.ident is not None:  # the trainer has been let go
             self._reader.join(timeout=KILL_S)
         if not self._reader.is_alive():  # else closing waits for whoever holds it
             self._process.stdout.close()
@@ -188,7 +188,7 @@ class MetricsFollower:
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self.record: dict[str, Any] = {}
         self.step = 0
-        self.first_at: float | None = None  # of this attempt's first new record
+        self.first_at: float | None = None  # the time of this attempt's first new record
         self.grew_at = clock()
         self._path = path
         self._clock = clock

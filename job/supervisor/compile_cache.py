@@ -81,7 +81,7 @@ class GraphMirror:
         self._store.cancel()
 
     def _send(self, path: Path) -> None:
-        """Once, whatever comes of it."""
+        """Sends once, whatever comes of it."""
         try:
             self._sent[path.name] = path.stat().st_mtime_ns
             if sum(each.stat().st_size for each in self._folder.glob("*.bin")) > MOST_BYTES:

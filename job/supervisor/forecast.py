@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 GB_S = 2.5  # seconds per GB to save, hash and send where the bill says nothing of a type: 1.0 + 0.7 + 0.8
 RESERVE_S = 60.0  # on top of a step, a save and an upload, before a limit
-LATENCY_S = 2.0  # of a save and an upload of next to nothing
-UPLOAD_GB_S = 1.5  # of them to hash and send
+LATENCY_S = 2.0  # what a save and an upload of next to nothing take
+UPLOAD_GB_S = 1.5  # the part of GB_S that hashing and sending take
 SAVE_GB_S = GB_S - UPLOAD_GB_S
 SLACK = 1.25
 MEASURABLE_BYTES = 50_000_000  # below this an upload's time is all latency
@@ -81,7 +81,7 @@ class Forecast:
         return max(1.0, (step_s or 0.0) / predicted_s) if predicted_s else 1.0
 
     def stop_s(self, step: int, step_s: float | None) -> float:
-        """From the request to the published manifest, at `step`, with steps of `step_s` (None: the bill's)."""
+        """Seconds from the request to the published manifest, at `step`, with steps of `step_s` (None: the bill's)."""
         index = self.phase(step)
         name, size = self._phases[index].name, self._config.sizes().checkpoints[index]
         predicted_s = self._step_s.get(name, 0.0)
@@ -109,15 +109,15 @@ class Forecast:
         return min(self._config.log.every * step_s, self._config.save_interval_s(step_s) + step_s)
 
     def upload_s(self, size: int) -> float:
-        """To publish `size` bytes that are on the disk, as measured, or before that as the bills have it."""
+        """Seconds to publish `size` bytes that are on the disk: as measured, or before that as the bills have it."""
         if self._upload_s_per_byte is None:
             return LATENCY_S + size / 1e9 * UPLOAD_GB_S
         return LATENCY_S + SLACK * size * self._upload_s_per_byte
 
     def _save_s(self, size: int) -> float:
-        """Until `size` bytes are on the disk, as measured, or before that as the bills have it."""
+        """Seconds until `size` bytes are on the disk: as measured, or before that as the bills have it."""
         return size * (SAVE_GB_S / 1e9 if self._save_s_per_byte is None else self._save_s_per_byte)
 
     def _sent_s(self, size: int) -> float:
-        """To hash and send them."""
+        """Seconds to hash and send them."""
         return size * (UPLOAD_GB_S / 1e9 if self._upload_s_per_byte is None else self._upload_s_per_byte)

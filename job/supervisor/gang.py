@@ -26,7 +26,7 @@ STEADY_S = 15.0  # of looks that succeeded, before one is: after an outage of th
 FENCE_S = 60.0  # a member that has reached no store and done no step for so long ends its trainer
 PROPOSE_S = 30.0  # for the oldest to propose; then anybody does
 SPARE_S = 600.0  # a node that the others train without leaves
-BLOCK_S = 1200.0  # that nodes of a block, which nothing replaces, wait for others: they boot and pull at once
+BLOCK_S = 1200.0  # how long nodes of a block, which nothing replaces, wait for others: they boot and pull at once
 RETRIES = 1  # with the same nodes from the same checkpoint
 TOGETHER = (TrainerExit.FINISHED, TrainerExit.STOPPED)  # ends of all ranks at once
 
@@ -40,12 +40,12 @@ class Sight:
 
     @property
     def notice_in_s(self) -> float | None:
-        """When it goes away, in seconds from the look on: its clock need not be that of the others."""
+        """When the node goes away, in seconds from the look on: its clock need not be that of the others."""
         return None if self.presence.notice is None else self.presence.notice - self.presence.at - self.age_s
 
     @property
     def is_there(self) -> bool:
-        """It has neither left nor fallen silent."""
+        """Whether the node has neither left nor fallen silent."""
         return self.age_s <= LOST_S and self.presence.state != "gone"
 
 
@@ -91,7 +91,7 @@ class LetAllGo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leave:
-    """End this attempt."""
+    """The decision to end this attempt."""
 
     code: int
     why: str
@@ -99,7 +99,7 @@ class Leave:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """`why`, for the log."""
+    """The decision to wait; `why` is for the log."""
 
     why: str
 
@@ -152,7 +152,7 @@ def busy_nodes(view: View) -> list[str]:
 
 
 def ready_nodes(view: View) -> list[Presence]:
-    """Those that could train, the oldest first."""
+    """The nodes that could train, the oldest first."""
     able = [each for each in view.alive.values() if each.state == "ready" and each.notice is None]
     return sorted(able, key=lambda each: (each.launched_at, each.instance))
 

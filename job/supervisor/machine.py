@@ -25,7 +25,7 @@ class DriverGpu:
 
 
 def gpus() -> tuple[DriverGpu, ...]:
-    """All of them; none where there is no working driver."""
+    """All GPUs of this machine; none where there is no working driver."""
     return parse(ask(QUERY))
 
 
@@ -39,7 +39,7 @@ def parse(answer: Iterable[Sequence[str]]) -> tuple[DriverGpu, ...]:
 
 
 def describe(found: tuple[DriverGpu, ...]) -> Hardware:
-    """For attempts/<instance>.json."""
+    """The machine as attempts/<instance>.json has it."""
     versions = {}
     for name in PACKAGES:
         try:

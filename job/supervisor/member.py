@@ -67,17 +67,17 @@ class GangMember(Supervisor):
         self.watch = watch
         self.fence = ConditionalStore(world.store)
         super().__init__(run, node, workdir, replace(world, store=self.fence))
-        self.generation: GangGeneration | None = None  # that trains, or whose end is being published
+        self.generation: GangGeneration | None = None  # the generation that trains, or whose end is being published
         self._left: gang.Leave | None = None
         self._over: ends.Done | None = None
         self.pulse.leads, self._waits_for = False, ""
         self._own_log = 0  # where in job.log what no leader's has begins
         self._in_vain_since: float | None = None
-        self._told_at = 0.0  # of a checkpoint that is to be published
+        self._told_at = 0.0  # when no checkpoint waited to be published, the last time
         self._spare_since: float | None = None
         self._ready_since: float | None = None
         self._lacking_since: float | None = None
-        self._gathers_since = 0.0  # that it has been ready, and trains in no generation
+        self._gathers_since = 0.0  # since when the node has been ready and trains in no generation
         self._let_go: tuple[int, int] | None = None  # the newest generation, and how often was let go, as first seen
         self._stepped: tuple[int, float] = (0, 0.0)  # the newest step of this node's ranks, and when it was seen
         self._own_s: deque[float] = deque(maxlen=gang.SLOW_STEPS)  # of the last of them, before they need the others
@@ -86,7 +86,7 @@ class GangMember(Supervisor):
         self._gives_way_at: float | None = None  # when it leaves for being slow
 
     def run(self) -> int:
-        """As a single node's."""
+        """Runs the attempt, as a single node's."""
         try:
             return super().run()
         finally:
@@ -105,7 +105,7 @@ class GangMember(Supervisor):
         return gang.acts(self.watch.view)
 
     def _resume(self) -> None:
-        """Nothing: what to resume from is known when a generation begins."""
+        """Does nothing: what to resume from is known when a generation begins."""
 
     def _begin_from(self, origin: CheckpointPlace | None) -> bool:
         """This node's disk has the checkpoint there, and none else; no checkpoint, where there is no `origin`. False:
@@ -130,7 +130,7 @@ class GangMember(Supervisor):
         return True
 
     def _newest_published(self) -> CheckpointPlace | None:
-        """From which the next generation may begin; None: there is none. Raises StoreError."""
+        """The checkpoint from which the next generation may begin; None where there is none. Raises StoreError."""
         entries = self._patiently(lambda: self.store.entries(bucket.CHECKPOINTS), bucket.CHECKPOINTS)
         places = gang.timely(bucket.published(each.key for each in entries), self.watch.view.newest)
         return places[-1] if places else None
@@ -343,8 +343,8 @@ class GangMember(Supervisor):
             self._tell(Stop(reason="the run stops here", save=True))  # a trainer's ranks are told by rank 0
 
     def _tell_slow(self) -> None:
-        """That this node keeps the others waiting: for its record, and so for status, receipt and people. A member that
-        is silent while the ranks go on costs a word.
+        """Tells that this node keeps the others waiting: for its record, and so for status, receipt and people. A
+        member that is silent while the ranks go on costs a word.
         """
         assert self.generation is not None
         view = self.watch.view
@@ -375,7 +375,7 @@ class GangMember(Supervisor):
         return late_s * self.forecast.steps_left(self.progress.step) > gather_s + float(began_s)
 
     def _leaving(self) -> Cause | None:
-        """As AWS takes a node, a slow one takes itself."""
+        """Makes a slow node leave, as if AWS took it."""
         leaving = super()._leaving()
         return leaving or (None if self._gives_way_at is None else Cause(reason=SLOW, deadline=self._gives_way_at))
 
@@ -385,9 +385,9 @@ class GangMember(Supervisor):
             self._tell_spent(now)
 
     def _tell_saved(self) -> None:
-        """Which checkpoint is to be published now: the leader the others, and a follower its ranks. The leader waits
-        for the parts of one before it tells of the next, while they may come and nothing presses: else, with parts
-        slower than saves, none would ever be whole.
+        """Tells which checkpoint is to be published now: the leader the others, and a follower its ranks. The leader
+        waits for the parts of one before it tells of the next, while they may come and nothing presses: else, with
+        parts slower than saves, none would ever be whole.
         """
         assert self.generation is not None
         newest = max(commits(self.workdir), key=lambda commit: commit.step, default=None)

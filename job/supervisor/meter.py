@@ -70,7 +70,7 @@ class Meter:
         return hours(total) * (self.rates.ceiling + self.rates.extras), total
 
     def _others_spent(self, now: float) -> tuple[Decimal, Decimal]:
-        """Those that run at once go on to spend where nobody reads of it: a store that is down stops no training."""
+        """What the others have spent; unread they count as going on: a store that is down stops no training."""
         usd, seconds, read_at = self._others
         more, more_s = self._most_of_peers(max(0.0, now - read_at - GONE_S) if read_at is not None else 0.0)
         return usd + more.quantize(CENT_100), seconds + more_s

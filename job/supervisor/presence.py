@@ -132,7 +132,7 @@ class Lookout:
         )
 
     def _object(self, entry: Entry, kind: Callable[[dict[str, Any]], T]) -> T | None:
-        """What is not there any more, or doubtful, is none."""
+        """The object; None where it is not there any more, or doubtful."""
         etag, at, content = self._bodies.get(entry.key, ("", 0.0, b""))
         if (etag, at) != (entry.etag, entry.at):
             content = self._store.get_bytes(entry.key) or b""
@@ -180,7 +180,7 @@ class ConditionalStore:
 
     def __init__(self, inner: Store) -> None:
         self._inner, self.uri = inner, inner.uri
-        self.generation = 0  # that this node leads, or did last
+        self.generation = 0  # the generation that this node leads, or led last
 
     def put_bytes(self, content: bytes, key: str, over: str = ANY) -> None:
         """Raises TakenError, SupersededError."""

@@ -155,7 +155,7 @@ class Publisher:
         self._given_up: set[int] = set()
         self._sent: dict[str, int] = {}  # exports, with their time of writing
         self._scalars: dict[str, int] = {}  # TensorBoard's files, with the bytes that were sent
-        self._place = CheckpointPlace(-1)  # of the commit under way, or sent last
+        self._place = CheckpointPlace(-1)  # the place of the commit under way, or sent last
         self._arrived: dict[str, tuple[int, str]] = {}  # its files that are there: time of writing and sha256
         self._began: float | None = None  # when their sending began, if nothing has failed since
         self._cancel = threading.Event()
@@ -183,7 +183,7 @@ class Publisher:
         self._offer(manifest.commit, manifest.place)
 
     def join(self, generation: int, node: int, parts: int) -> None:
-        """From now on this node publishes for the generation, and nothing of what it had for another."""
+        """Makes this node publish for the generation, and nothing of what it had for another."""
         self.generation, self.node, self.parts = generation, node, parts
         self.newest_wanted = -1 if parts > 1 else None
         self._place, self._arrived = CheckpointPlace(-1), {}
@@ -446,7 +446,7 @@ class Publisher:
             raise GivenUpError("publication given up")
 
     def _improves(self, commit: Commit) -> bool:
-        """It is better than the best of its phase, or of a later phase than the best."""
+        """Whether it is better than the best of its phase, or of a later phase than the best."""
         best = self._best
         if commit.val_loss is None or best is None or best.val_loss is None:
             return commit.val_loss is not None
@@ -470,6 +470,6 @@ class Publisher:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those below the folder that may come home, without what links outside of it lead to."""
+    """The files below the folder that may come home, without what links outside of it lead to."""
     own = ForeignFolder(folder)
     return sorted(folder / name for name, _ in own.files(folder) if not refusal(name) and own.is_file(folder / name))

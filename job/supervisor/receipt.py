@@ -32,7 +32,7 @@ from gpufleet.job.contract.spent import CENT_100, MINIMUM_S, Attempt, hours
 from gpufleet.job.contract.workdir import LOG, METRICS
 
 GB, MONTH_H = Decimal(10**9), 730  # a month's hours, as the bill has them
-UNKEPT_DAYS = 1  # of a bucket that goes with the stack
+UNKEPT_DAYS = 1  # how long a bucket that goes with the stack is kept
 
 
 def build(

@@ -51,7 +51,7 @@ class Rendezvous:
 
 
 def interface(master: str, routes: Path = ROUTES) -> str:
-    """That of the default route; of a rehearsal the loopback's."""
+    """The network interface of the default route; of a rehearsal the loopback."""
     if master.startswith("127."):
         return "lo"
     rows = [line.split() for line in routes.read_text().splitlines()[1:]]

@@ -147,7 +147,7 @@ class FolderStore:
                 (self.root / key).parent.rmdir()  # only when that was the last object of the folder
 
     def cancel(self) -> None:
-        """Nothing: a copy is short."""
+        """Does nothing: a copy is short."""
 
     def _put(self, key: str, over: str, write: Callable[[Path], Any]) -> None:
         target = self.root / key

@@ -74,12 +74,12 @@ class Uploader:
         self._running = None
 
     def calm(self) -> None:
-        """It was another machine that went away."""
+        """Ends the hurry: it was another machine that went away."""
         self._until = None
 
     @property
     def idle(self) -> bool:
-        """Nothing runs and nothing waits; in a hurry, exports do not count."""
+        """Whether nothing runs and nothing waits; in a hurry, exports do not count."""
         running = self._running is not None and not (self._until is not None and self._running[0] is None)
         return not running and not self.publisher.pending()
 

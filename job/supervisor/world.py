@@ -41,7 +41,7 @@ class Outside:
     ranks: int = 1  # processes that train
     fleet_history: Ask
     gpus: Callable[[], tuple[machine.DriverGpu, ...]]
-    sampler: Sampler | None = None  # of them; None: there are none
+    sampler: Sampler | None = None  # samples the GPUs; None: there are none
     clock: Callable[[], float]
     sleep: Callable[[float], None] = time.sleep
 

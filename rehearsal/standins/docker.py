@@ -38,7 +38,7 @@ CONTAINERS = ROOT / "run" / "docker"
 TRAINS = "-job"  # ends the name of the container that trains: job/node/jobs.py
 DAEMON_ERROR = 125  # exit code of docker itself, when the container never started
 NAMED = "PET_LOCAL_ADDR"  # by which torchrun calls a machine: the host's name is that of all nodes here
-LOG_LINES = 50_000  # that wait to be sent, at most
+LOG_LINES = 50_000  # the most that wait to be sent
 
 
 def main(words: list[str]) -> int:
@@ -100,7 +100,9 @@ def run(words: list[str]) -> int:
 
 
 def _printed(argv: list[str], options: argparse.Namespace, record: Path | None = None, **where: Any) -> int:
-    """Its exit code, as a shell has it. Its process id is in `record`, what it prints goes where the options say."""
+    """The program's exit code, as a shell has it. Its process id is in `record`, what it prints goes where the options
+    say.
+    """
     child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **where)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: child.send_signal(received))
@@ -120,7 +122,7 @@ def _printed(argv: list[str], options: argparse.Namespace, record: Path | None =
 
 
 def pull(words: list[str]) -> int:
-    """Nothing is pulled: 15 GB are not for a laptop. What a registry would refuse is refused."""
+    """Pulls nothing: 15 GB are not for a laptop. What a registry would refuse is refused."""
     image = words[-1]
     if not re.fullmatch(r"[a-z0-9][a-z0-9._/:-]*(:[\w.-]+)?@sha256:[0-9a-f]{64}", image):
         print(f"docker: {image} names no digest", file=sys.stderr)

@@ -321,6 +321,15 @@ ACCELERATE = script(
 )
 
 CASES: dict[str, CodeCase] = {
+    "defaults that are constants, here and in another file": CodeCase(
+        files={
+            "t.py": script("torch.save(net, f'{args.dest}/step-{step}.pt')", head="from c import LONG\nOUT = 'kept'")
+            .replace("default=900", "default=LONG")
+            .replace('default="kept"', "default=OUT"),
+            "c.py": "LONG = 30 * 100",
+        },
+        expects={"job.work.steps": "^3000$"},
+    ),
     # What starts
     "the file with a main that imports a library": CodeCase(
         files={"start.py": STARTS_LIBRARY, "inner/__init__.py": "", "inner/work.py": LIBRARY},

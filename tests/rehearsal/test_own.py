@@ -57,6 +57,41 @@ def environment_of(folder: Path) -> Path:
     return folder / "bin"
 
 
+def refusal(tmp_path: Path, **changed: str) -> str:
+    """What a rehearsal says where the script imports what its Python does not have."""
+    (tmp_path / "mine").mkdir(exist_ok=True)
+    (tmp_path / "mine" / "train.py").write_text("import json\nimport absent_one, absent_two\n")
+    (tmp_path / "python").symlink_to(sys.executable)
+    file = definition(tmp_path, "../python").source
+    text = Path(file).read_text().replace("  inputs: {text: s3://bucket/text}\n", "")
+    text = text.replace("{python: ", "{job: {device: cpu}, estimate: {step_ms: [10]}, python: ")
+    for old, new in changed.items():
+        text = text.replace(f"  {old}:", f"  {new}\n  {old}:", 1)
+    Path(file).write_text(text)
+    with pytest.raises(GpufleetError) as refused:
+        rehearse.rehearse("mine", root=tmp_path / "project", out=print)
+    return str(refused.value)
+
+
+def test_a_module_that_its_python_lacks_is_named_before_anything_is_made(tmp_path: Path) -> None:
+    said = refusal(tmp_path)
+    assert "absent_one (train.py:2), absent_two (train.py:2)" in said
+    assert "-m pip install absent_one absent_two`" in said
+    assert "rehearsal: {python: " in said
+    assert not (tmp_path / "project" / "rehearsals").exists()
+
+
+def test_a_module_that_the_set_up_does_not_name_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: object) -> None:
+        raise GpufleetError("begun")
+
+    monkeypatch.setattr(rehearse, "_attempt", lambda *_, **__: stopped())
+    assert refusal(tmp_path, command="setup: pip install absent_one") == "begun"
+    assert "lacks absent_two (train.py:2), and job.setup does not name it" in capsys.readouterr().out
+
+
 def test_a_command_has_the_interpreter_of_its_own_folder_unless_the_file_names_another(tmp_path: Path) -> None:
     root = tmp_path / "project"
     assert programs(definition(tmp_path), root) is None

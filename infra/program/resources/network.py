@@ -101,7 +101,7 @@ class Network(pulumi.ComponentResource):
         return found
 
     def _own_vpc(self, name: str, definition: StackDefinition, child: pulumi.ResourceOptions) -> pulumi.Output[str]:
-        """Its id. Fills in `subnets` and `ready`."""
+        """Makes the VPC; its id. Fills in `subnets` and `ready`."""
         labels = tags(definition)
         label = named(labels, f"gpufleet-{definition.name}")
         vpc = aws.ec2.Vpc(f"{name}-vpc", cidr_block=str(VPC_CIDR), enable_dns_support=True, tags=label, opts=child)

@@ -1,4 +1,5 @@
-"""Whether the base weights know the tokens of the chat template: a base has often never trained their rows.
+"""Whether the base weights know the tokens of the chat template: a base model has often never trained the rows of these
+tokens.
 
 An adapter trains neither embedding nor head. Rows of zeros (Llama-3's base), rows that are the same for two tokens, or
 far shorter than those of words, stay what they are, and the tuned model cannot stop. numpy is imported here alone.

@@ -72,7 +72,7 @@ def update(
 
 
 def _with_last(micros: Iterable[Micro]) -> Iterator[tuple[Micro, bool]]:
-    """Each, and whether it is the last one."""
+    """Each item, and whether it is the last one."""
     before: Micro | None = None
     for micro in micros:
         if before is not None:

@@ -130,8 +130,8 @@ def cosine(config: CosineAdamW, step: int, steps: int) -> float:
 
 
 def of_weights(step: int, val_loss: float | None) -> str:
-    """What results of the weights at `step` are kept under. Equal for equal weights: trained again, on a GPU, by a node
-    that lost the last steps, they may be others.
+    """The name under which results of the weights at `step` are kept. Equal for equal weights: trained again, on a GPU,
+    by a node that lost the last steps, they may be others.
     """
     return f"{step} {val_loss!r}"
 

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from gpufleet.infra.bill import prediction
 from gpufleet.infra.bill import project as known
+from gpufleet.infra.bill.answer import headline
 from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.cli import main
@@ -210,11 +211,13 @@ def test_what_it_predicts_is_what_the_bill_says_with_all_that_the_project_knows(
     definition = load(project / "stacks" / f"{STACK}.yaml", now=datetime.now(UTC))
     prediction.predict(definition, project, datetime.now(UTC), print)
     said = capsys.readouterr().out
-    told = known.bill_of(definition, project, load_catalog()).chosen
-    assert f"{told.needed_hours.p90:.2f} and {told.needed_usd.p90:.2f} at p90" in said
+    known_bill = known.bill_of(definition, project, load_catalog())
+    told = known_bill.chosen
+    assert " ".join(said.split()).startswith(f"{STACK}: {headline(known_bill)} The whole bill: ")
     alone = price(definition, load_catalog()).chosen
     assert alone.interruptions.mean > 3 * told.interruptions.mean / 2  # without what the project knows another bill
     assert alone.needed_hours.p90 != told.needed_hours.p90
+    assert headline(price(definition, load_catalog())) not in " ".join(said.split())
 
 
 @pytest.fixture

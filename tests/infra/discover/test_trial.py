@@ -321,3 +321,12 @@ def test_what_was_tried_keeps_the_place_and_the_interval_that_were_typed(
     with_seen(found, seen, made.out, made.trial)
     text = draft("mine", found, folder="../mine", command=command).text
     assert [each for each in expected if each not in text] == []
+
+
+def test_a_script_whose_python_lacks_a_module_is_not_run(code: Path) -> None:
+    (code / "t.py").write_text("import absent_one\nopen('ran', 'w')\n")
+    seen = trial(code, Trial(command="python t.py", resume=""))
+    (why,) = seen.problems
+    assert why.startswith("it was not run: ")
+    assert "lacks what the script imports: absent_one (t.py:1)" in why
+    assert seen.output == []

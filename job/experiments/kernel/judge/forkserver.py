@@ -23,7 +23,7 @@ PASSED_ON = (  # no credentials
 
 
 class ForkServer:
-    """One of them; started again when it ends. `said`: its first words."""
+    """One fork server; started again when it ends. `said`: its first words."""
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
         self._arguments, self._environment = list(arguments), environment
