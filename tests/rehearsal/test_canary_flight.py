@@ -9,18 +9,25 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
+from engine_world import AMI
 
-from gpufleet.infra.canary import stacks
+from gpufleet.infra.canary import notice, stacks
 from gpufleet.infra.canary.assumptions import judge
+from gpufleet.infra.canary.flight import Flight, PhaseError
 from gpufleet.infra.cli import main
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.pin import pin
 from gpufleet.infra.errors import AwsRefused, GpufleetError
+from gpufleet.job.contract.done import Done
 from gpufleet.rehearsal import canary, gate, scratch
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.gate import NODE_KEY, Gate
 from gpufleet.rehearsal.launch import Launcher
 
+DIGEST = "@sha256:" + "5" * 64
 GPU_SPOT = "L-3819A6DF"
 
 
@@ -79,6 +86,37 @@ def test_where_nothing_is_offered_each_type_says_so(
     monkeypatch.setattr(stacks, "_offers", lambda *_: {})
     with pytest.raises(AwsRefused, match=r"g4dn\.xlarge: not offered in us-east-2"):
         choose(cloud, tmp_path)
+
+
+def test_a_flight_that_breaks_off_leaves_nothing(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def pinned(flown: Flight, *words: str) -> str:
+        file = flown.project / "stacks" / f"{words[1]}.yaml"
+        images = {"image": stacks.PYTORCH + DIGEST, "supervisor_image": stacks.PYTHON + DIGEST}
+        pin(file, ami=AMI, **images)
+        return ""
+
+    def broken(flown: Flight, stack: StackDefinition, planned: list[str]) -> Done:
+        notice.interrupt(stack, cloud.instances()[0].id, cloud.client, lambda _: None)
+        assert cloud.leftovers() != {}
+        raise PhaseError("canary: nothing new")
+
+    def wait(seconds: float) -> None:
+        assert isinstance(cloud.clock, ManualClock)
+        cloud.clock.advance(seconds)
+        cloud.tick()
+
+    monkeypatch.setattr(stacks, "TYPES", 1)
+    monkeypatch.setattr(Flight, "command", pinned)
+    monkeypatch.setattr(Flight, "_watch", broken)
+    with forked.programs(tmp_path / "project"):
+        flown = canary.flight(tmp_path / "project", cloud, say=said.append, real=False)
+        flown.sleep = wait
+        assert flown.fly() == "canary: nothing new"
+    assert cloud.leftovers() == {}
+    assert cloud.client("fis").list_experiment_templates()["experimentTemplates"] == []
+    assert said[-1] == "AWS shows nothing more of it."
 
 
 def ids_of(tree: dict[str, Any], state: str) -> set[str]:

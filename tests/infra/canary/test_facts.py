@@ -30,12 +30,14 @@ PLANTED = (
     ("signature", {"Authorization": "AWS4-HMAC-SHA256 Signature=" + "cd" * 32}),
     ("bucket", {"Name": "gpufleet-canary-1a2b3c4", "Key": "gpufleet-canary-cap-stop-9f8e7d6"}),
     ("user data", {"UserData": "IyEvYmluL2Jhc2gKZWNobyBoZWxsbwo="}),
+    ("hash", {"text": "of " + "ef" * 16}),
+    ("blob", {"text": "a token QUJDREVG" + "Ghij/KLm+N" * 4 + "=="}),
     ("request", {"ResponseMetadata": {"RequestId": "7a62c49f-347e-4fc4-9331-6e8eEXAMPLE"}}),
 )  # fmt: skip
 LEAKS = (
     "123456789012", "alice", "AIDAJQ", "0123456789abcdef0", "12a34b56", "1a2b3c4d", "abcd1234", "10.11.12.13",
     "10-11-12-13", "2001:db8", "0e:49", "example.org", "IOSFODNN7", "wJalr", "FwoGZX", "abab", "cdcd", "1a2b3c4",
-    "9f8e7d6", "IyEv", "7a62c49f",
+    "9f8e7d6", "IyEv", "7a62c49f", "efef", "QUJD",
 )  # fmt: skip
 
 
