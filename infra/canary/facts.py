@@ -116,7 +116,7 @@ def _has(answer: Any, path: list[str]) -> bool | None:
         return answer is not None
     name = path[0].removesuffix("[]")
     if not isinstance(answer, Mapping) or name not in answer:
-        return False
+        return None if path[0].endswith("[]") else False  # S3 leaves out a list that is empty
     if not path[0].endswith("[]"):
         return _has(answer[name], path[1:])
     inside = [_has(item, path[1:]) for item in answer[name]]

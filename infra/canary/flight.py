@@ -320,7 +320,8 @@ class Flight:
                     if "ingestionTime" in event:
                         lag.append((event["ingestionTime"] - event["timestamp"]) / 1000)
         newest = max(_steps(folder), default=0)
-        add("log.share", sum(1 for step in range(1, newest + 1) if step in told) / max(newest, 1))
+        if newest:
+            add("log.share", sum(1 for step in range(1, newest + 1) if step in told) / newest)
         if lag:
             add("log.lag_s", max(lag))
         for step, at in _steps(folder).items():
