@@ -43,6 +43,7 @@ GROUPS = {
         "cloud": "start the embedded AWS alone, for your own pulumi, boto3 or aws",
     },
     "Launch it": {
+        "canary": "the first run on an account, for less than half a dollar: what AWS does against what is assumed",
         "prepare": "what a run reads: your folders and prefixes hashed, a ready-made job's tokens made",
         "doctor": "check the account: credentials, quotas, roles, offers, AMI, image; --pin writes AMI and image"
         " digest",

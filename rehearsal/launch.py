@@ -72,6 +72,7 @@ class CloudInstance:
     volumes: dict[str, str | None] = field(default_factory=dict)  # disks besides the root: snapshot by device name
     tags: dict[str, str] = field(default_factory=dict)
     tags_in_metadata: bool = False
+    hops: int = 1  # that an answer of the metadata service goes; a container on a bridge is one hop further
     launched_at: datetime
     notice_at: datetime | None = None
     terminate_at: datetime | None = None
@@ -273,6 +274,7 @@ class Launcher:
             volumes=volumes,
             tags={tag["key"]: tag["value"] for tag in made.get_tags()},
             tags_in_metadata=metadata.get("InstanceMetadataTags") == "enabled",
+            hops=int(metadata.get("HttpPutResponseHopLimit") or 1),
             launched_at=now,
         )
 

@@ -166,6 +166,7 @@ class NodeRunner:
             "GPUFLEET_ROOT": str(root),
             "GPUFLEET_NODE": instance.id,
             "GPUFLEET_PYTHON": str(python),
+            "GPUFLEET_HOPS": str(instance.hops),
             "PET_LOCAL_ADDR": self.cloud.metadata(instance.id).address,  # for torchrun, in the place of the host's name
             "AWS_ENDPOINT_URL": self.cloud.endpoint,
             "AWS_EC2_METADATA_SERVICE_ENDPOINT": self.cloud.metadata(instance.id).endpoint,

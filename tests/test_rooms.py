@@ -52,13 +52,13 @@ ROOMS = {
             "evidence",
             "risk",
         ),
-        *("bill", "review", "compare", "report", "program", "account", "commands", "cli", "__main__"),
+        *("bill", "review", "compare", "report", "program", "account", "canary", "commands", "cli", "__main__"),
     ),
     "rehearsal": (
         *("clock", "environment", "timeline", "account", "standins", "launch", "fleet", "imds", "controller"),
         *("actions", "schedules", "registry", "gate", "cloud", "handlers", "provider", "inprocess", "engine"),
         *("scratch", "images", "node", "watch", "evidence", "own", "pace", "plumbing", "report", "block"),
-        *("undisturbed", "rehearse"),
+        *("undisturbed", "rehearse", "fis", "canary"),
     ),
     "gpufleet": (),
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 
 from gpufleet.infra.account import aws, doctor, rights
+from gpufleet.infra.canary import proof
 from gpufleet.infra.commands import stack
 from gpufleet.infra.definition.loader import project_root
 from gpufleet.job.text import counted
@@ -30,7 +32,11 @@ def run(args: argparse.Namespace) -> int:
     if args.pin:
         doctor.pin(definition, aws.client("ssm", definition.fleet.region))
         definition = stack.definition_of(args)
-    checks = list(doctor.examine(definition, project_root(Path.cwd()), aws.client))
+    root = project_root(Path.cwd())
+    checks = [
+        *doctor.examine(definition, root, aws.client),
+        proof.check(root, definition.fleet.region, datetime.now(UTC).date()),
+    ]
     count = Counter(check.state for check in checks)
     problems, warnings = counted(count["problem"], "problem"), counted(count["warning"], "warning")
     verdict = "everything is in place. Next: `pulumi preview`, then `pulumi up`."

@@ -38,6 +38,8 @@ CONTAINERS = ROOT / "run" / "docker"
 TRAINS = "-job"  # ends the name of the container that trains: job/node/jobs.py
 DAEMON_ERROR = 125  # exit code of docker itself, when the container never started
 NAMED = "PET_LOCAL_ADDR"  # by which torchrun calls a machine: the host's name is that of all nodes here
+METADATA = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
+REACHES_BRIDGE = int(os.environ.get("GPUFLEET_HOPS") or 1) > 1  # by the hop limit of the machine's metadata service
 LOG_LINES = 50_000  # the most that wait to be sent
 
 
@@ -85,6 +87,7 @@ def run(words: list[str]) -> int:
         "OMP_NUM_THREADS": "1",
         "GPUFLEET_NODE": os.environ.get("GPUFLEET_NODE", ""),  # by which the runner finds what it must kill
         **({} if trains else {name: os.environ[name] for name in os.environ if name.startswith(SECRET)}),
+        **({METADATA: os.environ[METADATA]} if options.network == "bridge" and REACHES_BRIDGE else {}),
         **({processes.FIRST_PROCESS: str(_first_process(watched))} if watched else {}),
         **_environment([*options.env, *([NAMED] if options.network == "host" else [])], mounts),
     }

@@ -1,0 +1,114 @@
+"""What this project takes for granted of AWS, as rows of assumptions.yaml, and what a canary's facts say of each.
+
+A row names one fact, or one call, and one expectation. A fact that did not come is *not met*, never held.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from gpufleet.infra.canary.facts import FlightFacts
+
+State = Literal["held", "refuted", "not met"]
+FILE = Path(__file__).with_name("assumptions.yaml")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assumption:
+    """One row. Exactly one of the three ways to look has a value, and `seen` one expectation."""
+
+    id: str
+    says: str  # a sentence
+    where: str  # the file of this project that relies on it
+    source: str  # what it is believed on
+    seen: str = ""  # a fact
+    answer: str = ""  # a call, SERVICE.Operation; `has` are the fields that the program reads in its answer
+    has: tuple[str, ...] = ()
+    ask: str = ""  # a call that AWS refuses with `refused`: SERVICE.operation
+    given: Mapping[str, Any] | None = None  # its arguments
+    refused: str = ""
+    expected: tuple[str, Any] = ("", None)  # the expectation's name and value
+
+    @property
+    def fact(self) -> str:
+        """The fact in which the answer to `ask` is kept, else `seen`."""
+        return f"refused.{self.id}" if self.ask else self.seen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """What was seen of one assumption."""
+
+    assumption: Assumption
+    state: State
+    expected: str
+    seen: str
+
+    def to_json(self) -> dict[str, str]:
+        return {"id": self.assumption.id, "state": self.state, "expected": self.expected, "seen": self.seen}
+
+
+EXPECTATIONS = ("is", "at_most", "at_least", "one_of", "like", "within")
+
+
+@cache
+def known() -> tuple[Assumption, ...]:
+    """Every assumption, in the file's order."""
+    rows = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    return tuple(_assumption(row) for row in rows)
+
+
+def _assumption(row: dict[str, Any]) -> Assumption:
+    found = [(name, row.pop(name)) for name in EXPECTATIONS if name in row]
+    if row.get("ask"):
+        found.append(("is", row["refused"]))
+    expected = found[0] if found else ("has", row["has"])
+    return Assumption(**{**row, "has": tuple(row.get("has", ()))}, expected=expected)
+
+
+def judge(facts: FlightFacts) -> list[Judgement]:
+    """Every assumption, as the facts have it."""
+    return [_judged(each, facts) for each in known()]
+
+
+def _judged(each: Assumption, facts: FlightFacts) -> Judgement:
+    how, value = each.expected
+    if each.answer:
+        lacking = facts.lacking(each.answer, list(each.has))
+        expected = f"{each.answer} answers with {', '.join(each.has)}"
+        if lacking is None:
+            return Judgement(assumption=each, state="not met", expected=expected, seen="")
+        state: State = "refuted" if lacking else "held"
+        return Judgement(
+            assumption=each, state=state, expected=expected, seen=f"without {', '.join(lacking)}" if lacking else "all"
+        )
+    values = facts.seen.get(each.fact, [])
+    expected = f"{how.replace('_', ' ')} {value}"
+    wrong = [one for one in values if not _fits(how, value, one)]
+    state = "not met" if not values else "refuted" if wrong else "held"
+    shown = wrong or values
+    return Judgement(
+        assumption=each, state=state, expected=expected, seen=", ".join(dict.fromkeys(map(_shown, shown)))[:300]
+    )
+
+
+def _fits(how: str, value: Any, seen: Any) -> bool:
+    if how in ("at_most", "at_least", "within"):
+        if isinstance(seen, bool) or not isinstance(seen, int | float):
+            return False
+        low, high = value if how == "within" else (None, value) if how == "at_most" else (value, None)
+        return (low is None or seen >= low) and (high is None or seen <= high)
+    if how == "like":
+        return re.search(str(value), str(seen)) is not None
+    return bool(seen in value) if how == "one_of" else bool(seen == value)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,56 @@
+"""The canary's script: it counts, saves small and large checkpoints by turns, and tells what its container reaches.
+
+It uses torch's GPU where the image brings torch, and imports nothing else, so that any Python runs it.
+"""
+
+import json
+import os
+import pathlib
+import sys
+import time
+import urllib.request
+
+SMALL, LARGE = 1_000_000, 64_000_000  # bytes
+METADATA = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254")
+
+
+def metadata_is_reached() -> bool:
+    """Whether EC2's metadata service answers this container, which has no role and must not get one from there."""
+    asked = urllib.request.Request(
+        f"{METADATA}/latest/api/token", method="PUT", headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+    )
+    try:
+        with urllib.request.urlopen(asked, timeout=3) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def gpu() -> str:
+    """What torch calls the GPU after a product on it; empty: there is no torch, or it has no GPU."""
+    try:
+        import torch
+    except ImportError:
+        return ""
+    if not torch.cuda.is_available():
+        return ""
+    square = torch.ones(256, 256, device="cuda")
+    return torch.cuda.get_device_name() if float((square @ square)[0, 0]) == 256 else "computes wrongly"
+
+
+def main(checkpoints: pathlib.Path, outputs: pathlib.Path, steps: int, pace_s: float, every: int) -> None:
+    resumed = int(os.environ.get("GPUFLEET_RESUME_STEP") or 0)
+    for step in range(resumed + 1, steps + 1):
+        time.sleep(pace_s)
+        print(f"step {step} loss {1 / step:.6f}", flush=True)  # noqa: T201 - that is how it tells
+        if step % every == 0:
+            size = LARGE if step // every % 2 else SMALL
+            written = checkpoints / f".step-{step}"
+            written.write_bytes(os.urandom(size))
+            written.rename(checkpoints / f"step-{step}.bin")
+    seen = {"resumed": resumed, "gpu": gpu(), "metadata": metadata_is_reached(), "user": os.getuid()}
+    (outputs / "seen.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]))

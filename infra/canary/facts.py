@@ -1,0 +1,128 @@
+"""What a canary has seen: values by the name of a fact, as many as came, and the first answer of each call to AWS.
+
+Nothing that names an account, a machine, a person or a key leaves this module (`redacted`): the file is for strangers.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+LATE = "not within {:g} s"  # a value in the place of a time that did not come
+LONGEST = 2  # items of a list in a recorded answer
+TAKEN_OUT = "(taken out)"
+# Values whose key says that they name somebody, or open something.
+_PRIVATE = {
+    "accountid", "arn", "clienttoken", "displayname", "hostid", "keyname", "nexttoken", "ownerid", "principalid",
+    "privatednsname", "publicdnsname", "requestid", "reservationid", "secretaccesskey", "sessiontoken", "userdata",
+    "userid", "username", "id",
+}  # fmt: skip
+_PATTERNS = (
+    (re.compile(r"arn:aws[\w-]*:[^\s\"',]+"), "arn:(taken out)"),
+    (re.compile(r"\b(?:AKIA|ASIA|AIDA|AROA|ANPA|AGPA)[A-Z0-9]{12,}\b"), TAKEN_OUT),
+    (re.compile(r"(?i)((?:x-amz-)?(?:signature|security-token|credential)=)[^&\s\"']+"), r"\1(taken out)"),
+    (re.compile(r"[\w.+-]+@[\w-]+\.[\w.-]+"), TAKEN_OUT),
+    (re.compile(r"\b([a-z]{1,10})-(?:[0-9a-f]{8}-[0-9a-f-]{27}|[0-9a-f]{17}|[0-9a-f]{8})\b"), r"\1-(taken out)"),
+    (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b"), TAKEN_OUT),
+    (re.compile(r"\bip-\d+-\d+-\d+-\d+[\w.-]*"), TAKEN_OUT),
+    (re.compile(r"(?i)\b(?:[0-9a-f]{0,4}:){3,7}[0-9a-f]{0,4}\b"), TAKEN_OUT),  # IPv6 and MAC addresses
+    (re.compile(r"\b\d{12}\b"), TAKEN_OUT),
+    (re.compile(r"\b(gpufleet-canary(?:-cap)?(?:-stop|-fis)?)-[0-9a-z]+\b"), r"\1-(taken out)"),
+    (re.compile(r"\b[0-9a-f]{32,64}\b"), TAKEN_OUT),
+    (re.compile(r"\b[A-Za-z0-9+/]{40,}={0,2}"), TAKEN_OUT),
+)
+_KEPT = re.compile(r"sha256:[0-9a-f]{64}")  # of public images
+
+
+def redacted(value: Any) -> Any:
+    """The value as JSON has it, without whatever names an account, a machine, a person, a key or a signature. Lists are
+    cut to LONGEST.
+    """
+    if isinstance(value, Mapping):
+        return {
+            key: TAKEN_OUT if key.lower() in _PRIVATE and not isinstance(item, Mapping | list) else redacted(item)
+            for key, item in value.items()
+            if key != "ResponseMetadata"
+        }
+    if isinstance(value, list | tuple):
+        return [redacted(item) for item in value[:LONGEST]]
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = str(value)
+    if _KEPT.fullmatch(text):
+        return text
+    for pattern, instead in _PATTERNS:
+        text = pattern.sub(instead, text)
+    return text
+
+
+class FlightFacts:
+    """What was seen so far. Safe to call from any thread."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[Any]] = {}
+        self.answers: dict[str, Any] = {}  # by SERVICE.Operation: redacted
+        self._raw: dict[str, list[Any]] = {}  # by SERVICE.Operation, for `fields`
+        self._watched: set[int] = set()
+        self._lock = threading.Lock()
+
+    def add(self, name: str, value: Any) -> None:
+        """One more value of a fact."""
+        with self._lock:
+            self.seen.setdefault(name, []).append(value)
+
+    def watched(self, client: Any) -> Any:
+        """The client, whose answers are recorded from now on."""
+        if id(client) not in self._watched:
+            self._watched.add(id(client))
+            client.meta.events.register("after-call", self._answered)
+        return client
+
+    def _answered(self, http_response: Any, parsed: dict[str, Any], model: Any, **_: Any) -> None:
+        name = f"{model.service_model.service_name}.{model.name}"
+        with self._lock:
+            if "Error" in parsed and http_response.status_code >= 300:
+                name += f" {parsed['Error'].get('Code')}"
+                self.answers.setdefault(name, {"Error": redacted(parsed["Error"])})
+                return
+            raw = self._raw.setdefault(name, [])
+            if len(raw) < 200:
+                raw.append(parsed)
+            kept = redacted({key: item for key, item in parsed.items() if key not in ("ResponseMetadata", "Body")})
+            if name not in self.answers or (not any(self.answers[name].values()) and any(kept.values())):
+                self.answers[name] = kept
+
+    def lacking(self, call: str, paths: list[str]) -> list[str] | None:
+        """Which of the paths (Fleets[].FleetId) no answer to the call had in an item that there was. None: no answer
+        had such items.
+        """
+        found = [{path: _has(answer, path.split(".")) for path in paths} for answer in self._raw.get(call, [])]
+        known = [each for each in found if all(has is not None for has in each.values())]
+        if not known:
+            return None
+        return [path for path in paths if any(each[path] is False for each in known)]
+
+
+def _has(answer: Any, path: list[str]) -> bool | None:
+    """Whether the answer has a value there, in each item of a list on the way; None: a list on the way is empty."""
+    if not path:
+        return answer is not None
+    name = path[0].removesuffix("[]")
+    if not isinstance(answer, Mapping) or name not in answer:
+        return None if path[0].endswith("[]") else False  # S3 leaves out a list that is empty
+    if not path[0].endswith("[]"):
+        return _has(answer[name], path[1:])
+    inside = [_has(item, path[1:]) for item in answer[name]]
+    return None if not inside or None in inside else all(inside)
+
+
+def refused_with(error: Exception) -> str:
+    """The code with which AWS refused, and otherwise the error's name."""
+    return str(error.response["Error"]["Code"]) if isinstance(error, ClientError) else type(error).__name__

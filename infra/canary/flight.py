@@ -1,0 +1,413 @@
+"""A canary's flight: the phases of its two runs, by the commands and the engine of any run, and the facts that they
+leave. It ends with nothing in the account, whatever happens, and asks AWS whether that is so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+from botocore.exceptions import ClientError
+
+from gpufleet.infra.account import aws, leftovers, refusals, sweep
+from gpufleet.infra.account.fleet import ENDED, GONE, fleets_of, nodes_of
+from gpufleet.infra.account.leftovers import Left
+from gpufleet.infra.account.run_folder import RunFolder, find_folder, find_log_groups
+from gpufleet.infra.account.wait import describe
+from gpufleet.infra.canary import notice, probes
+from gpufleet.infra.canary.facts import LATE, FlightFacts
+from gpufleet.infra.canary.stacks import CAP, NAMES, RUN, Scale, definition
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.program.resources.tags import own_tags
+from gpufleet.job.contract import bucket
+from gpufleet.job.contract.attempt import record
+from gpufleet.job.contract.aws import ENDED as TERMINATED
+from gpufleet.job.contract.aws import FLEET_TAG, LAUNCHED
+from gpufleet.job.contract.done import Done
+from gpufleet.job.contract.reading import epoch
+from gpufleet.job.contract.receipt import parse
+from gpufleet.job.contract.workdir import FINAL, RECEIPT
+
+_NOTICE = re.compile(r"spot notice: \w+ in (-?\d+) s")  # job/supervisor/metadata.py, of the moment at which it is seen
+
+
+class EngineResult(Protocol):
+    """What a command of the engine did."""
+
+    @property
+    def ok(self) -> bool: ...
+    @property
+    def diagnostics(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+    def affected(self, operation: str) -> set[str]: ...
+
+
+class StackEngine(Protocol):
+    """One stack of the canary's project."""
+
+    @property
+    def name(self) -> str: ...
+    def preview(self) -> Any: ...
+    def up(self) -> Any: ...
+    def destroy(self) -> Any: ...
+
+
+class PhaseError(GpufleetError):
+    """A phase did not end as it has to: what comes after it is not met."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ObservedNode:
+    """One node, as it was seen from outside."""
+
+    id: str
+    number: int
+    launched: datetime
+    step: int  # the newest checkpoint that was published when it came
+    taken: str = ""  # notice or loss
+    gone_at: float = 0.0
+
+
+@dataclass(kw_only=True)
+class Flight:
+    """One canary. `client` gives boto3's clients, whose answers are recorded."""
+
+    project: Path
+    scale: Scale
+    client: Callable[[str], Any]
+    engine: Callable[[str], AbstractContextManager[StackEngine]]
+    environment: Mapping[str, str]  # of commands
+    by_notice: bool  # whether the account may have FIS interrupt a node
+    say: Callable[[str], None]
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+    facts: FlightFacts = field(default_factory=FlightFacts)
+    engine_name: str = ""
+    receipts: list[dict[str, Any]] = field(default_factory=list)
+
+    def asked(self, service: str) -> Any:
+        """A client whose answers are recorded."""
+        return self.facts.watched(self.client(service))
+
+    def fly(self) -> str:
+        """Every phase; why it ended early, empty when it did not. KeyboardInterrupt passes through, after everything
+        is removed.
+        """
+        why = ""
+        try:
+            probes.account(self.facts, definition(self.project, RUN), self.asked)
+            probes.refusals(self.facts, self.asked)
+            self.interrupted()
+            self.capped()
+        except (GpufleetError, ClientError, RuntimeError, OSError, LookupError, ValueError) as error:
+            why = str(error) if isinstance(error, GpufleetError) else f"{type(error).__name__}: {error}"
+            self.say(f"Ended early: {why.splitlines()[0]}")
+        finally:
+            self.leave_nothing()
+        return why
+
+    def interrupted(self) -> None:
+        """The run that loses a node with notice and one without, goes on, and ends by itself."""
+        with self.engine(RUN) as engine:
+            stack = self._up(RUN, engine)
+            done = self._watch(stack, [*(["notice"] if self.by_notice else []), "loss"])
+            self.facts.add("end.reason", done.reason)
+            folder = self._results(stack)
+            probes.bucket(self.facts, self.asked("s3"), folder.bucket)
+            stops = probes.stops_begin(self.facts, stack, self.asked, self.scale.stop_s)  # no node of it looks any more
+            probes.stops_end(self.facts, stops, self.asked, self.sleep, self.scale.patience_s)
+            self._destroy(stack, engine)
+
+    def capped(self) -> None:
+        """The run that meets its cap."""
+        with self.engine(CAP) as engine:
+            stack = self._up(CAP, engine)
+            done = self._watch(stack, [])
+            self.facts.add("cap.reason", done.reason)
+            self._results(stack)
+            self._destroy(stack, engine)
+
+    def _up(self, name: str, engine: StackEngine) -> StackDefinition:
+        self.engine_name = engine.name
+        self.say(f"{name}: prepare, doctor --pin, preview, up")
+        self.command("prepare", name)
+        self.command("doctor", name, "--pin")
+        previewed = _ok(engine.preview())
+        began = time.monotonic()
+        made = _ok(engine.up())
+        self.facts.add("up.s", time.monotonic() - began)
+        self.facts.add("up.as_previewed", previewed.affected("create") == made.affected("create"))
+        stack = definition(self.project, name)
+        self.wait_for("tags.fleet_s", lambda: fleets_of(self.asked("ec2"), stack), self.scale.patience_s)
+        return stack
+
+    def wait_for(self, fact: str, look: Callable[[], Any], most_s: float) -> Any:
+        """What `look` finds once it finds something; the fact has the seconds. Raises PhaseError when it never does."""
+        began = self.clock()
+        while not (found := look()):
+            if self.clock() - began > most_s:
+                self.facts.add(fact, LATE.format(most_s))
+                raise PhaseError(f"{fact}: {LATE.format(most_s)}")
+            self.sleep(self.scale.poll_s)
+        self.facts.add(fact, self.clock() - began)
+        return found
+
+    def _watch(self, stack: StackDefinition, planned: list[str]) -> Done:
+        """Follows the run to its end, and takes nodes away as planned, each once it has published a checkpoint."""
+        ec2, s3 = self.asked("ec2"), self.asked("s3")
+        nodes: dict[str, ObservedNode] = {}
+        news, told = time.monotonic(), set[int]()
+        before: tuple[frozenset[tuple[str, bool]], frozenset[int]] | None = None
+        while True:
+            folder = find_folder(s3, stack)
+            steps = _steps(folder) if folder else {}
+            for described in nodes_of(ec2, stack):
+                self._look(stack, described, nodes, max(steps, default=0))
+            for step in steps.keys() - told:
+                self.say(f"{stack.name}: a checkpoint of step {step}")
+                told.add(step)
+            now = (frozenset((each.id, each.gone_at > 0) for each in nodes.values()), frozenset(steps))
+            if now != before:
+                news, before = time.monotonic(), now
+            done = folder.read_done() if folder else None
+            if done is not None:
+                break
+            for each in nodes.values():
+                if planned and not each.taken and not each.gone_at and max(steps, default=0) > each.step:
+                    self._take(stack, each, planned.pop(0))
+            if time.monotonic() - news > self.scale.patience_s:
+                fact = "node.launch_s" if not nodes else "run.silent_s"
+                self.facts.add(fact, LATE.format(self.scale.patience_s))
+                raise PhaseError(f"{stack.name}: nothing new within {self.scale.patience_s:g} s")
+            self.sleep(self.scale.poll_s)
+        self._ended(stack, done, nodes)
+        return done
+
+    def _look(self, stack: StackDefinition, node: dict[str, Any], nodes: dict[str, ObservedNode], step: int) -> None:
+        """Takes in what AWS says of one node."""
+        name, state = node["InstanceId"], node["State"]["Name"]
+        if state in GONE and name in nodes and not nodes[name].gone_at:
+            nodes[name].gone_at = time.time()
+        if name in nodes or state != "running":
+            return
+        gone = [each.gone_at for each in nodes.values() if each.gone_at]
+        nodes[name] = ObservedNode(id=name, number=len(nodes) + 1, launched=node["LaunchTime"], step=step)
+        self.say(f"{stack.name}: node {len(nodes)}, {node['InstanceType']} in {node['Placement']['AvailabilityZone']}")
+        fleet = fleets_of(self.asked("ec2"), stack)[0]
+        add = self.facts.add
+        if gone:
+            add("node.replaced_s", max(node["LaunchTime"].timestamp() - max(gone), 0.0))
+        else:
+            add("node.launch_s", max((node["LaunchTime"] - fleet["CreateTime"]).total_seconds(), 0.0))
+        tags = aws.tags_of(node)
+        add("node.fleet_tag", tags.get(FLEET_TAG) == fleet["FleetId"])
+        add("node.own_tags", own_tags(stack).items() <= tags.items())
+        add("node.lifecycle", node.get("InstanceLifecycle", "on-demand"))
+        add("node.zone", node["Placement"]["AvailabilityZone"] in stack.fleet.zones)
+        add("node.type", node["InstanceType"] in stack.fleet.instance_types)
+        add("node.image", node["ImageId"] == stack.fleet.ami)
+        for each in node["BlockDeviceMappings"]:
+            add("volume.goes", each["Ebs"]["DeleteOnTermination"])
+            (volume,) = self.asked("ec2").describe_volumes(VolumeIds=[each["Ebs"]["VolumeId"]])["Volumes"]
+            add("volume.encrypted", volume["Encrypted"])
+            add("volume.type", volume["VolumeType"])
+            add("volume.gib", volume["Size"])
+
+    def _take(self, stack: StackDefinition, node: ObservedNode, how: str) -> None:
+        self.say(f"{stack.name}: node {node.number} is taken away, {'with' if how == 'notice' else 'without'} notice")
+        node.taken = how
+        if how == "loss":
+            self.asked("ec2").terminate_instances(InstanceIds=[node.id])
+            return
+        try:
+            experiment = notice.interrupt(stack, node.id, self.asked, self.sleep)
+            state = self.asked("fis").get_experiment(id=experiment)["experiment"]["state"]["status"]
+            self.facts.add("notice.experiment", state)
+        except ClientError as error:
+            self.say(f"{stack.name}: no notice: {refusals.refusal(error)}")
+            node.taken, self.by_notice = "", False
+
+    def _ended(self, stack: StackDefinition, done: Done, nodes: dict[str, ObservedNode]) -> None:
+        """What a run that is over has left: of its fleet, its nodes and its history."""
+        ec2, add, run = self.asked("ec2"), self.facts.add, stack.name
+        folder = find_folder(self.asked("s3"), stack)
+        assert folder is not None
+        fleet = fleets_of(ec2, stack)[0]["FleetId"]
+        at = epoch(done.at) or time.time()
+        self.wait_for("end.fleet_s", lambda: fleets_of(ec2, stack)[0]["FleetState"] in ENDED, self.scale.patience_s)
+        self.wait_for("end.nodes_s", lambda: not _running(nodes_of(ec2, stack)), self.scale.patience_s)
+        self.say(f"{run}: over, {done.reason}; its node has ended the fleet")
+        add("end.clock_s", abs(time.time() - at))
+        events = [
+            (describe(each)[1], each["Timestamp"], each["EventInformation"].get("InstanceId", ""))
+            for page in _history(ec2, fleet, min(each.launched for each in nodes.values()))
+            for each in page["HistoryRecords"]
+        ]
+        for node in nodes.values():
+            of = {sub_type: when for sub_type, when, name in events if name == node.id}
+            add("history.launched", LAUNCHED in of)
+            if node.taken:
+                add("history.ended", TERMINATED in of)
+            self._of_node(folder, node, of.get(TERMINATED))
+        for each in nodes_of(ec2, stack):
+            if each["State"]["Name"] in GONE:
+                add("node.end_code", str((each.get("StateReason") or {}).get("Code", "")))
+
+    def _of_node(self, folder: RunFolder, node: ObservedNode, ended: datetime | None) -> None:
+        """What a node wrote of itself, beside what AWS says of it."""
+        add = self.facts.add
+        content = folder.read(bucket.attempt_key(node.id))
+        add("node.record", content is not None)
+        said = record(content, lambda line: None)
+        add("node.clock_s", abs(said.launched - node.launched.timestamp()))
+        if node.number > 1:
+            add("node.resumed", bool(said.resumed_step) and int(said.resumed_step or 0) >= node.step)
+        if node.taken == "loss":
+            add("loss.noticed", bool(said.exit and said.exit.notice))
+        if node.taken == "notice":
+            add("notice.seen", bool(said.exit and said.exit.notice))
+            ends = epoch(said.exit.ends_at or "") if said.exit else None
+            if ends is not None and ended is not None:
+                add("notice.kept_s", ended.timestamp() - ends)
+
+    def _results(self, stack: StackDefinition) -> RunFolder:
+        """Brings the results, and takes in receipt, outputs, log and checkpoints."""
+        add, name = self.facts.add, stack.name
+        target = self.project / "results" / name
+        self.command("results", name, "--to", str(target))
+        receipt = parse((target / RECEIPT).read_bytes())
+        self.receipts.append({"stack": name, "usd": str(receipt.actual), "estimate": str(receipt.estimate)})
+        for each in receipt.attempts:
+            if each.started_s is not None:
+                add("node.started_s", float(each.started_s))
+            if each.pulled_s is not None:
+                add("node.pulled_s", float(each.pulled_s))
+            add("price.untold_s", float(each.ceiling_s))
+        add("run.usd_of_bill", float(receipt.actual / receipt.p90) if receipt.p90 else 0.0)
+        if name == CAP:
+            add("cap.hours", float(receipt.actual_h / stack.limits.max_hours))
+        folder = find_folder(self.asked("s3"), stack)
+        assert folder is not None
+        for found in (target / FINAL).rglob("seen.json"):
+            told = json.loads(found.read_text(encoding="utf-8"))
+            add("script.metadata", told["metadata"])
+            if self.scale.device == "cuda" and name == RUN:
+                add("script.gpu", told["gpu"])
+        self._log(stack, folder)
+        return folder
+
+    def _log(self, stack: StackDefinition, folder: RunFolder) -> None:
+        """Holds what the log service has against what the script printed, and against when checkpoints came."""
+        logs, told, add = self.asked("logs"), dict[int, list[float]](), self.facts.add
+        lag = list[float]()
+        for group in find_log_groups(logs, stack.name):
+            for event in aws.pages(logs, "filter_log_events", "events", logGroupName=group["logGroupName"]):
+                for left in _NOTICE.findall(event["message"]):
+                    add("notice.left_s", int(left))
+                if found := re.search(r"\bstep (\d+) loss", event["message"]):
+                    told.setdefault(int(found[1]), []).append(event["timestamp"] / 1000)
+                    if "ingestionTime" in event:
+                        lag.append((event["ingestionTime"] - event["timestamp"]) / 1000)
+        newest = max(_steps(folder), default=0)
+        if newest:
+            add("log.share", sum(1 for step in range(1, newest + 1) if step in told) / newest)
+        if lag:
+            add("log.lag_s", max(lag))
+        for step, at in _steps(folder).items():
+            before = [each for each in told.get(step, []) if each <= at.timestamp() + 1]  # S3 tells whole seconds
+            if before:
+                add("save.published_s", max(at.timestamp() - max(before), 0.0))
+
+    def _destroy(self, stack: StackDefinition, engine: StackEngine) -> None:
+        self.say(f"{stack.name}: destroy, and a sweep that asks AWS what is left")
+        began = time.monotonic()
+        _ok(engine.destroy())
+        self.facts.add("destroy.s", time.monotonic() - began)
+        left = [f"{each.kind} {each.id}" for each in self._left(stack) if each.kind != "fleet" or each.bills]
+        self.facts.add("destroy.left", ", ".join(left) or "nothing")
+        ec2 = self.asked("ec2")
+        gone = lambda: all(each["FleetState"] == "deleted" for each in fleets_of(ec2, stack))  # noqa: E731
+        try:
+            self.wait_for("fleet.deleted_s", gone, self.scale.patience_s)
+        except PhaseError as error:
+            self.say(str(error))  # it launches nothing and costs nothing: the flight goes on
+
+    def _left(self, stack: StackDefinition) -> list[Left]:
+        """What of the stack is still there that nobody asked for, but for FIS's role, which goes last."""
+        found = leftovers.look(stack, lambda service, region: self.asked(service), datetime.now(UTC))
+        return [each for each in found if each.unwanted and each.id != notice.ROLE]
+
+    def leave_nothing(self) -> None:
+        """Removes whatever is there of both stacks, and says whether AWS shows nothing more of them."""
+        try:
+            if self.by_notice:
+                notice.forget(self.client)
+        except ClientError as error:
+            self.say(f"FIS: {refusals.refusal(error)}")
+        left = list[Left]()
+        for name in NAMES:
+            if not (self.project / "stacks" / f"{name}.yaml").is_file():
+                continue
+            stack = definition(self.project, name)
+            if self._left(stack):
+                sweep.delete(lambda: self._left(stack), self.client, pause=self.sleep, say=self.say)  # noqa: B023
+            left += [each for each in self._left(stack) if each.kind != "fleet" or each.bills]
+        if left:
+            self.say("STILL THERE: " + ", ".join(f"{each.kind} {each.id}" for each in left))
+            self.say(f"Look again with: cd {self.project} && gpufleet sweep {RUN} --delete, and {CAP}")
+        else:
+            self.say("AWS shows nothing more of it.")
+        self.facts.add("left.at_end", len(left))
+
+    def command(self, *words: str) -> str:
+        """Runs `gpufleet WORDS` in the project; its output. Raises PhaseError when it fails."""
+        done = subprocess.run(
+            [sys.executable, "-m", "gpufleet.infra.cli", *words],
+            cwd=self.project,
+            env=dict(self.environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip()
+            raise PhaseError(f"gpufleet {' '.join(words)}: {said}")
+        return done.stdout
+
+
+def _ok(result: EngineResult) -> EngineResult:
+    if not result.ok:
+        raise PhaseError((result.diagnostics or result.text).strip() or "the engine failed")
+    return result
+
+
+def _running(nodes: list[dict[str, Any]]) -> bool:
+    return any(each["State"]["Name"] not in GONE for each in nodes)
+
+
+def _steps(folder: RunFolder) -> dict[int, datetime]:
+    """The steps of the published checkpoints, and when each was."""
+    found = ((bucket.MANIFEST_KEY.fullmatch(each.name), each.written) for each in folder.objects(bucket.CHECKPOINTS))
+    return {int(match[1]): written for match, written in found if match}
+
+
+def _history(ec2: Any, fleet: str, since: datetime) -> list[dict[str, Any]]:
+    """The pages of a fleet's history from a little before `since`."""
+    asked, pages = {"FleetId": fleet, "StartTime": since - timedelta(minutes=10)}, []
+    while True:
+        pages.append(ec2.describe_fleet_history(**asked))
+        if not (token := pages[-1].get("NextToken")):
+            return pages
+        asked["NextToken"] = token

@@ -1,0 +1,264 @@
+"""Questions to AWS that cost nothing: what the account says of itself, how it refuses, what its bucket does, and two
+fleets without nodes, of which one expires and a schedule deletes the other.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+from botocore.exceptions import ClientError
+
+from gpufleet.infra.account import aws, quotas, rights
+from gpufleet.infra.account.doctor import AMI_PARAMETER
+from gpufleet.infra.account.fleet import ENDED
+from gpufleet.infra.account.run_folder import find_log_groups, name_prefix
+from gpufleet.infra.canary.assumptions import known
+from gpufleet.infra.canary.facts import LATE, FlightFacts, refused_with
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import PriceMissing
+from gpufleet.infra.program.resources.stop import END_FLEET
+from gpufleet.infra.program.resources.stop import SCHEDULE as STOP
+from gpufleet.infra.program.resources.tags import STACK_TAG, own_tags
+from gpufleet.job import atomic
+
+Asked = Callable[[str], Any]  # boto3's client of a service
+SCHEDULE = "canary"
+BYTES = 8_000_000
+
+
+def account(facts: FlightFacts, stack: StackDefinition, asked: Asked) -> None:
+    """What the account says before anything is made: quotas, zones, offers, types, prices, the AMI, roles, rights."""
+    ec2, region, catalog, add = asked("ec2"), stack.fleet.region, load_catalog(), facts.add
+    asked("sts").get_caller_identity()
+    zones = {each["ZoneName"]: each["ZoneId"] for each in ec2.describe_availability_zones()["AvailabilityZones"]}
+    add("zones.known", set(catalog.zones(region)) <= zones.keys())
+    add("zones.prefix", all(each.startswith(catalog.zone_id_prefix(region)) for each in zones.values()))
+    filters = [{"Name": "instance-type", "Values": list(stack.fleet.instance_types)}]
+    by = {
+        kind: {(each["InstanceType"], each["Location"]) for each in aws.pages(
+            ec2, "describe_instance_type_offerings", "InstanceTypeOfferings", LocationType=kind, Filters=filters)}
+        for kind in ("availability-zone", "availability-zone-id")
+    }  # fmt: skip
+    named = {(kind, zones[zone]) for kind, zone in by["availability-zone"] if zone in zones}
+    add("offers.by_id", named == {(kind, id) for kind, id in by["availability-zone-id"] if id in zones.values()})
+    for each in ec2.describe_instance_types(InstanceTypes=list(stack.fleet.instance_types))["InstanceTypes"]:
+        own = catalog.instances[each["InstanceType"]]
+        add("type.vcpus", int(each["VCpuInfo"]["DefaultVCpus"]) == own.vcpu)
+        add("type.memory", round(int(each["MemoryInfo"]["SizeInMiB"]) / 1024) == round(own.memory_gib))
+        add("type.gpus", sum(int(gpu["Count"]) for gpu in each.get("GpuInfo", {}).get("Gpus", [])) == own.gpu_count)
+    for need in quotas.needs(stack.fleet, "spot")[0]:
+        quota = asked("service-quotas").get_service_quota(ServiceCode="ec2", QuotaCode=need.code)["Quota"]
+        add("quota.name", quota["QuotaName"])
+        add("quota.value", float(quota["Value"]))
+    _prices(facts, stack, ec2)
+    ami = asked("ssm").get_parameter(Name=AMI_PARAMETER)["Parameter"]["Value"]
+    (image,) = ec2.describe_images(ImageIds=[ami])["Images"]
+    for key in ("RootDeviceName", "OwnerId", "Architecture", "State"):
+        add(f"ami.{key}", image[key])
+    add("ami.name", image.get("Name", ""))
+    add("disk.key", str(ec2.get_ebs_default_kms_key_id()["KmsKeyId"]).rpartition(":")[2])
+    for role in stack.fleet.market.roles:
+        add("roles.there", bool(asked("iam").get_role(RoleName=role)["Role"]["Arn"]))
+    for check in rights.check(stack, asked("sts"), asked("iam")):
+        add("rights.simulated", check.state != "problem")
+
+
+def _prices(facts: FlightFacts, stack: StackDefinition, ec2: Any) -> None:
+    """Spot prices now, beside the known ones and the on-demand price."""
+    catalog, region = load_catalog(), stack.fleet.region
+    prefix = catalog.zone_id_prefix(region)
+    ids = {each["ZoneName"]: each["ZoneId"] for each in ec2.describe_availability_zones()["AvailabilityZones"]}
+    now = datetime.now(UTC)
+    for kind in stack.fleet.instance_types:
+        history = ec2.describe_spot_price_history(
+            InstanceTypes=[kind], ProductDescriptions=["Linux/UNIX"], StartTime=now, EndTime=now
+        )["SpotPriceHistory"]
+        facts.add("price.told", bool(history))
+        held = {prefix + each.zone: each.price.amount for each in catalog.spot_zones(kind, region)}
+        for each in history:
+            facts.add("price.spot_usd", float(each["SpotPrice"]))
+            try:
+                dearest = float(catalog.on_demand(kind, region).amount)
+                facts.add("price.of_on_demand", float(each["SpotPrice"]) / dearest)
+            except PriceMissing:
+                pass
+            if known_usd := held.get(ids.get(each["AvailabilityZone"], "")):
+                facts.add("price.of_known", float(each["SpotPrice"]) / float(known_usd))
+
+
+def refusals(facts: FlightFacts, asked: Asked) -> None:
+    """The calls that AWS refuses, with the code of each."""
+    for each in known():
+        if each.ask:
+            service, _, operation = each.ask.partition(".")
+            try:
+                getattr(asked(service), operation)(**(each.given or {}))
+            except ClientError as error:
+                facts.add(each.fact, refused_with(error))
+            else:
+                facts.add(each.fact, "not refused")
+
+
+def bucket(facts: FlightFacts, s3: Any, name: str) -> None:
+    """What S3 does at once after a write, and with conditions."""
+    add, key, body = facts.add, "canary/probe", atomic.json_bytes({"probe": 1})
+    began = time.monotonic()
+    s3.put_object(Bucket=name, Key="canary/large", Body=b"\0" * BYTES)
+    add("s3.put_s", time.monotonic() - began)
+    put = s3.put_object(Bucket=name, Key=key, Body=body)
+    add("s3.read_at_once", s3.get_object(Bucket=name, Key=key)["Body"].read() == body)
+    add("s3.listed_at_once", s3.list_objects_v2(Bucket=name, Prefix=key).get("KeyCount") == 1)
+    head = s3.head_object(Bucket=name, Key=key)
+    add("s3.same_etag", head["ETag"] == put["ETag"])
+    add("s3.clock_s", abs((datetime.now(UTC) - head["LastModified"]).total_seconds()))
+    add("s3.encrypted", head.get("ServerSideEncryption", "not"))
+    conditions = {
+        "absent": {"IfNoneMatch": "*"},
+        "other": {"IfMatch": f'"{"0" * 32}"'},
+        "same": {"IfMatch": put["ETag"]},
+    }
+    for how, condition in conditions.items():
+        own = f"canary/{how}"
+        s3.put_object(Bucket=name, Key=own, Body=body)
+        code = _code(lambda: s3.put_object(Bucket=name, Key=own, Body=b"", **condition))  # noqa: B023
+        add(f"s3.over_{how}", code)
+    s3.delete_object(Bucket=name, Key=key)
+    add("s3.gone_at_once", _code(lambda: s3.get_object(Bucket=name, Key=key)))
+    add("s3.deleted_again", _code(lambda: s3.delete_object(Bucket=name, Key=key)))
+    upload = s3.create_multipart_upload(Bucket=name, Key=key)["UploadId"]
+    s3.upload_part(Bucket=name, Key=key, UploadId=upload, PartNumber=1, Body=b"part")
+    listed = s3.list_multipart_uploads(Bucket=name).get("Uploads", [])
+    add("s3.upload_listed", [each["Key"] for each in listed] == [key])
+    s3.abort_multipart_upload(Bucket=name, Key=key, UploadId=upload)
+    add("s3.upload_aborted", not s3.list_multipart_uploads(Bucket=name).get("Uploads"))
+    public = s3.get_public_access_block(Bucket=name)["PublicAccessBlockConfiguration"]
+    add("s3.closed", all(public.values()))
+    add("s3.tagged", STACK_TAG in aws.tags_of(s3.get_bucket_tagging(Bucket=name)))
+
+
+def _code(call: Callable[[], Any]) -> str:
+    """The code with which AWS refuses; `accepted`."""
+    try:
+        call()
+    except ClientError as error:
+        return refused_with(error)
+    return "accepted"
+
+
+class Stops(NamedTuple):
+    """The two fleets without nodes, and the hour of both stops."""
+
+    expiring: str
+    deleted: str
+    due: float  # epoch seconds
+
+
+def stops_begin(facts: FlightFacts, stack: StackDefinition, asked: Asked, stop_s: float) -> Stops:
+    """Makes two fleets without nodes from the stack's own template, and the schedule that deletes one of them with the
+    stack's own role; holds the group, the schedule and the log group against what the program has declared.
+    """
+    ec2, scheduler, add = asked("ec2"), asked("scheduler"), facts.add
+    groups = list(aws.pages(scheduler, "list_schedule_groups", "ScheduleGroups", NamePrefix=name_prefix(stack.name)))
+    group = next(each["Name"] for each in groups if "-cap-" not in each["Name"] or stack.name.endswith("cap"))
+    schedule = scheduler.get_schedule(Name=STOP, GroupName=group)
+    add("schedule.declared", schedule["Target"]["Arn"] == END_FLEET and schedule["State"] == "ENABLED")
+    add("log.group", len(list(find_log_groups(asked("logs"), stack.name))))
+    tagged = [{"Name": f"tag:{STACK_TAG}", "Values": [stack.name]}]
+    (template,) = ec2.describe_launch_templates(Filters=tagged)["LaunchTemplates"]
+    subnets = ec2.describe_subnets(Filters=tagged)["Subnets"]
+    until = datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=stop_s)
+    due, later = until, until + timedelta(hours=1)
+    place = (template["LaunchTemplateId"], subnets[0]["SubnetId"])
+    fleets = [_empty_fleet(ec2, stack, *place, each) for each in (due, later)]
+    target = schedule["Target"]
+    asked_for = {
+        "Name": f"{SCHEDULE}-{fleets[1][-12:]}",
+        "GroupName": group,
+        "FlexibleTimeWindow": {"Mode": "OFF"},
+        "ScheduleExpressionTimezone": "UTC",
+        "Target": {
+            "Arn": END_FLEET,
+            "RoleArn": target["RoleArn"],
+            "Input": json.dumps({"FleetIds": [fleets[1]], "TerminateInstances": True}),
+        },
+    }
+    past = f"at({until - timedelta(days=1):%Y-%m-%dT%H:%M:%S})"
+    add("schedule.past", _code(lambda: scheduler.create_schedule(**asked_for, ScheduleExpression=past)))
+    scheduler.create_schedule(**asked_for, ScheduleExpression=f"at({until:%Y-%m-%dT%H:%M:%S})")
+    state = _state(ec2, fleets[1])
+    add("fleet.accepted_as", state)
+    add("fleet.resized", _code(lambda: _resize(ec2, fleets[1])))
+    return Stops(expiring=fleets[0], deleted=fleets[1], due=due.timestamp())
+
+
+def _empty_fleet(ec2: Any, stack: StackDefinition, template: str, subnet: str, until: datetime) -> str:
+    """A fleet of no nodes, tagged as the run's: the stop's role may end no other, and a sweep finds it."""
+    tags = own_tags(stack)
+    return str(
+        ec2.create_fleet(
+            Type="maintain",
+            LaunchTemplateConfigs=[
+                {
+                    "LaunchTemplateSpecification": {"LaunchTemplateId": template, "Version": "$Latest"},
+                    "Overrides": [{"InstanceType": stack.fleet.instance_types[0], "SubnetId": subnet}],
+                }
+            ],
+            TargetCapacitySpecification={"TotalTargetCapacity": 0, "DefaultTargetCapacityType": "spot"},
+            SpotOptions={"AllocationStrategy": "price-capacity-optimized"},
+            ValidUntil=until,
+            TerminateInstancesWithExpiration=True,
+            ExcessCapacityTerminationPolicy="termination",
+            TagSpecifications=[
+                {"ResourceType": "fleet", "Tags": [{"Key": key, "Value": value} for key, value in tags.items()]}
+            ],
+        )["FleetId"]
+    )
+
+
+def _resize(ec2: Any, fleet: str) -> None:
+    ec2.modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
+
+
+def _state(ec2: Any, fleet: str) -> str:
+    return str(ec2.describe_fleets(FleetIds=[fleet])["Fleets"][0]["FleetState"])
+
+
+def stops_end(facts: FlightFacts, stops: Stops, asked: Asked, sleep: Callable[[float], None], most_s: float) -> None:
+    """What has become of the two fleets: the seconds after its hour at which each stop came, and its traces."""
+    ec2, add = asked("ec2"), facts.add
+
+    def seconds(stopped: Callable[[], bool]) -> float | str:
+        """After the hour; what stands for a time where it never came."""
+        while not stopped():
+            if time.time() > stops.due + most_s:
+                return LATE.format(most_s)
+            sleep(min(2.0, most_s / 50))
+        return max(time.time() - stops.due, 0.0)
+
+    add("schedule.late_s", seconds(lambda: _state(ec2, stops.deleted) in ENDED))
+    add("expiry.late_s", late := seconds(lambda: "expired" in _events(ec2, stops.expiring, stops.due)))
+    if not isinstance(late, str):
+        add("expiry.state", _state(ec2, stops.expiring))
+        add("expiry.resized", _code(lambda: _resize(ec2, stops.expiring)))
+    ec2.delete_fleets(FleetIds=[stops.deleted], TerminateInstances=True)  # also where the schedule has not
+    again = ec2.delete_fleets(FleetIds=[stops.deleted], TerminateInstances=True)
+    add("delete.again", _undeleted(again))
+    unknown = ec2.delete_fleets(FleetIds=["fleet-00000000-0000-4000-8000-000000000000"], TerminateInstances=True)
+    add("delete.unknown", _undeleted(unknown))
+    ec2.delete_fleets(FleetIds=[stops.expiring], TerminateInstances=True)
+
+
+def _undeleted(answer: dict[str, Any]) -> str:
+    """The code for a fleet that was not deleted."""
+    return next((each["Error"]["Code"] for each in answer.get("UnsuccessfulFleetDeletions", [])), "deleted")
+
+
+def _events(ec2: Any, fleet: str, due: float) -> list[str]:
+    since = datetime.fromtimestamp(due, UTC) - timedelta(hours=1)
+    page = ec2.describe_fleet_history(FleetId=fleet, StartTime=since)
+    return [each["EventInformation"].get("EventSubType", "") for each in page["HistoryRecords"]]

@@ -1,0 +1,164 @@
+"""A canary's file and page: per assumption what was seen, times and prices with their spread, answers without names.
+
+Files of real accounts lie in proofs/ of a project, those of the embedded AWS never do.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from gpufleet.infra.account.checks import Check
+from gpufleet.infra.canary.assumptions import Judgement, judge, known
+from gpufleet.infra.canary.facts import redacted
+from gpufleet.infra.canary.flight import Flight
+from gpufleet.infra.text import table
+from gpufleet.job import atomic
+from gpufleet.job.text import counted
+
+SCHEMA = 1
+FOLDER = "proofs"
+STATES = ("refuted", "not met", "held")  # in the order of the page
+STALE_DAYS = 180
+_PACKAGES = ("gpufleet", "boto3", "botocore", "pulumi", "pulumi-aws")
+
+
+def make(flight: Flight, region: str, at: datetime, *, embedded: bool, why: str) -> dict[str, Any]:
+    """The file's object. `why`: the reason for which the flight ended early; empty when it did not."""
+    judged = judge(flight.facts)
+    return {
+        "schema": SCHEMA,
+        "at": at.isoformat(timespec="seconds"),
+        "region": region,
+        "embedded": embedded,
+        "ended_early": redacted(why),
+        "versions": {**dict(_versions()), "python": platform.python_version(), "engine": flight.engine_name},
+        "notice": "by FIS" if flight.by_notice else "left out: the account may not use FIS",
+        "cost": flight.receipts,
+        "assumptions": [{**each.to_json(), "seen": redacted(each.seen)} for each in judged],
+        "figures": {name: spread(values) for name, values in sorted(flight.facts.seen.items()) if _numbers(values)},
+        "answers": dict(sorted(flight.facts.answers.items())),
+    }
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in _PACKAGES:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            continue
+
+
+def _numbers(values: Sequence[Any]) -> list[float]:
+    return [float(each) for each in values if isinstance(each, int | float) and not isinstance(each, bool)]
+
+
+def spread(values: Sequence[Any]) -> dict[str, float]:
+    """How many figures there are, the least, the middle and the largest."""
+    numbers = _numbers(values)
+    found = {"least": min(numbers), "median": statistics.median(numbers), "most": max(numbers)}
+    return {"count": len(numbers), **{key: float(f"{figure:.4g}") for key, figure in found.items()}}
+
+
+def write(proof: dict[str, Any], folder: Path) -> Path:
+    """Writes the file, and the page beside it; the file's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{proof['at'][:10]}-{proof['region']}.json"
+    atomic.write_bytes(path, (json.dumps(proof, indent=1, sort_keys=False) + "\n").encode())
+    atomic.write_bytes(path.with_suffix(".md"), ("\n".join(page(proof)) + "\n").encode())
+    return path
+
+
+def page(proof: dict[str, Any]) -> Iterator[str]:
+    """The page's lines."""
+    says = {each.id: each for each in known()}
+    where = "the embedded AWS, which proves nothing of AWS" if proof["embedded"] else proof["region"]
+    yield f"# A canary in {where}, {proof['at'][:10]}"
+    yield ""
+    yield summary(proof)
+    if proof["ended_early"]:
+        yield f"\nIt ended early: {proof['ended_early'].splitlines()[0]}"
+    yield f"\nNotice: {proof['notice']}. " + ", ".join(
+        f"{each['stack']} cost {each['usd']} USD" for each in proof["cost"]
+    )
+    for state in STATES:
+        rows = [each for each in proof["assumptions"] if each["state"] == state]
+        if rows:
+            yield f"\n## {state.capitalize()}: {len(rows)}\n"
+            yield "| | Assumption | Expected | Seen | Relies on it |"
+            yield "|---|---|---|---|---|"
+            for each in rows:
+                own = says.get(each["id"])
+                cells = (each["id"], own.says if own else "", each["expected"], each["seen"], own.where if own else "")
+                yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    yield "\n## Figures\n"
+    yield "| | Count | Least | Median | Most |"
+    yield "|---|---|---|---|---|"
+    for name, figure in proof["figures"].items():
+        yield f"| {name} | {figure['count']} | {figure['least']} | {figure['median']} | {figure['most']} |"
+    yield "\nVersions: " + ", ".join(f"{name} {each}" for name, each in proof["versions"].items())
+
+
+def summary(proof: dict[str, Any]) -> str:
+    """How many assumptions were held, refuted and not met, in a sentence."""
+    count = Counter(each["state"] for each in proof["assumptions"])
+    said = counted(len(proof["assumptions"]), "assumption")
+    return f"Of {said}, {count['held']} held, {count['refuted']} refuted, {count['not met']} not met."
+
+
+def lines(judged: Sequence[Judgement]) -> Iterator[str]:
+    """What was refuted, as a table for the screen."""
+    wrong = [each for each in judged if each.state == "refuted"]
+    if wrong:
+        rows = [(each.assumption.id, each.expected, each.seen, each.assumption.where) for each in wrong]
+        yield from table(("refuted", "expected", "seen", "relies on it"), rows, right=())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Newest:
+    """The newest file of a project's proofs/."""
+
+    path: Path
+    proof: dict[str, Any]
+
+    @property
+    def day(self) -> date:
+        return date.fromisoformat(self.proof["at"][:10])
+
+
+def newest(root: Path, region: str = "") -> Newest | None:
+    """The newest proof of the region, or of any, from a real account. None: there is none that can be read."""
+    found = list[Newest]()
+    for path in sorted((root / FOLDER).glob("*.json")):
+        proof = atomic.parse_object(path.read_bytes())
+        if proof and proof.get("schema") == SCHEMA and not proof.get("embedded") and region in ("", proof["region"]):
+            found.append(Newest(path=path, proof=proof))
+    return max(found, key=lambda each: each.day, default=None)
+
+
+def check(root: Path, region: str, today: date) -> Check:
+    """Doctor's line on the newest proof of the region."""
+    if (last := newest(root, region)) is None:
+        return Check(name="canary", found=f"none has flown in {region}: `gpufleet canary` holds AWS to what is assumed")
+    age = (today - last.day).days
+    said = f"the newest of {region} is {counted(age, 'day')} old. {summary(last.proof)}"
+    if age > STALE_DAYS:
+        fix = f"gpufleet canary --region {region}"
+        return Check(name="canary", state="warning", found=said, fix=fix)
+    return Check(name="canary", found=said)
+
+
+def sentence(root: Path) -> str:
+    """README's words on whether anything has run on a real account."""
+    if (last := newest(root)) is None:
+        return "**Nothing here has run on a real AWS account.**"
+    where = f"({last.day}, {last.proof['region']})"
+    return f"**A [canary](docs/canary.md) ran on a real AWS account** {where}. {summary(last.proof)}"

@@ -1,0 +1,215 @@
+"""The canary's two stacks, as texts of definition files, and the choice of what they run on.
+
+`canary` is interrupted twice and ends by itself; `canary-cap` meets its cap on purpose: its script goes on after the
+steps that its file declares. Both keep nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from decimal import Decimal
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from gpufleet.infra.account import checks, doctor, quotas, rights
+from gpufleet.infra.bill.answer import headline
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.estimate import problems
+from gpufleet.infra.bill.project import bill_of
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import AwsRefused, DefinitionError, GpufleetError, PriceMissing
+
+NAMES = RUN, CAP = "canary", "canary-cap"
+MOST_USD = Decimal("0.50")
+FIS_USD = Decimal("0.20")  # two action-minutes at 0.10 USD (AWS Price List of AWSFIS, 2024-10-01)
+TRIED = 8  # types, the cheapest first
+TYPES = 3  # that the fleets may choose from: one whose zones are all taken is no reason to give up
+PYTORCH = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
+PYTHON = "public.ecr.aws/docker/library/python:3.13-slim"  # for the cap, which needs no torch: it boots sooner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """How long things take on AWS, and in the embedded AWS. Seconds, but for counts and hours."""
+
+    steps: int  # of the run that is interrupted
+    pace_s: float  # of a step
+    every: int  # steps between two checkpoints
+    cap_hours: str  # what the other run may take, its boot included
+    heartbeat_s: float
+    poll_s: float
+    patience_s: float  # what any one event may take, a node among them
+    stop_s: float  # from now to the hour of the schedule and to the expiry that are tried
+    device: str = "cuda"
+
+
+AWS = Scale(
+    steps=600, pace_s=0.5, every=20, cap_hours="0.25", heartbeat_s=10, poll_s=5, patience_s=1500, stop_s=150
+)  # fmt: skip
+EMBEDDED = Scale(
+    steps=120, pace_s=0.1, every=20, cap_hours="0.04", heartbeat_s=1, poll_s=0.3, patience_s=400, stop_s=20,
+    device="cpu",
+)  # fmt: skip
+
+
+def text(name: str, run: str, region: str, zones: list[str], types: list[str], scale: Scale) -> str:
+    """The definition file of one of the stacks."""
+    capped = name == CAP
+    step_ms = json.dumps({load_catalog().instances[each].gpu.name: scale.pace_s * 1000 for each in types})
+    steps = scale.every if capped else scale.steps
+    return f"""\
+# {name}: {"a cap, met on purpose" if capped else "the first run on an account"}. Written by `gpufleet canary`.
+run: {{id: {run}, owner: canary}}
+job:
+  image: {PYTHON if capped else PYTORCH}
+  code: {{folder: code}}
+  command: python3 train.py {{checkpoints}} {{outputs}} {10**6 if capped else steps} {scale.pace_s} {scale.every}
+  device: {scale.device}
+  checkpoint:
+    each: step-{{step}}.bin
+    every: {{steps: {scale.every}}}
+    size_gb: 0.064
+    keep_on_disk: 3
+    heartbeat_s: {scale.heartbeat_s}
+  progress: {{stdout: '^step (?P<step>\\d+) loss (?P<loss>[\\d.]+)'}}
+  stop: {{grace_s: 5}}
+  work: {{steps: {steps}, step_ms: {step_ms}}}
+fleet:
+  region: {region}
+  zones: {json.dumps(zones)}
+  instance_types: {json.dumps(types)}
+storage:
+  keep: {{bucket: false}}
+estimate:
+  capacity_wait_minutes: 0.05
+  setup_minutes: {0.05 if scale.device == "cpu" else 6}
+  restart_minutes: {0.05 if scale.device == "cpu" else 6}
+limits: {{max_usd: {"0.12" if capped else "0.18"}, max_hours: {scale.cap_hours if capped else 1}}}
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """What the stacks run on, and what they may cost."""
+
+    types: list[str]
+    zones: list[str]
+    usd: Decimal  # the most: both caps, and the notice
+    lines: list[str]  # the bill, for people
+
+
+def write(project: Path, run: str, region: str, chosen: tuple[list[str], list[str]], scale: Scale) -> None:
+    """Writes both definition files, and the script."""
+    types, zones = chosen
+    (project / "code").mkdir(exist_ok=True)
+    (project / "code" / "train.py").write_bytes((Path(__file__).parent / "code" / "train.py").read_bytes())
+    for name in NAMES:
+        (project / "stacks" / f"{name}.yaml").write_text(text(name, run, region, zones, types, scale), encoding="utf-8")
+
+
+def definition(project: Path, name: str) -> StackDefinition:
+    """One of the stacks, as its file has it now."""
+    return load(project / "stacks" / f"{name}.yaml", now=datetime.now(UTC), past_deadline=True)
+
+
+def choose(project: Path, run: str, region: str, client: Callable[[str], Any], scale: Scale, *, notice: bool) -> Chosen:
+    """The cheapest types that the account may launch, in the zones that offer them; writes the files for them. Raises
+    GpufleetError, with a sentence for each that stands in the way, before anything is made in the account.
+    """
+    catalog, reasons, fitting, zones = load_catalog(), list[str](), list[str](), set[str]()
+    if region not in catalog.regions():
+        raise GpufleetError(f"--region {region}: allowed are {', '.join(catalog.regions())}, the regions with prices")
+    offers = _offers(client("ec2"), region, list(_cheapest(region)))
+    for kind in islice(_cheapest(region), TRIED):
+        if len(fitting) == TYPES:
+            break
+        if not offers.get(kind, set()) or not zones <= offers[kind]:
+            reasons.append(f"{kind}: not offered in {', '.join(sorted(zones)) or region}")
+            continue
+        write(project, run, region, ([kind], sorted(offers[kind])), scale)
+        try:
+            for name in NAMES:
+                _bill(project, name)
+        except (DefinitionError, PriceMissing) as error:
+            reasons.append(f"{kind}: its price is above what the canary may cost ({_first(error)})")
+            continue
+        allowed = list(quotas.vcpu_quotas(definition(project, RUN), client("service-quotas"), client("ec2")))
+        if lacking := [each for each in allowed if each.state == "problem"]:
+            reasons.append(f"{kind}: {lacking[0].found}. {lacking[0].fix.splitlines()[0]}")
+            continue
+        fitting, zones = [*fitting, kind], zones or offers[kind]
+    if not fitting:
+        raise AwsRefused(
+            "the canary found no type that it may launch, and nothing was made:\n  - " + "\n  - ".join(reasons)
+        )
+    write(project, run, region, (fitting, sorted(zones)), scale)
+    _refuse_account(definition(project, RUN), client)
+    lines, most = [], Decimal(0)
+    for name in NAMES:
+        lines.append(f"{name}: {headline(_bill(project, name))}")
+        most += definition(project, name).limits.max_usd
+    if notice:
+        lines.append(f"a notice by AWS Fault Injection Service: {FIS_USD} USD, two action-minutes")
+        most += FIS_USD
+    if most > MOST_USD:
+        raise GpufleetError(f"the canary would cost up to {most} USD, above its {MOST_USD}: nothing was made")
+    return Chosen(types=fitting, zones=sorted(zones), usd=most, lines=lines)
+
+
+def _refuse_account(stack: StackDefinition, client: Callable[[str], Any]) -> None:
+    """Raises AwsRefused for rights, roles and networks that are missing, each named."""
+    groups = (
+        lambda: rights.check(stack, client("sts"), client("iam")),
+        lambda: checks.service_roles(stack, client("iam")),
+        lambda: quotas.vpc_quota(stack, client("ec2"), client("service-quotas")),
+    )
+    found = [each for group in groups for each in doctor.guarded(group) if each.state == "problem"]
+    if found:
+        said = "\n  - ".join(f"{each.found}. {each.fix}".rstrip(". ") for each in found)
+        raise AwsRefused(f"the canary cannot run in this account, and nothing was made:\n  - {said}")
+
+
+def _bill(project: Path, name: str) -> Bill:
+    """The stack's bill. Raises DefinitionError where it does not fit into the stack's limits."""
+    stack = definition(project, name)
+    bill = bill_of(stack, project, load_catalog())
+    if found := list(problems(stack, bill)):
+        raise DefinitionError(str(stack.source), found)
+    return bill
+
+
+def _cheapest(region: str) -> Iterator[str]:
+    """The usable types of one GPU of a region, by their spot price."""
+    catalog = load_catalog()
+    priced = []
+    for kind in catalog.instances.values():
+        zones = catalog.spot_zones(kind.type, region)
+        if zones and not kind.unusable and kind.gpu_count == 1 and region in (kind.regions or (region,)):
+            priced.append((max(each.price.amount for each in zones), kind.type))
+    yield from (kind for _, kind in sorted(priced))
+
+
+def _offers(ec2: Any, region: str, types: list[str]) -> dict[str, set[str]]:
+    """The zones, by name, that offer each type."""
+    filters = [{"Name": "instance-type", "Values": types}]
+    pages = ec2.get_paginator("describe_instance_type_offerings").paginate(
+        LocationType="availability-zone", Filters=filters
+    )
+    found: dict[str, set[str]] = {}
+    known = load_catalog().zones(region)
+    for page in pages:
+        for each in page["InstanceTypeOfferings"]:
+            if each["Location"] in known:
+                found.setdefault(each["InstanceType"], set()).add(each["Location"])
+    return found
+
+
+def _first(error: GpufleetError) -> str:
+    """The last line of an error, which says what is allowed."""
+    return str(error).splitlines()[-1].strip(" -")

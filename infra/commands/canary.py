@@ -1,0 +1,147 @@
+"""`gpufleet canary`: the first run on an account, for less than half a dollar, and a file of what AWS did."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gpufleet.infra.account import aws, checks
+from gpufleet.infra.canary import assumptions, notice, proof, stacks
+from gpufleet.infra.canary.flight import Flight
+from gpufleet.infra.definition.loader import project_root
+from gpufleet.infra.errors import AwsRefused, GpufleetError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Command-line arguments."""
+    parser.add_argument("--region", default="us-east-2", help="where it runs (default: %(default)s)")
+    parser.add_argument("--no-notice", action="store_true", help="leave out FIS, whose notice costs 0.20 USD")
+    parser.add_argument("--embedded", action="store_true", help="on the embedded AWS: what it does, without an account")
+    parser.add_argument("--yes", action="store_true", help="do not ask whether it may cost what it says")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when nothing was refuted and nothing is left, 1 when something was."""
+    root = project_root(Path.cwd())
+    if args.embedded:
+        return _embedded(args, root)
+    if os.environ.get("AWS_ENDPOINT_URL"):
+        raise GpufleetError("AWS_ENDPOINT_URL is set: unset it for a canary on AWS, or write --embedded")
+    try:
+        from gpufleet.rehearsal import scratch
+        from gpufleet.rehearsal.engine import Pulumi
+    except ImportError as error:
+        raise GpufleetError(f"the canary is not installed ({error}): pip install 'gpufleet[rehearsal]'") from error
+
+    if shutil.which("pulumi") is None:
+        raise GpufleetError("pulumi is not on PATH: the canary's stacks are made by it, as yours will be")
+
+    def client(service: str) -> Any:
+        return aws.client(service, args.region)
+
+    if (who := checks.identity(client("sts"))).state == "problem":
+        raise AwsRefused(who.found)
+    by_notice = not args.no_notice and not (refused := notice.refused(client("fis")))
+    project = root / ".gpufleet" / "canary" / args.region
+    with scratch.locked(project.parent):
+        _of_before(project, client)
+        if not (project / "stacks").is_dir():
+            scratch.make(project, {})
+        chosen = stacks.choose(
+            project, f"c{uuid.uuid4().hex[:6]}", args.region, client, stacks.AWS, notice=by_notice
+        )  # fmt: skip
+        print(f"A canary in {args.region}, {who.found}, on {' or '.join(chosen.types)}: at most {chosen.usd} USD.")
+        for line in chosen.lines:
+            print(f"  {line}")
+        if not by_notice and not args.no_notice:
+            print(f"  no notice by FIS: {refused}")
+        if not args.yes and not _agreed():
+            raise GpufleetError("nothing was made. `--yes` begins without asking")
+        state = project / "state"
+        state.mkdir(exist_ok=True)
+        settings = _of_user(state)
+
+        def engine(name: str) -> AbstractContextManager[Any]:
+            return _opened(Pulumi(project, settings, name, lambda line: None))
+
+        flight = Flight(
+            project=project,
+            scale=stacks.AWS,
+            client=client,
+            engine=engine,
+            environment={**os.environ},
+            by_notice=by_notice,
+            say=print,
+        )
+        return _flown(flight, args.region, root / proof.FOLDER, embedded=False)
+
+
+def _of_user(state: Path) -> Mapping[str, str]:
+    """The user's AWS variables, and an engine's state of the canary's own."""
+    own = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    backend = {"PULUMI_BACKEND_URL": f"{state.resolve().as_uri()}?metadata=skip"}
+    home = {"PULUMI_HOME": os.environ["PULUMI_HOME"]} if "PULUMI_HOME" in os.environ else {}
+    return {**own, **backend, **home, "PULUMI_CONFIG_PASSPHRASE": "canary"}  # nothing in it is secret
+
+
+@contextmanager
+def _opened(engine: Any) -> Iterator[Any]:
+    yield engine
+
+
+def _of_before(project: Path, client: Any) -> None:
+    """Removes what a canary that was killed has left, in the account and of its engine's state."""
+    if not (project / "stacks").is_dir():
+        return
+    flight = Flight(
+        project=project, scale=stacks.AWS, client=client, engine=_opened, environment={}, by_notice=True, say=print
+    )
+    flight.leave_nothing()
+    if flight.facts.seen["left.at_end"] != [0]:
+        raise AwsRefused("an earlier canary has left what could not be removed: see above, and remove it first")
+    shutil.rmtree(project)
+
+
+def _agreed() -> bool:
+    return sys.stdin.isatty() and input("Go on? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _embedded(args: argparse.Namespace, root: Path) -> int:
+    """Flies on the embedded AWS, whose file says so and lies among the rehearsals."""
+    from gpufleet.rehearsal import environment
+
+    environment.forget_account()
+    try:
+        from gpufleet.rehearsal import canary
+        from gpufleet.rehearsal.cloud import Cloud
+    except ImportError as error:
+        raise GpufleetError(f"the embedded AWS is not there ({error}): pip install 'gpufleet[rehearsal]'") from error
+    with tempfile.TemporaryDirectory(prefix="gpufleet-canary-") as folder:
+        place = Path(folder)
+        with Cloud(place / "cloud", region=args.region, notice_s=canary.NOTICE_S, relaunch_delay_s=1.0) as cloud:
+            flight = canary.flight(place / "project", cloud, say=print, by_notice=not args.no_notice)
+            nodes = canary.nodes(cloud, place / "nodes")
+            try:
+                return _flown(flight, args.region, root / "rehearsals" / "canary", embedded=True)
+            finally:
+                nodes.close()
+
+
+def _flown(flight: Flight, region: str, folder: Path, *, embedded: bool) -> int:
+    """Flies, writes the file, and prints what was refuted."""
+    why = flight.fly()
+    made = proof.make(flight, region, datetime.now(UTC), embedded=embedded, why=why)
+    path = proof.write(made, folder)
+    for line in proof.lines(assumptions.judge(flight.facts)):
+        print(line)
+    print(f"{proof.summary(made)} {path}")
+    return int(bool(why) or any(each["state"] == "refuted" for each in made["assumptions"]))

@@ -1,0 +1,54 @@
+"""A canary on the embedded AWS: the same flight, with rehearsed nodes in the place of EC2's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any
+
+from gpufleet.infra.canary import stacks
+from gpufleet.infra.canary.flight import Flight
+from gpufleet.infra.canary.stacks import EMBEDDED
+from gpufleet.rehearsal import environment, scratch
+from gpufleet.rehearsal import fis as fis  # moto's service, with notices
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.engine import Engine
+from gpufleet.rehearsal.node import NodeRunner
+
+NOTICE_S = 120.0  # as AWS gives; a test of something else waits less long
+
+
+def flight(
+    project: Path,
+    cloud: Cloud,
+    *,
+    say: Callable[[str], None],
+    real: bool | None = None,
+    by_notice: bool = True,
+) -> Flight:
+    """A flight in a new scratch project against this cloud. `real`: as Engine.open has it."""
+    scratch.make(project, {})
+    settings = cloud.environment()
+
+    def engine(name: str) -> AbstractContextManager[Any]:
+        with suppress(FileNotFoundError):
+            (project / "in-process.json").unlink()  # of the stack before, which is destroyed
+        return Engine.open(project, settings, name, real=real)
+
+    stacks.choose(project, "r1", cloud.region, cloud.client, EMBEDDED, notice=by_notice)
+    return Flight(
+        project=project,
+        scale=EMBEDDED,
+        client=cloud.client,
+        engine=engine,
+        environment=environment.scratch(settings),
+        by_notice=by_notice,
+        say=say,
+    )
+
+
+def nodes(cloud: Cloud, folder: Path) -> NodeRunner:
+    """The machines of the cloud: the script runs with this Python."""
+    return NodeRunner(cloud, folder, lambda root: Path(sys.executable).parent)

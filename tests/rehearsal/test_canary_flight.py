@@ -1,0 +1,181 @@
+"""What a canary is refused before anything is made, its interruption by FIS, and whole flights."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+from engine_world import AMI
+
+from gpufleet.infra.canary import notice, stacks
+from gpufleet.infra.canary.assumptions import judge
+from gpufleet.infra.canary.flight import Flight, PhaseError
+from gpufleet.infra.cli import main
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.pin import pin
+from gpufleet.infra.errors import AwsRefused, GpufleetError
+from gpufleet.job.contract.done import Done
+from gpufleet.rehearsal import canary, gate, scratch
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.gate import NODE_KEY, Gate
+from gpufleet.rehearsal.launch import Launcher
+
+DIGEST = "@sha256:" + "5" * 64
+GPU_SPOT = "L-3819A6DF"
+
+
+@pytest.fixture
+def cloud(tmp_path: Path) -> Iterator[Cloud]:
+    with Cloud(tmp_path / "cloud", clock=ManualClock()) as made:
+        yield made
+
+
+def choose(cloud: Cloud, tmp_path: Path, *, by_notice: bool = True) -> stacks.Chosen:
+    project = scratch.make(tmp_path / "project", {})
+    return stacks.choose(project, "r1", cloud.region, cloud.client, stacks.AWS, notice=by_notice)
+
+
+def test_the_bill_is_within_half_a_dollar_and_names_each_part(cloud: Cloud, tmp_path: Path) -> None:
+    chosen = choose(cloud, tmp_path)
+    assert chosen.usd <= stacks.MOST_USD
+    assert [line.partition(":")[0] for line in chosen.lines] == [
+        "canary",
+        "canary-cap",
+        "a notice by AWS Fault Injection Service",
+    ]
+    assert chosen.types[0] == "g4dn.xlarge"
+    assert cloud.leftovers() == {}
+
+
+def test_without_a_quota_it_is_refused_with_a_sentence(
+    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "TRIED", 1)
+    cloud.quotas[GPU_SPOT] = 0
+    with pytest.raises(AwsRefused, match=r"nothing was made:\n  - g4dn.xlarge: All G and VT Spot .* is 0 vCPUs"):
+        choose(cloud, tmp_path)
+    assert cloud.leftovers() == {}
+
+
+def test_a_right_that_is_missing_is_named(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "TYPES", 1)
+    cloud.deny("CreateRole")
+    with pytest.raises(AwsRefused, match=r"nothing was made:\n.*lacks: iam:CreateRole"):
+        choose(cloud, tmp_path)
+    assert cloud.leftovers() == {}
+
+
+def test_a_price_above_the_cap_is_refused(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "TYPES", 1)
+    monkeypatch.setattr(stacks, "MOST_USD", Decimal("0.40"))
+    with pytest.raises(GpufleetError, match=r"up to 0.50 USD, above its 0.40: nothing was made"):
+        choose(cloud, tmp_path)
+    assert choose(cloud, tmp_path / "again", by_notice=False).usd == Decimal("0.30")
+
+
+def test_where_nothing_is_offered_each_type_says_so(
+    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "_offers", lambda *_: {})
+    with pytest.raises(AwsRefused, match=r"g4dn\.xlarge: not offered in us-east-2"):
+        choose(cloud, tmp_path)
+
+
+def test_a_flight_that_breaks_off_leaves_nothing(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def pinned(flown: Flight, *words: str) -> str:
+        file = flown.project / "stacks" / f"{words[1]}.yaml"
+        images = {"image": stacks.PYTORCH + DIGEST, "supervisor_image": stacks.PYTHON + DIGEST}
+        pin(file, ami=AMI, **images)
+        return ""
+
+    def broken(flown: Flight, stack: StackDefinition, planned: list[str]) -> Done:
+        notice.interrupt(stack, cloud.instances()[0].id, cloud.client, lambda _: None)
+        assert cloud.leftovers() != {}
+        raise PhaseError("canary: nothing new")
+
+    def wait(seconds: float) -> None:
+        assert isinstance(cloud.clock, ManualClock)
+        cloud.clock.advance(seconds)
+        cloud.tick()
+
+    monkeypatch.setattr(stacks, "TYPES", 1)
+    monkeypatch.setattr(Flight, "command", pinned)
+    monkeypatch.setattr(Flight, "_watch", broken)
+    with forked.programs(tmp_path / "project"):
+        flown = canary.flight(tmp_path / "project", cloud, say=said.append, real=False)
+        flown.sleep = wait
+        assert flown.fly() == "canary: nothing new"
+    assert cloud.leftovers() == {}
+    assert cloud.client("fis").list_experiment_templates()["experimentTemplates"] == []
+    assert said[-1] == "AWS shows nothing more of it."
+
+
+def ids_of(tree: dict[str, Any], state: str) -> set[str]:
+    return {each["id"] for each in tree["assumptions"] if each["state"] == state}
+
+
+@pytest.mark.slow
+def test_a_clean_flight_holds_all_but_what_needs_a_gpu_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "stacks").mkdir()
+    monkeypatch.chdir(tmp_path)
+    code = main(["canary", "--embedded", "--yes"])
+    said = capsys.readouterr().out
+    (path,) = (tmp_path / "rehearsals" / "canary").glob("*.json")
+    tree = json.loads(path.read_text())
+    assert ids_of(tree, "refuted") == set(), said
+    assert ids_of(tree, "not met") == {"gpu-computes"}, said
+    assert code == 0
+    assert "AWS shows nothing more of it." in said
+
+
+@pytest.mark.slow
+def test_what_aws_does_otherwise_to_nodes_is_named_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notice of 30 s, a wrong hop limit, a log driver that drops, a slow bucket, and a right refused to nodes."""
+    run, answer = Launcher._run, Gate.__call__
+
+    def with_hops(*words: Any) -> Any:
+        made = run(*words)
+        made.hops = 2
+        return made
+
+    def otherwise(asked: Gate, environ: dict[str, Any], start: Any) -> Any:
+        large = int(environ.get("CONTENT_LENGTH") or 0) > 500_000 and NODE_KEY in environ.get("HTTP_AUTHORIZATION", "")
+        if large and environ["PATH_INFO"].startswith("/gpufleet-canary-cap-"):
+            time.sleep(31)  # the log of this stack is whole: by its lines it is known when a checkpoint was due
+        drops = str(environ.get("HTTP_X_AMZ_TARGET", "")).endswith("PutLogEvents")
+        told = gate._body(environ) if drops else b""
+        if b" loss " in told and b"spot notice" not in told and b"gpufleet-canary-cap-" not in told:
+            return gate._send(start, environ, *gate._unauthorized("logs", "PutLogEvents"))
+        return answer(asked, environ, start)
+
+    monkeypatch.setattr(Launcher, "_run", with_hops)
+    monkeypatch.setattr(Gate, "__call__", otherwise)
+    with Cloud(tmp_path / "cloud", notice_s=30, relaunch_delay_s=1) as cloud:
+        cloud.deny("DescribeSpotPriceHistory", node=True)
+        flight = canary.flight(tmp_path / "project", cloud, say=lambda line: None, real=False)
+        nodes = canary.nodes(cloud, tmp_path / "nodes")
+        try:
+            assert flight.fly() == ""
+        finally:
+            nodes.close()
+        assert cloud.leftovers() == {}
+    assert {each.assumption.id for each in judge(flight.facts) if each.state == "refuted"} == {
+        "notice-left",
+        "metadata-closed",
+        "log-share",
+        "save-published",
+        "price-asked",
+    }
