@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "job")]
+sys.path.insert(0, str(ROOT))
 
-from command_world import PYTHON, CommandJob, kill, parameters  # noqa: E402 - of the tests
+from tests.job.command_world import PYTHON, CommandJob, kill, parameters  # noqa: E402 - of the tests
 
 SCRIPT = """
 import json, os, sys, time

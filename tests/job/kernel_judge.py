@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from torch import Tensor
-from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import planted, wire
 from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME
@@ -18,6 +17,7 @@ from gpufleet.job.experiments.kernel.judge.planted import Candidate
 from gpufleet.job.experiments.kernel.judge.verdict import Switches, Verdict
 from gpufleet.job.experiments.kernel.judge.worker import Process, Workers
 from gpufleet.job.experiments.kernel.spec import Funnel
+from tests.waiting import HANG_S
 
 LIMITS = Funnel(candidate_s=HANG_S, trials=2, memory_gb=2.0, workers=2)
 SEED = 1337

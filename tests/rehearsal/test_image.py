@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.errors import GpufleetError
@@ -23,6 +22,7 @@ from gpufleet.rehearsal import images, registry
 from gpufleet.rehearsal.images import Docker
 from gpufleet.rehearsal.node import STANDINS
 from gpufleet.rehearsal.rehearse import rehearse
+from tests.repository import ROOT
 
 DIGEST = "sha256:" + "ab" * 32
 IMAGE = "public.ecr.aws/docker/library/python:3.13-slim"

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.definition.loader import load, rehearsal_text
 from gpufleet.infra.definition.model import StackDefinition
@@ -24,6 +23,7 @@ from gpufleet.job.contract import environment
 from gpufleet.job.contract.messages import Observed
 from gpufleet.rehearsal import evidence, own, plumbing, rehearse, report
 from gpufleet.rehearsal.evidence import Resumption
+from tests.repository import ROOT
 
 TEXT = """
 run: {id: r1, owner: you}

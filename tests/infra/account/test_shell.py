@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from commands_world import declare_bucket, declare_fleet, put
 
 from gpufleet.infra.account import aws, shell, tensorboard
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import AwsRefused, GpufleetError
 from gpufleet.job.contract import metrics
 from gpufleet.rehearsal.cloud import Cloud
+from tests.infra.commands_world import declare_bucket, declare_fleet, put
 
 SESSION = {"SessionId": "s-1", "TokenValue": "secret", "StreamUrl": "wss://stream", "ResponseMetadata": {}}
 
