@@ -41,13 +41,13 @@ test-experiments: .venv/ready ## run the tests of the ready-made jobs: their dat
 # What moves the clock is compiled when it is installed; tests/dates.py says what that needs where it could not be.
 test-dates: .venv/ready ## run them as of other days: DAY='29 February' TESTS=tests/released
 	@$(BIN)/python -c 'import libfaketime' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt libfaketime || true
-	@OMP_NUM_THREADS=1 $(BIN)/python tests/dates.py $(if $(DAY),--day '$(DAY)') $(if $(CI),--or-skip) $(TESTS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.dates $(if $(DAY),--day '$(DAY)') $(if $(CI),--or-skip) $(TESTS)
 
 test-slow: .venv/ready ## run the tests that take minutes each
 	$(BIN)/python -m pytest -m slow
 
 chaos: .venv/ready ## inject seeded faults, and print one table: MINUTES=10 SEED=1 KIND='S3 faults'
-	@OMP_NUM_THREADS=1 $(BIN)/python tests/chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --kind '$(KIND)'
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --kind '$(KIND)'
 
 test-all: .venv/ready policy/.venv/ready ## install the optional parts, and run what `make test` leaves out
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'

@@ -22,10 +22,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "rehearsal"), str(ROOT / "tests" / "infra")]
+sys.path.insert(0, str(ROOT))
 
-from killed import Mode  # noqa: E402 - of the tests
-from killed_calls import WAYS, KilledCall, SharedAccount, shared_account  # noqa: E402
+from tests.rehearsal.killed import Mode  # noqa: E402 - of the tests
+from tests.rehearsal.killed_calls import WAYS, KilledCall, SharedAccount, shared_account  # noqa: E402
 
 MODES: tuple[Mode, ...] = ("killed", "no answer")
 NEVER = 1_000_000

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-import own_prices  # noqa: F401 - before anything has read the catalog
 import pytest
-from dates import MOVED_CLOCK
-from waiting import children
 
 from gpufleet.rehearsal.environment import forget_account
+from tests import own_prices  # noqa: F401 - before anything has read the catalog
+from tests.dates import MOVED_CLOCK
+from tests.waiting import children
 
 # A shell starts what it puts in the background with Ctrl-C ignored, and every process started from there inherits it.
 # The tests press Ctrl-C themselves.

@@ -1,4 +1,4 @@
-"""The tests as of other days: `make test-dates`, or `python tests/dates.py --day 'ten years ahead' tests/released`.
+"""The tests as of other days: `make test-dates`, or `python -m tests.dates --day 'ten years ahead' tests/released`.
 
 libfaketime moves the clock of the tests and of what they start. It does not reach the Pulumi engine, which asks the
 kernel, nor the times of files, nor a container's processes, whose environment is their own: tests that stand on these

@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from repository import ROOT
-
 from gpufleet.rehearsal import engine
+from tests.repository import ROOT
 
 SERVER = """# forked
 import json, os, runpy, sys

@@ -7,8 +7,6 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from cost_definitions import definition
-from supervisor_world import Bench
 
 from gpufleet.infra.bill import lines, record
 from gpufleet.infra.bill.estimate import price
@@ -16,6 +14,8 @@ from gpufleet.infra.catalog import Catalog, load_catalog
 from gpufleet.infra.catalog.files import Price
 from gpufleet.infra.catalog.items import known_items
 from gpufleet.infra.definition.model import StackDefinition
+from tests.infra.cost_definitions import definition
+from tests.job.supervisor_world import Bench
 
 GATEWAY = Price(amount=Decimal("0.25"), unit="hour", source="a test", as_of=date(2026, 11, 26), status="verified")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chaos import __main__ as chaos
-from chaos import kinds
+
+from tests.chaos import __main__ as chaos
+from tests.chaos import kinds
 
 # The others are tests of their own, at one seed.
 QUICK = ["S3 faults", "clocks set", "metadata faults", "node refused"]

@@ -15,8 +15,9 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from command_files import command_file
-from repository import ROOT
+
+from tests.infra.command_files import command_file
+from tests.repository import ROOT
 
 ROW = '    "plan": SavingsPlan,\n'
 TABLE = "WAYS: dict[str, type[Market]] = {  # by fleet.capacity\n"

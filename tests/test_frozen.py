@@ -14,12 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import freezing
 import pulumi
 import pytest
-from declared_world import declare
-from repository import ROOT
-from supervisor_world import Bench, interrupted
 
 from gpufleet.infra.cli import main
 from gpufleet.infra.definition.loader import load
@@ -27,6 +23,10 @@ from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.infra.program.resources.identity import node_statements
 from gpufleet.job.kind import EXPERIMENTS
 from gpufleet.rehearsal import scratch
+from tests import freezing
+from tests.infra.declared_world import declare
+from tests.job.supervisor_world import Bench, interrupted
+from tests.repository import ROOT
 
 FROZEN = Path(__file__).parent / "frozen"
 

@@ -6,7 +6,8 @@ import re
 
 import guards
 import pytest
-from repository import ROOT
+
+from tests.repository import ROOT
 
 LISTED = guards.guards()
 ROWS = re.findall(r"^\| (?!Sentence )(\S.*?) \| (.*?) \|", (ROOT / "docs" / "guarantees.md").read_text(), re.MULTILINE)

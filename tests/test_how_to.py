@@ -7,15 +7,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pages
 import pytest
 import yaml
-from repository import ROOT
 
 from gpufleet.infra.cli import COMMANDS
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.job.kind.command import CommandConfig
+from tests import pages
+from tests.repository import ROOT
 
 PAGE = ROOT / "docs" / "how-to.md"
 BASE = """

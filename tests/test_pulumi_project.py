@@ -8,10 +8,10 @@ import tomllib
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from repository import ROOT
 
 from gpufleet.infra.definition.selected import DEFINITION, SCENARIO
 from gpufleet.infra.program.project import PROGRAM_TEXT, pulumi_yaml
+from tests.repository import ROOT
 
 PROJECT = yaml.safe_load((ROOT / "Pulumi.yaml").read_text())
 PINNED = set(re.findall(r"(?m)^([\w.-]+)==", (ROOT / "constraints.txt").read_text()))

@@ -21,14 +21,14 @@ import subprocess
 from decimal import Decimal
 from pathlib import Path
 
-import pages
 import pytest
-from pages import run
-from repository import ROOT
 
 from gpufleet.infra.cli import COMMANDS
 from gpufleet.infra.definition.loader import PROGRAM, SCHEMA
 from gpufleet.job.kind import EXPERIMENTS
+from tests import pages
+from tests.pages import run
+from tests.repository import ROOT
 
 README = pages.README.read_text()
 CODE = re.compile(r"`([^`\n]+)`")

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import review_world
 import yaml
-from command_files import command_file
-from repository import ROOT
+
+from tests.infra import review_world
+from tests.infra.command_files import command_file
+from tests.repository import ROOT
 
 FILLED = {"example.org": "example.com", "LicenseRef-not-chosen": "MIT", 'version = "0.1.0"': 'version = "0.2.0"'}
 MAKEFILE = "check-dist:\n\tmkdir dist && touch dist/made\nrelease:\n\t@.ci/release '$(VERSION)'\n"

@@ -11,7 +11,8 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
-from repository import ROOT
+
+from tests.repository import ROOT
 
 PACKAGES = ("job", "infra", "rehearsal")
 # From the ground up. A name with a dot is a room by itself, apart from the one that it lies in.

@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from repository import ROOT
 
 from gpufleet.job.kind import JobConfig
+from tests.repository import ROOT
 
 NEW = {
     "spec.py": "job/experiments/toy/spec.py",

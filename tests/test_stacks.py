@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.bill.estimate import price, problems
 from gpufleet.infra.catalog import load_catalog
@@ -33,6 +32,7 @@ from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.kind import EXPERIMENTS, batch
 from gpufleet.job.kind.command import CommandConfig
 from gpufleet.job.kind.convert import describe
+from tests.repository import ROOT
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 STACKS = [ROOT / "stacks" / f"{name}.yaml" for name in EXPERIMENTS]  # a user's own files are their own affair

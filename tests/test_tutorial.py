@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pages
+from tests import pages
 
 PAGE = pages.TUTORIAL.read_text()
 

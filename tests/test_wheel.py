@@ -19,11 +19,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import pages
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.inputs import archive
+from tests import pages
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.wheel
 COMMANDS = re.findall(r"(?ms)^```sh own\n(.*?)^```$", (ROOT / "README.md").read_text())[0].splitlines()

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from repository import ROOT
+from tests.repository import ROOT
 
 TRAIN = """\
 import pathlib, sys, time

@@ -1,4 +1,4 @@
-"""Seeded faults for some minutes, and one table: `make chaos`, or `python tests/chaos --minutes 10 --seed 1`.
+"""Seeded faults for some minutes, and one table: `make chaos`, or `python -m tests.chaos --minutes 10 --seed 1`.
 
 Every kind comes at least once; then the one that has had the least time is next. A kind's runs have the seeds SEED,
 SEED + 1, and so on, so that `--kind` with a failed run's seed repeats that run.
@@ -20,10 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS.parent), str(TESTS), *(str(TESTS / part) for part in ("infra", "job", "rehearsal"))]
-
-from gpufleet.rehearsal.environment import forget_account  # noqa: E402
+from gpufleet.rehearsal.environment import forget_account
 
 SHOWN = 4000  # bytes of what a failed run has printed
 Kind = Callable[[int, Path], int]
@@ -105,7 +102,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--kind", default="", help="only this one")
     args = parser.parse_args(argv)
     forget_account()
-    from chaos import kinds
+    from tests.chaos import kinds
 
     if args.kind and args.kind not in kinds.KINDS:
         parser.error(f"--kind {args.kind}: one of {', '.join(kinds.KINDS)}")

@@ -24,17 +24,10 @@ from typing import Any
 from unittest import mock
 
 import boto3
-import train_world
-from boot_stubs import DELETE, SHUTDOWN, StubNode
 from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ConnectionClosedError, ReadTimeoutError
 from botocore.response import StreamingBody
-from command_world import FORMATS
-from engine_world import pinned, project
-from killed import WRITES, Mode
-from killed_calls import shared_account
 from moto import mock_aws
-from supervisor_world import STEPS, Bench, FaultyStore, NodeDeath, state
 
 from gpufleet.job.contract import bucket, reading
 from gpufleet.job.contract.commit import Manifest
@@ -43,6 +36,13 @@ from gpufleet.job.supervisor.store import S3Store
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.imds import Imds
+from tests.infra.boot_stubs import DELETE, SHUTDOWN, StubNode
+from tests.job import train_world
+from tests.job.command_world import FORMATS
+from tests.job.supervisor_world import STEPS, Bench, FaultyStore, NodeDeath, state
+from tests.rehearsal.engine_world import pinned, project
+from tests.rehearsal.killed import WRITES, Mode
+from tests.rehearsal.killed_calls import shared_account
 
 TESTS = Path(__file__).parents[1]
 CALLS = 75  # `up` and `destroy` have more of them each

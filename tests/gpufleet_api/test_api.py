@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import yaml
-from receipt_tree import place, receipt
-from repository import ROOT
 
 import gpufleet
 from gpufleet.infra.bill import record
 from gpufleet.infra.cli import main
+from tests.receipt_tree import place, receipt
+from tests.repository import ROOT
 
 SMALL: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "program" / "training.yaml").read_text())
 SMALL["job"]["code"] = None

@@ -18,8 +18,6 @@ from typing import Any
 
 import pytest
 import yaml
-from engine_world import AMI, IMAGE, edit
-from repository import ROOT
 
 import gpufleet
 from gpufleet._component import Host, TrainingRun
@@ -28,6 +26,8 @@ from gpufleet.rehearsal import provider
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Pulumi, settings
+from tests.rehearsal.engine_world import AMI, IMAGE, edit
+from tests.repository import ROOT
 
 PLUGIN = "pulumi-resource-gpufleet"
 

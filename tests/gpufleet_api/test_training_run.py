@@ -11,11 +11,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 import yaml
-from engine_world import AMI, IMAGE, edit
-from repository import ROOT
 
 from gpufleet.infra.definition.pin import pin
 from gpufleet.infra.review import policy
@@ -24,6 +21,9 @@ from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Pulumi, Result, settings
 from gpufleet.rehearsal.environment import scratch
+from tests import forked
+from tests.rehearsal.engine_world import AMI, IMAGE, edit
+from tests.repository import ROOT
 
 EXAMPLE = ROOT / "examples" / "program"
 

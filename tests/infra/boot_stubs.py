@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import wait_for
 
 from gpufleet import job
 from gpufleet.infra.inputs import archive
@@ -31,6 +30,7 @@ from gpufleet.infra.program.boot import user_data
 from gpufleet.job.contract.aws import OWN_TAGS
 from gpufleet.job.contract.bucket import fleet_key
 from gpufleet.job.contract.reading import iso
+from tests.waiting import wait_for
 
 JOB = Path(job.__file__).parent
 PYTHON = os.environ.get("GPUFLEET_NODE_PYTHON", sys.executable)  # a node's is a Python 3.9

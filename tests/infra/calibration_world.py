@@ -7,13 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cost_definitions import definition
-
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence import calibration
 from gpufleet.job import measured
 from gpufleet.job.experiments.growth.spec import GrowthConfig
+from tests.infra.cost_definitions import definition
 
 PHASES = ("dense", "moe", "grown")
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from repository import ROOT
+from tests.repository import ROOT
 
 IMAGE = "docker.io/pytorch/pytorch:2.5.1"
 JOB: dict[str, Any] = {

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import review_world
-from commands_world import account, definition
-from commands_world import project as stack_project
 
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence.speeds import Expected, SpeedGroup, Speeds
 from gpufleet.infra.risk import unknown
 from gpufleet.rehearsal.cloud import Cloud
+from tests.infra import review_world
+from tests.infra.commands_world import account, definition
+from tests.infra.commands_world import project as stack_project
 
 
 @pytest.fixture

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import forked
-
 from gpufleet.rehearsal import scratch
 from gpufleet.rehearsal.engine import InProcess, Result
+from tests import forked
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from repository import ROOT
 
 from gpufleet.infra.bill.several import Several, StackRuns
 from gpufleet.infra.bill.side import Quantiles, exact
 from gpufleet.infra.commands import compare, cost
 from gpufleet.infra.errors import GpufleetError
+from tests.repository import ROOT
 
 H100 = 989.5e12  # dense bf16 FLOP/s
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"

@@ -12,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from repository import ROOT
+
+from tests.repository import ROOT
 
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 

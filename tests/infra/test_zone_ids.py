@@ -10,9 +10,6 @@ from ipaddress import IPv4Network
 from pathlib import Path
 
 import pytest
-from command_files import several_nodes
-from cost_definitions import definition, on_nodes
-from declared_world import declare
 
 from gpufleet.infra.account import aws, checks
 from gpufleet.infra.bill.estimate import price
@@ -23,6 +20,9 @@ from gpufleet.infra.definition.model import StackDefinition, Vpc
 from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.program.resources.network import VPC_CIDR, subnet_cidr
 from gpufleet.rehearsal.cloud import Cloud
+from tests.infra.command_files import several_nodes
+from tests.infra.cost_definitions import definition, on_nodes
+from tests.infra.declared_world import declare
 
 CATALOG = load_catalog()
 NOW = datetime(2026, 11, 26, tzinfo=UTC)

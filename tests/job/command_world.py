@@ -18,11 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import runs
-from dates import skip_where_the_clock_is_moved
-from repository import ROOT
-from waiting import T, wait_for
-
 from gpufleet.job import atomic
 from gpufleet.job.contract import commit
 from gpufleet.job.contract.commit import Commit
@@ -31,6 +26,10 @@ from gpufleet.job.contract.run import config_digest
 from gpufleet.job.kind import convert
 from gpufleet.job.kind.command import CommandConfig
 from gpufleet.job.kind.job import require
+from tests.dates import skip_where_the_clock_is_moved
+from tests.job import runs
+from tests.repository import ROOT
+from tests.waiting import T, wait_for
 
 OWN_CODE = Path(__file__).parent / "own_code"
 PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable

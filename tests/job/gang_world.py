@@ -21,10 +21,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import command_world
-import runs
-from supervisor_world import NodeDeath
-
 from gpufleet.job import atomic
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.attempt import Node
@@ -45,6 +41,8 @@ from gpufleet.job.supervisor.publish import commits
 from gpufleet.job.supervisor.rendezvous import Rendezvous
 from gpufleet.job.supervisor.store import ABSENT, ANY, Entry, MissingError, RefusedError, StoreError, TakenError
 from gpufleet.job.supervisor.world import Outside
+from tests.job import command_world, runs
+from tests.job.supervisor_world import NodeDeath
 
 START = runs.LAUNCHED
 STEP_S = 2.0

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from command_world import PYTHON, parameters
+from tests.job.command_world import PYTHON, parameters
 
 PRIVATE = "nobody but the supervisor has this"
 SCRIPT = """

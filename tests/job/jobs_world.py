@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from repository import ROOT
 
 from gpufleet.job.node.jobs import Jobs
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 from gpufleet.rehearsal.node import STANDINS
+from tests.repository import ROOT
 
 IDENTITY = InstanceIdentity(instance="i-1", type="g5.2xlarge", zone="us-east-2a", launched_at="")
 

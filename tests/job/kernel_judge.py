@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from torch import Tensor
-from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import planted, rules, tasks, timing, wire
 from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME, KernelTask
@@ -20,6 +19,7 @@ from gpufleet.job.experiments.kernel.judge.planted import Candidate
 from gpufleet.job.experiments.kernel.judge.verdict import Verdict
 from gpufleet.job.experiments.kernel.judge.worker import Process, Workers
 from gpufleet.job.experiments.kernel.spec import Funnel
+from tests.waiting import HANG_S
 
 LIMITS = Funnel(candidate_s=HANG_S, trials=2, memory_gb=2.0, workers=2)
 SEED = 1337

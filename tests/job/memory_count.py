@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import pretrain_world as pretrain
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,6 +27,7 @@ from gpufleet.job.experiments.pretrain.model import CharGpt
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.kind.common import Memory, Rung
+from tests.job import pretrain_world as pretrain
 
 SHAPES: tuple[dict[str, Any], ...] = (
     {"layers": 4, "width": 64, "head_dim": 32},

@@ -23,8 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from train_world import StopAt
-from waiting import HANG_S
 
 from gpufleet.job import atomic
 from gpufleet.job.experiments.dataset.prepare import publish
@@ -35,6 +33,8 @@ from gpufleet.job.experiments.engine.experiment import Experiment, Micro, Phase,
 from gpufleet.job.experiments.growth.spec import AdamW
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.kind.common import Rung
+from tests.job.train_world import StopAt
+from tests.waiting import HANG_S
 
 STEPS, ROWS, LENGTH, VOCAB = 12, 16, 9, 37
 WORLDS = 8  # that the processes of one launch form, one after another, at most
@@ -269,7 +269,7 @@ def one(
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-    PretrainConfig.trainer = "rank_world:RankExperiment"
+    PretrainConfig.trainer = "tests.job.rank_world:RankExperiment"
     if broken == "disk of rank 1" and rank == 1:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -329,5 +329,5 @@ def train_on_one_rank(workdir: Path) -> None:
 
 
 if __name__ == "__main__":  # under torchrun
-    PretrainConfig.trainer = "rank_world:RankExperiment"
+    PretrainConfig.trainer = "tests.job.rank_world:RankExperiment"
     sys.exit(trainer.main())

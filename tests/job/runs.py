@@ -12,13 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from repository import ROOT
-
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.experiments.dataset.prepare import prepare, read_manifest
 from gpufleet.job.experiments.dataset.sources import Generated
 from gpufleet.job.experiments.growth.spec import Batch, Eval, GrowthConfig, GrowthModel, Precision, TextData
 from gpufleet.job.kind import Checkpoint, Log
+from tests.repository import ROOT
 
 LAUNCHED = 1_800_000_000.0
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from waiting import wait_for
 
 from gpufleet.job.experiments.engine.export import export
 from gpufleet.job.experiments.pretrain.model import CharGpt
 from gpufleet.job.experiments.pretrain.serve.model import open_model
 from gpufleet.job.experiments.pretrain.serve.server import Server
 from gpufleet.job.experiments.pretrain.spec import CharModel
+from tests.waiting import wait_for
 
 SHAPE = CharModel(layers=2, width=32, head_dim=16)
 

@@ -14,8 +14,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import runs
-
 from gpufleet.job import atomic
 from gpufleet.job.contract.attempt import Node
 from gpufleet.job.contract.commit import Published
@@ -30,6 +28,7 @@ from gpufleet.job.supervisor.metadata import Metadata
 from gpufleet.job.supervisor.publish import Publisher, commits
 from gpufleet.job.supervisor.store import ANY, FolderStore, Store, StoreError
 from gpufleet.job.supervisor.world import Outside
+from tests.job import runs
 
 STEPS = 12  # of runs.TINY
 

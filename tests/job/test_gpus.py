@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import wait_for
 
 from gpufleet.job import gpus
 from gpufleet.job.gpus import MEAN_OF, Sample, Sampler
+from tests.waiting import wait_for
 
 
 def driver(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

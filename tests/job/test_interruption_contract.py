@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_world
-import runs
-from waiting import is_alive, wait_for
 
 from gpufleet.job.experiments.growth.spec import Batch, TextData
 from gpufleet.job.kind import Checkpoint
 from gpufleet.rehearsal.imds import Imds
+from tests.job import rank_world, runs
+from tests.waiting import is_alive, wait_for
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

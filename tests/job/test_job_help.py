@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import runs
 
 from gpufleet.job.__main__ import main, supervise
 from gpufleet.job.contract.codes import AttemptExit
 from gpufleet.job.node.container import command
 from gpufleet.job.node.settings import InstanceIdentity, Settings
+from tests.job import runs
 
 SETTINGS = Settings(
     **dict.fromkeys(["stack", "run", "region", "image", "bucket", "log_group", "run_config_sha256"], "x"),

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import train_world
 
 from gpufleet.job import atomic, probe
 from gpufleet.job.contract.codes import TrainerExit
 from gpufleet.job.contract.messages import Stop
 from gpufleet.job.experiments.engine.requests import Requests
+from tests.job import train_world
 
 
 class Fake:

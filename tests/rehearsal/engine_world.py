@@ -5,13 +5,12 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from repository import ROOT
-
 from gpufleet.infra.definition.loader import load, rehearsal_text
 from gpufleet.infra.definition.pin import pin
 from gpufleet.infra.inputs.prepare import prepared
 from gpufleet.rehearsal import scratch
 from gpufleet.rehearsal.account import AMI_PARAMETERS, ami_id
+from tests.repository import ROOT
 
 STACK = "tinystories-growth"
 DEFINITION = ROOT / "stacks" / f"{STACK}.yaml"

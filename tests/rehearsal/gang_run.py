@@ -14,11 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import runs
-from declared import fleet, role, template
-from repository import ROOT
-from waiting import wait_for
-
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.inputs import archive
 from gpufleet.infra.program.boot import user_data
@@ -30,6 +25,10 @@ from gpufleet.job.supervisor.store import S3Store
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.launch import CloudInstance
 from gpufleet.rehearsal.node import NodeRunner, RehearsalNode, _marked
+from tests.job import runs
+from tests.rehearsal.declared import fleet, role, template
+from tests.repository import ROOT
+from tests.waiting import wait_for
 
 BUCKET, GROUP, RUN = "gang", "gpufleet-logs", "r1"
 IMAGE = f"public.ecr.aws/x/train@sha256:{'0' * 64}"

@@ -17,13 +17,12 @@ from types import MappingProxyType
 from typing import Any, Literal
 from unittest import mock
 
-import forked
-from engine_world import STACK
-
 from gpufleet.rehearsal import gate, provider
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Pulumi, settings
 from gpufleet.rehearsal.environment import scratch
+from tests import forked
+from tests.rehearsal.engine_world import STACK
 
 READS = ("Describe", "Get", "List", "Head")
 WRITES = 45  # of an `up` from nothing, which a test counts

@@ -13,12 +13,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from command_files import FLEET, command_file
-from command_files import IMAGE as COMMAND_IMAGE
-from declared import fleet, template
-from engine_world import AMI, STACK, edit, pinned, project
-from killed import Mode, killed_engine
-
 from gpufleet.infra.cli import main
 from gpufleet.infra.definition.model import SUPERVISOR_IMAGE
 from gpufleet.job.node.outside import Objects
@@ -31,6 +25,11 @@ from gpufleet.rehearsal.engine import Engine, Pulumi
 from gpufleet.rehearsal.gate import NODE_KEY, SECRET
 from gpufleet.rehearsal.handlers import compute
 from gpufleet.rehearsal.launch import Reservation
+from tests.infra.command_files import FLEET, command_file
+from tests.infra.command_files import IMAGE as COMMAND_IMAGE
+from tests.rehearsal.declared import fleet, template
+from tests.rehearsal.engine_world import AMI, STACK, edit, pinned, project
+from tests.rehearsal.killed import Mode, killed_engine
 
 Tags = dict[str, str]
 WAYS = ("spot", "fallback", "block", "two nodes")  # of buying

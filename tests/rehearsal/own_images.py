@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from repository import ROOT
+from tests.repository import ROOT
 
 SHELL = ("sh", "bash", "cat", "chown", "cp", "env", "grep", "id", "ls", "mkdir", "mv", "rm", "sleep", "timeout", "true")
 NETWORK = "gpufleet-test"

@@ -8,16 +8,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 from botocore.exceptions import ClientError
-from declared import as_node
-from engine_world import STACK, pinned, project
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, InProcess
 from gpufleet.rehearsal.handlers import handler, table
+from tests import forked
+from tests.rehearsal.declared import as_node
+from tests.rehearsal.engine_world import STACK, pinned, project
 
 KEY = "arn:aws:kms:us-east-2:111122223333:key/0a1b"
 OTHER_KEY = KEY.replace("0a1b", "2c3d")

@@ -9,9 +9,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from command_files import FLEET, IMAGE, command_file
-from engine_world import AMI
-from repository import ROOT
 
 from gpufleet.infra.definition.model import SUPERVISOR_IMAGE
 from gpufleet.job.text import stamp
@@ -21,6 +18,9 @@ from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine
 from gpufleet.rehearsal.handlers import compute
 from gpufleet.rehearsal.launch import Reservation
+from tests.infra.command_files import FLEET, IMAGE, command_file
+from tests.rehearsal.engine_world import AMI
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
 

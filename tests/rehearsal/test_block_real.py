@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from dates import skip_where_the_clock_is_moved
-from repository import ROOT
 
 from gpufleet.rehearsal.rehearse import rehearse
+from tests.dates import skip_where_the_clock_is_moved
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.optional
 TRAIN = """\

@@ -13,9 +13,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import boto3
-import forked
 import pytest
-from engine_world import AMI
 
 from gpufleet.infra.account.fleet import fleets_of
 from gpufleet.infra.canary import notice, probes, stacks
@@ -30,6 +28,8 @@ from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.controller import FleetController
 from gpufleet.rehearsal.gate import SECRET, USER_KEY
 from gpufleet.rehearsal.schedules import Schedules
+from tests import forked
+from tests.rehearsal.engine_world import AMI
 
 DIGEST = "@sha256:" + "5" * 64
 SESSION = boto3.session.Session()

@@ -9,9 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
-from engine_world import AMI
 
 from gpufleet.infra.canary import notice, stacks
 from gpufleet.infra.canary.assumptions import judge
@@ -26,6 +24,8 @@ from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.gate import NODE_KEY, Gate
 from gpufleet.rehearsal.launch import Launcher
+from tests import forked
+from tests.rehearsal.engine_world import AMI
 
 DIGEST = "@sha256:" + "5" * 64
 GPU_SPOT = "L-3819A6DF"

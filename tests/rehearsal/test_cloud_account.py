@@ -12,11 +12,11 @@ from pathlib import Path
 import boto3
 import pytest
 from botocore.exceptions import ClientError
-from declared import AMI, as_node, fleet, living, role, template
 
 from gpufleet.rehearsal import registry
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
+from tests.rehearsal.declared import AMI, as_node, fleet, living, role, template
 
 
 @pytest.fixture

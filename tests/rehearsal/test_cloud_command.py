@@ -14,7 +14,8 @@ from typing import IO
 
 import boto3
 import pytest
-from repository import ROOT
+
+from tests.repository import ROOT
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from declared import describe, fleet, template
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication
-from waiting import HANG_S
 
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
+from tests.rehearsal.declared import describe, fleet, template
+from tests.waiting import HANG_S
 
 
 @pytest.fixture

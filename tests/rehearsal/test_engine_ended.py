@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
-from waiting import is_alive, wait_for
 
 from gpufleet.rehearsal.engine import streamed
+from tests.waiting import is_alive, wait_for
 
 
 def started(script: str) -> list[int]:

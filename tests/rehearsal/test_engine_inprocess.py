@@ -9,16 +9,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
-from declared import fleet
-from engine_world import DEFINITION, STACK, pinned, project
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.job.contract.bucket import FLEETS, fleet_key
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, InProcess, Result
+from tests import forked
+from tests.rehearsal.declared import fleet
+from tests.rehearsal.engine_world import DEFINITION, STACK, pinned, project
 
 DEFINITION_DAYS = load(DEFINITION, now=datetime.now(UTC)).storage.keep.days
 

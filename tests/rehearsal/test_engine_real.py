@@ -10,15 +10,15 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
-from engine_world import STACK, edit, pinned, project
-from repository import ROOT
 
 from gpufleet.job.contract.bucket import FLEETS, fleet_key
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, Pulumi, Result
+from tests import forked
+from tests.rehearsal.engine_world import STACK, edit, pinned, project
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
 FLEET, RIGHTS = "aws:ec2/fleet:Fleet", "aws:iam/rolePolicy:RolePolicy"

@@ -9,11 +9,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 from botocore.exceptions import ClientError
-from declared import as_node, describe, fleet, living, template
-from engine_world import STACK, pinned, project
 
 from gpufleet.infra.account import iam_policy
 from gpufleet.infra.account.iam_policy import AccessRequest
@@ -25,6 +22,9 @@ from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, InProcess
 from gpufleet.rehearsal.schedules import moment
+from tests import forked
+from tests.rehearsal.declared import as_node, describe, fleet, living, template
+from tests.rehearsal.engine_world import STACK, pinned, project
 
 HOURS = 6.0
 ON_DEMAND = {"TotalTargetCapacity": 0, "DefaultTargetCapacityType": "on-demand"}

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_world import STACK, pinned, project
-from repository import ROOT
 
 from gpufleet.job.contract.aws import SWITCH
 from gpufleet.job.node.schedule import KEPT
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine
+from tests.rehearsal.engine_world import STACK, pinned, project
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
 

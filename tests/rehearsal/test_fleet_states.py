@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError
-from declared import describe, events, fleet, living, subnets, template
 
 from gpufleet.job.text import stamp
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.launch import FLEET_ROLE
+from tests.rehearsal.declared import describe, events, fleet, living, subnets, template
 
 RUN = {"gpufleet:run": "r1"}
 

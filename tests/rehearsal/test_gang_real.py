@@ -12,19 +12,18 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import command_world as command
-import pretrain_world as pretrain
 import pytest
-import rank_world
 import torch
-import train_world
-from gang_run import IMAGE, GangRun, cloud_of_two, dataset_of, tree_of
 from safetensors.torch import load
 
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.messages import Observed
 from gpufleet.job.experiments.engine import __main__ as trainer
 from gpufleet.job.experiments.engine import parallel
+from tests.job import command_world as command
+from tests.job import pretrain_world as pretrain
+from tests.job import rank_world, train_world
+from tests.rehearsal.gang_run import IMAGE, GangRun, cloud_of_two, dataset_of, tree_of
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from command_files import several_nodes
-from declared import as_node, describe, living, role
-from test_node_rights import owned_fleet
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
@@ -21,6 +18,9 @@ from gpufleet.infra.program.resources import gather, machine, stop
 from gpufleet.infra.program.resources.identity import node_statements
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
+from tests.infra.command_files import several_nodes
+from tests.rehearsal.declared import as_node, describe, living, role
+from tests.rehearsal.test_node_rights import owned_fleet
 
 GROUP = "gpufleet-runs"
 

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import own_images
 import pytest
-from test_image import SCRIPT
 
 from gpufleet.job.contract.workdir import CONTROL, FIRST, SCRIPTS, USER
 from gpufleet.job.node.jobs import Jobs
 from gpufleet.job.node.jobs import name as jobs_name
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 from gpufleet.rehearsal.rehearse import rehearse
+from tests.rehearsal import own_images
+from tests.rehearsal.test_image import SCRIPT
 
 WHY_NOT = own_images.daemon() if sys.platform == "linux" else "needs Docker Engine on Linux"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]

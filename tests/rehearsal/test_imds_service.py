@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from botocore.credentials import InstanceMetadataFetcher, InstanceMetadataProvider
 from botocore.utils import IMDSFetcher
-from declared import fleet
-from waiting import HANG_S
 
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.gate import NODE_KEY
 from gpufleet.rehearsal.imds import Fault, Imds
+from tests.rehearsal.declared import fleet
+from tests.waiting import HANG_S
 
 ACTION = "meta-data/spot/instance-action"
 REBALANCE = "meta-data/events/recommendations/rebalance"

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_world import edit, pinned, project
-from killed import Mode, killed_engine
-from killed_calls import SharedAccount, shared_account
-from repository import ROOT
-from waiting import wait_for
 
 from gpufleet.job.node import __main__ as node_main
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.node import NodeRunner
+from tests.rehearsal.engine_world import edit, pinned, project
+from tests.rehearsal.killed import Mode, killed_engine
+from tests.rehearsal.killed_calls import SharedAccount, shared_account
+from tests.repository import ROOT
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
 

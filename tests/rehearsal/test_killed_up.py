@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import forked
 import pytest
-from engine_world import STACK, pinned, project
-from killed import WRITES, killed_engine, killed_standin, seeded
 
 from gpufleet.infra.cli import main
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, Pulumi
+from tests import forked
+from tests.rehearsal.engine_world import STACK, pinned, project
+from tests.rehearsal.killed import WRITES, killed_engine, killed_standin, seeded
 
 SEEDS = range(60)
 SLOW = [pytest.param(seeded(seed), marks=pytest.mark.slow, id=f"seed{seed}") for seed in SEEDS]

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from declared import as_node, fleet, living, role, template
-from repository import ROOT
 
 from gpufleet.infra.account.iam_policy import AccessRequest
 from gpufleet.infra.definition.loader import load
@@ -27,6 +25,8 @@ from gpufleet.rehearsal import gate
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.fleet import Event
+from tests.rehearsal.declared import as_node, fleet, living, role, template
+from tests.repository import ROOT
 
 RUN = load(ROOT / "stacks" / "tinystories-growth.yaml", now=datetime(2026, 11, 21, tzinfo=UTC))
 BUCKET, GROUP = "own", "gpufleet-logs"

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from declared import fleet, living, template
-from waiting import is_alive, wait_for
 
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.gate import NODE_KEY
 from gpufleet.rehearsal.node import STANDINS, NodeRunner, RehearsalNode
+from tests.rehearsal.declared import fleet, living, template
+from tests.waiting import is_alive, wait_for
 
 
 @pytest.fixture

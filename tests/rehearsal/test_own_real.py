@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra import cli
 from gpufleet.rehearsal.rehearse import rehearse
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.optional
 SCRIPTS = Path(__file__).parent / "scripts"

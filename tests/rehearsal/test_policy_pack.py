@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from engine_world import STACK, pinned, project
-from repository import ROOT
 
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, Pulumi
+from tests.rehearsal.engine_world import STACK, pinned, project
+from tests.repository import ROOT
 
 PACK = ROOT / "policy"
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from declared import subnets, template
 from moto.s3.models import s3_backends
 
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.handlers import HANDLERS, handler, table
 from gpufleet.rehearsal.handlers.table import UNKNOWN, Aws, UnsupportedError
+from tests.rehearsal.declared import subnets, template
 
 TRUST = json.dumps(
     {

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from receipt_tree import node, receipt
-from repository import ROOT
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.job.contract.aws import SWITCH
@@ -20,6 +18,8 @@ from gpufleet.job.contract.messages import Observed
 from gpufleet.rehearsal import evidence
 from gpufleet.rehearsal.evidence import Evidence
 from gpufleet.rehearsal.watch import Begun, Planned
+from tests.receipt_tree import node, receipt
+from tests.repository import ROOT
 
 STACK = ROOT / "stacks" / "tinystories-growth.yaml"
 NODES = ("i-1", "i-2", "i-3")

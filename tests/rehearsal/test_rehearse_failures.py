@@ -17,9 +17,6 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from declared import fleet, template
-from repository import ROOT
-from waiting import HANG_S
 
 from gpufleet.infra.cli import main
 from gpufleet.infra.commands import rehearse as command
@@ -33,6 +30,9 @@ from gpufleet.rehearsal.node import NodeRunner, RehearsalNode
 from gpufleet.rehearsal.rehearse import headline, rehearse
 from gpufleet.rehearsal.timeline import Timeline
 from gpufleet.rehearsal.watch import NodeView, Planned, RunFailedError, Watch
+from tests.rehearsal.declared import fleet, template
+from tests.repository import ROOT
+from tests.waiting import HANG_S
 
 Watching = Callable[..., Watch]
 

@@ -8,13 +8,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import Interruptions
 from gpufleet.rehearsal import environment, scratch
 from gpufleet.rehearsal.timeline import Timeline, clock
 from gpufleet.rehearsal.watch import plan, possible
+from tests.repository import ROOT
 
 GROWTH = ROOT / "stacks" / "tinystories-growth.yaml"
 

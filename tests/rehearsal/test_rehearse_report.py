@@ -10,14 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from receipt_tree import receipt
-from repository import ROOT
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.rehearsal import evidence as evidence_module
 from gpufleet.rehearsal import own, rehearse, report
 from gpufleet.rehearsal.evidence import Evidence, Promise
+from tests.receipt_tree import receipt
+from tests.repository import ROOT
 
 STACKS = ROOT / "stacks"
 BROKEN = Promise(name="steps", figure="89 of 90", held=False)

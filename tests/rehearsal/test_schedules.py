@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from declared import as_node, describe, living, role
-from repository import ROOT
-from test_node_rights import owned_fleet
 
 from gpufleet.infra.account import iam_policy
 from gpufleet.infra.account.iam_policy import AccessRequest
@@ -23,6 +20,9 @@ from gpufleet.infra.program.resources.identity import node_statements
 from gpufleet.infra.program.resources.tags import own_tags, tags
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
+from tests.rehearsal.declared import as_node, describe, living, role
+from tests.rehearsal.test_node_rights import owned_fleet
+from tests.repository import ROOT
 
 RUN = load(ROOT / "stacks" / "tinystories-growth.yaml", now=datetime(2026, 11, 21, tzinfo=UTC))
 GROUP = "gpufleet-runs"

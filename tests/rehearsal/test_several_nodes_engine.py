@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import forked
-from command_files import FLEET, IMAGE, command_file
-from engine_world import AMI
-
 from gpufleet.infra.definition.model import SUPERVISOR_IMAGE
 from gpufleet.rehearsal import scratch
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import InProcess
+from tests import forked
+from tests.infra.command_files import FLEET, IMAGE, command_file
+from tests.rehearsal.engine_world import AMI
 
 
 def test_two_nodes_come_up_behind_a_nat_gateway_and_a_destroy_leaves_neither(tmp_path: Path) -> None:

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import forked
 import pytest
 from botocore.exceptions import ClientError
-from declared import as_node
-from engine_world import STACK, pinned, project
 from moto.sns.models import sns_backends
 
 from gpufleet.job.contract.aws import SILENCE
@@ -20,6 +17,9 @@ from gpufleet.rehearsal import account
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, InProcess
+from tests import forked
+from tests.rehearsal.declared import as_node
+from tests.rehearsal.engine_world import STACK, pinned, project
 
 REGION = "us-east-2"
 

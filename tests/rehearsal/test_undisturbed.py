@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.definition.loader import load, rehearsal_text
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.rehearsal import rehearse, undisturbed
+from tests.repository import ROOT
 
 TEXT = """
 run: {id: r1, owner: you}

@@ -1,4 +1,4 @@
-"""`python tests/released/record.py [FOLDER]`: records what this version writes, as tests/released/<its version>/.
+"""`python -m tests.released.record [FOLDER]`: records what this version writes, as tests/released/<its version>/.
 
 Two runs against the embedded AWS with the real engine: `growth`, a ready-made job in gpufleet's own program, and
 `command`, a script in a program of a user's. The first node of each is taken back; while none follows, its bucket is
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recorded import HERE, PROJECT, definition_keys, program
 from safetensors.torch import save_file
 
 from gpufleet.infra.catalog import SHIPPED, files
@@ -37,6 +36,7 @@ from gpufleet.rehearsal.node import NodeRunner
 from gpufleet.rehearsal.rehearse import command
 from gpufleet.rehearsal.timeline import Timeline
 from gpufleet.rehearsal.watch import Planned, Watch
+from tests.released.recorded import HERE, PROJECT, definition_keys, program
 
 ROOT = HERE.parents[1]
 INTERRUPTED_AT = {"growth": 130, "command": 60}  # after this step

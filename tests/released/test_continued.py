@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-import runs
-from recorded import RECORDS, RecordedRun, place
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.reading import iso
+from tests.job import runs
+from tests.released.recorded import RECORDS, RecordedRun, place
 
 STEPS = {"growth": 300, "command": 300}
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import yaml
-from recorded import BEFORE, RECORDS, definition_keys, opened, place
-from repository import ROOT
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.program.run_guard import DIGESTS, creation_digest
+from tests.released.recorded import BEFORE, RECORDS, definition_keys, opened, place
+from tests.repository import ROOT
 
 NOW = datetime(2026, 11, 27, tzinfo=UTC)
 FILES = [*sorted(ROOT.glob("stacks/*.yaml")), ROOT / "examples" / "nanogpt.yaml"]  # one of each kind of job

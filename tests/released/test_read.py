@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded import RELEASES, RecordedRun, place
-from repository import ROOT
 
 from gpufleet.infra.catalog import files, load_catalog
 from gpufleet.infra.cli import main
@@ -24,6 +22,8 @@ from gpufleet.job.contract.commit import Best, Manifest
 from gpufleet.job.contract.inputs import read_weights, verify
 from gpufleet.job.contract.run import load as load_run
 from gpufleet.job.experiments.dataset import prepare
+from tests.released.recorded import RELEASES, RecordedRun, place
+from tests.repository import ROOT
 
 RUNS = [
     pytest.param(RecordedRun(each / name), id=f"{name} of {each.name}")

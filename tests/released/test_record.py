@@ -6,8 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from record import main
-from recorded import RELEASES
+
+from tests.released.record import main
+from tests.released.recorded import RELEASES
 
 
 def names(folder: Path) -> set[str]:

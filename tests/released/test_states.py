@@ -11,7 +11,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from recorded import RECORDS, RELEASES, RecordedRun, RecordedState, place
 
 from gpufleet._training_run import TYPE
 from gpufleet.infra.cli import main
@@ -21,6 +20,7 @@ from gpufleet.rehearsal import provider
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Pulumi, Result, settings
+from tests.released.recorded import RECORDS, RELEASES, RecordedRun, RecordedState, place
 
 every_record = pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.name)
 every_release = pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name)

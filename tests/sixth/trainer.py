@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from gpufleet.job.experiments.toy.spec import ToyConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,6 +13,7 @@ from gpufleet.job.contract.workdir import FINAL, RESULTS
 from gpufleet.job.experiments.engine import export, optimizer
 from gpufleet.job.experiments.engine.data import TokenDataset
 from gpufleet.job.experiments.engine.experiment import Experiment, Phase, Session, Weights, Work
+from gpufleet.job.experiments.toy.spec import ToyConfig
 from gpufleet.job.kind.common import Rung
 
 

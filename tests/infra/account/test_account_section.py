@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands_world import account, definition, project
 
 from gpufleet.infra.account import organisation, quotas
 from gpufleet.infra.bill.project import bill_of
@@ -19,6 +18,7 @@ from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.program.resources.tags import own_tags, tags
 from gpufleet.infra.program.run_guard import creation_digest
 from gpufleet.rehearsal.cloud import Cloud
+from tests.infra.commands_world import account, definition, project
 
 VPC = "vpc-0123456789abcdef0"
 SUBNETS = {"us-east-2a": "subnet-0123456789abcdef0", "us-east-2b": "subnet-0123456789abcdef1"}

@@ -11,12 +11,12 @@ from typing import Any
 import boto3
 import pytest
 from botocore.stub import Stubber
-from receipt_tree import receipt
 
 from gpufleet.infra.account import actual_bill, aws
 from gpufleet.infra.cli import main
 from gpufleet.infra.errors import AwsRefused
 from gpufleet.job.contract.receipt import Receipt
+from tests.receipt_tree import receipt
 
 TODAY = date(2026, 11, 23)
 RUN = Receipt.from_json(receipt())

@@ -8,13 +8,13 @@ from datetime import timedelta
 from decimal import Decimal
 
 import pytest
-from commands_world import RESERVED, advance, declare_bucket, declare_fleet, has_block, put, waited
 
 from gpufleet.infra.account import aws, checks, leftovers, quotas, status
 from gpufleet.infra.account.checks import Check
 from gpufleet.infra.definition.model import CapacityBlock, StackDefinition
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.launch import Reservation
+from tests.infra.commands_world import RESERVED, advance, declare_bucket, declare_fleet, has_block, put, waited
 
 
 @pytest.fixture

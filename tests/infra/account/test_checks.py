@@ -11,11 +11,11 @@ import boto3
 import pytest
 from botocore.exceptions import ClientError
 from botocore.stub import Stubber
-from commands_world import definition
 
 from gpufleet.infra.account import checks
 from gpufleet.infra.account.checks import Check
 from gpufleet.infra.definition.model import Account, StackDefinition
+from tests.infra.commands_world import definition
 
 
 class AccountAnswers:

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands_world import AMI, account, definition, pinned, project
 
 from gpufleet.infra.account import doctor, quotas
 from gpufleet.infra.cli import main
 from gpufleet.infra.definition.model import Fleet
 from gpufleet.rehearsal.account import ami_id
 from gpufleet.rehearsal.cloud import Cloud
+from tests.infra.commands_world import AMI, account, definition, pinned, project
 
 MEDIA = "application/vnd.docker.distribution.manifest.v2+json"
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"

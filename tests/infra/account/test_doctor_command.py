@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_files import IMAGE, command_file
-from commands_world import account
 
 from gpufleet.infra.cli import main
 from gpufleet.rehearsal.cloud import Cloud
+from tests.infra.command_files import IMAGE, command_file
+from tests.infra.commands_world import account
 
 SECRETS = {"HF_TOKEN": "ssm:/team/hf", "WANDB_API_KEY": "secretsmanager:team/wandb"}
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from commands_world import EXPIRES, advance, declare_bucket, declare_fleet, put
 
 from gpufleet.infra.account import results
 from gpufleet.infra.account.fleet import nodes_of
@@ -23,6 +22,7 @@ from gpufleet.infra.evidence import receipts
 from gpufleet.infra.program.boot.run_config import run_config
 from gpufleet.job.contract.run import encode
 from gpufleet.rehearsal.cloud import Cloud
+from tests.infra.commands_world import EXPIRES, advance, declare_bucket, declare_fleet, put
 
 
 def boot_loop(cloud: Cloud, stack: StackDefinition, *, notice: bool = False) -> str:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from commands_world import EXPIRES, TAGS, declare_bucket, declare_fleet, finished
 
 from gpufleet.infra.account import aws, leftovers, run_folder, sweep
 from gpufleet.infra.cli import main
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import AwsRefused
 from gpufleet.rehearsal.cloud import Cloud
+from tests.infra.commands_world import EXPIRES, TAGS, declare_bucket, declare_fleet, finished
 
 NOW = datetime(2026, 11, 21, 12, 10, tzinfo=UTC)
 

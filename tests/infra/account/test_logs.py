@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands_world import TAGS, advance, declare_bucket, declare_fleet, put
 
 from gpufleet.infra.account import aws, run_folder
 from gpufleet.infra.account import logs as logs_module
@@ -18,6 +17,7 @@ from gpufleet.infra.account.run_folder import RunFolder
 from gpufleet.infra.cli import main
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.rehearsal.cloud import Cloud
+from tests.infra.commands_world import TAGS, advance, declare_bucket, declare_fleet, put
 
 
 def log_group(cloud: Cloud, stream: str, *messages: str) -> None:

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from commands_world import declare_fleet
-from receipt_tree import receipt
 
 from gpufleet.infra.cli import main
 from gpufleet.job import atomic
 from gpufleet.rehearsal.cloud import Cloud
+from tests.infra.commands_world import declare_fleet
+from tests.receipt_tree import receipt
 
 
 @pytest.fixture

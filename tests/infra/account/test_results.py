@@ -11,13 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_files import command_file
-from commands_world import declare_bucket, finished, put
-from waiting import wait_for
 
 from gpufleet.infra.account import results, run_folder
 from gpufleet.infra.cli import main
 from gpufleet.rehearsal.cloud import Cloud
+from tests.infra.command_files import command_file
+from tests.infra.commands_world import declare_bucket, finished, put
+from tests.waiting import wait_for
 
 NOW = datetime(2026, 11, 21, 12, 10, tzinfo=UTC)
 

@@ -8,9 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
-from engine_world import STACK, edit, pinned, project
 
 from gpufleet.infra.account import rights
 from gpufleet.infra.account.checks import Check
@@ -21,6 +19,8 @@ from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, InProcess
 from gpufleet.rehearsal.gate import USER_KEY
+from tests import forked
+from tests.rehearsal.engine_world import STACK, edit, pinned, project
 
 NOW = datetime.now(UTC)
 PLAIN = ""

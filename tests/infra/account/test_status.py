@@ -8,7 +8,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from commands_world import EXPIRES, TAGS, declare_bucket, declare_fleet, put
 
 from gpufleet.infra.account import aws, status
 from gpufleet.infra.cli import main
@@ -16,6 +15,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.contract.aws import SWITCH
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
+from tests.infra.commands_world import EXPIRES, TAGS, declare_bucket, declare_fleet, put
 
 NOW = datetime(2026, 11, 21, 12, 10, tzinfo=UTC)
 BEAT = b'{"ts":"2026-11-21T12:00:00Z","step":1}\n' * 200 + (

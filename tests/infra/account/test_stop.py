@@ -5,12 +5,12 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 import pytest
-from commands_world import declare_bucket, declare_fleet, put
 
 from gpufleet.infra.account import aws, run_folder, status, stop
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import AwsRefused
 from gpufleet.rehearsal.cloud import Cloud
+from tests.infra.commands_world import declare_bucket, declare_fleet, put
 
 NOW = datetime(2026, 11, 21, 12, 10, tzinfo=UTC)
 

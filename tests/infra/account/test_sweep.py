@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from commands_world import TAGS, declare_bucket, declare_fleet, put
 
 from gpufleet.infra.account import aws, leftovers, removal, sweep
 from gpufleet.infra.account.leftovers import Left
 from gpufleet.infra.cli import main
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.rehearsal.cloud import Cloud
+from tests.infra.commands_world import TAGS, declare_bucket, declare_fleet, put
 
 
 def list_leftovers(cloud: Cloud, stack: StackDefinition) -> list[Left]:

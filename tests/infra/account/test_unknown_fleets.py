@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError, NoCredentialsError
-from repository import ROOT
 
 from gpufleet.infra.account.unknown_fleets import look
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.errors import GpufleetError
+from tests.repository import ROOT
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 DEFINITION = load(ROOT / "stacks" / "tinystories-growth.yaml", now=NOW)

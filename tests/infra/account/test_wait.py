@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from commands_world import AMI, EXPIRES, advance, declare_bucket, declare_fleet, put, waited
 
 from gpufleet.infra.account import wait as wait_module
 from gpufleet.infra.account.fleet import find_instances
@@ -19,6 +18,7 @@ from gpufleet.rehearsal.account import ami_id
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.fleet import Event
+from tests.infra.commands_world import AMI, EXPIRES, advance, declare_bucket, declare_fleet, put, waited
 
 
 def test_a_node_is_named_with_type_and_zone(cloud: Cloud, stack: StackDefinition) -> None:

@@ -9,7 +9,6 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from cost_definitions import definition, on_nodes
 
 from gpufleet.infra.bill.answer import LINES, answer, grouped, headline, picture
 from gpufleet.infra.bill.bill import Bill
@@ -19,6 +18,7 @@ from gpufleet.infra.bill.side import Quantiles
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import CapacityBlock
 from gpufleet.infra.errors import BeforeLaunch
+from tests.infra.cost_definitions import definition, on_nodes
 
 CATALOG = load_catalog()
 TODAY = date(2024, 2, 1)  # no price is old yet

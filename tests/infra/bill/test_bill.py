@@ -8,7 +8,6 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from cost_definitions import definition, growth, on_nodes
 
 from gpufleet.infra.bill import record
 from gpufleet.infra.bill.bill import Bill
@@ -16,6 +15,7 @@ from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import Disk, Job, Keep, Variant
 from gpufleet.job.experiments.sft.spec import SftConfig
+from tests.infra.cost_definitions import definition, growth, on_nodes
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

@@ -10,12 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calibration_world import measurement, place
-from commands_world import definition as loaded
-from commands_world import project
-from cost_definitions import definition, growth
-from receipt_tree import place as keep
-from receipt_tree import receipt
 
 from gpufleet.infra.bill import record, runtime
 from gpufleet.infra.bill.bill import Bill
@@ -31,6 +25,12 @@ from gpufleet.infra.program.run_guard import Previous
 from gpufleet.job import measured
 from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
+from tests.infra.calibration_world import measurement, place
+from tests.infra.commands_world import definition as loaded
+from tests.infra.commands_world import project
+from tests.infra.cost_definitions import definition, growth
+from tests.receipt_tree import place as keep
+from tests.receipt_tree import receipt
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

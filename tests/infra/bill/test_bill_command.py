@@ -9,7 +9,6 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price, problems
@@ -31,6 +30,7 @@ from gpufleet.job.kind.command import (
     Resume,
     StopRules,
 )
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

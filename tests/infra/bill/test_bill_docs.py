@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 
-from cost_definitions import definition
-from repository import ROOT
-
 from gpufleet.infra.bill import record
 from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.catalog import load_catalog
@@ -16,6 +13,8 @@ from gpufleet.infra.compare.columns import record_row
 from gpufleet.infra.compare.rows import Study
 from gpufleet.infra.risk import deadline
 from gpufleet.job.contract.metrics import KEYS
+from tests.infra.cost_definitions import definition
+from tests.repository import ROOT
 
 CATALOG = load_catalog()
 

@@ -13,8 +13,6 @@ from math import ceil
 from pathlib import Path
 
 import pytest
-from cost_definitions import definition, on_nodes
-from freezing import assert_frozen
 
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price
@@ -26,6 +24,8 @@ from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
 from gpufleet.job.kind import JobConfig
+from tests.freezing import assert_frozen
+from tests.infra.cost_definitions import definition, on_nodes
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cost_definitions import definition, growth, on_nodes
-from receipt_tree import node, place, receipt
 
 from gpufleet.infra.bill import record
 from gpufleet.infra.bill.bill import Bill
@@ -27,6 +25,8 @@ from gpufleet.infra.evidence.observations import observations
 from gpufleet.infra.risk.hazard import Hazard, Key, learn
 from gpufleet.infra.risk.simulation import quantiles, simulate
 from gpufleet.infra.risk.unknown import P90, Unknown
+from tests.infra.cost_definitions import definition, growth, on_nodes
+from tests.receipt_tree import node, place, receipt
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cost_definitions import definition, on_nodes
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +29,7 @@ from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
 from gpufleet.job.kind import JobConfig
+from tests.infra.cost_definitions import definition, on_nodes
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

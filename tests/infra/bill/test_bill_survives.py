@@ -9,7 +9,6 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from cost_definitions import definition, growth, on_nodes
 
 from gpufleet.infra.bill import record
 from gpufleet.infra.bill.bill import Bill
@@ -24,6 +23,7 @@ from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
 from gpufleet.job.kind import JobConfig
+from tests.infra.cost_definitions import definition, growth, on_nodes
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

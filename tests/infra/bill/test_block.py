@@ -8,7 +8,6 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from cost_definitions import definition, on_nodes
 
 from gpufleet.infra.bill import limits, record
 from gpufleet.infra.bill.estimate import price, problems
@@ -18,6 +17,7 @@ from gpufleet.infra.compare import ranking
 from gpufleet.infra.compare.cheaper import cheaper
 from gpufleet.infra.compare.rows import Study
 from gpufleet.infra.definition.model import CapacityBlock, StackDefinition
+from tests.infra.cost_definitions import definition, on_nodes
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

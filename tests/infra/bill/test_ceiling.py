@@ -13,7 +13,6 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from cost_definitions import definition
 
 from gpufleet.infra.bill import options, record
 from gpufleet.infra.bill.estimate import price, problems
@@ -25,6 +24,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.program.run_guard import creation_digest
 from gpufleet.infra.review.policy import OBJECT, RUN_CONFIG, Policy, broken, declared, facts, held_to
+from tests.infra.cost_definitions import definition
 
 CATALOG = load_catalog()
 NOW = datetime(2026, 11, 27, tzinfo=UTC)

@@ -9,7 +9,6 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from cost_definitions import definition, growth, on_nodes
 
 from gpufleet.infra.bill import doubts, fit, record
 from gpufleet.infra.bill.bill import Bill
@@ -21,6 +20,7 @@ from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.evidence.speeds import Expected, Speeds
 from gpufleet.infra.risk.unknown import P90
 from gpufleet.job.experiments.sft.spec import SftConfig
+from tests.infra.cost_definitions import definition, growth, on_nodes
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

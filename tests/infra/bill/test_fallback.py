@@ -8,7 +8,6 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from cost_definitions import definition, growth
 
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price
@@ -16,6 +15,7 @@ from gpufleet.infra.bill.fallback import ON_DEMAND_MISSING, Fallback, fallback_p
 from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import StackDefinition
+from tests.infra.cost_definitions import definition, growth
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

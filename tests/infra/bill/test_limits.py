@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cost_definitions import definition, growth, on_nodes
-from repository import ROOT
 
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price, problems
@@ -31,6 +29,8 @@ from gpufleet.job.contract.terms import Rates, RunLimits
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 from gpufleet.job.supervisor.meter import Meter
+from tests.infra.cost_definitions import definition, growth, on_nodes
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

@@ -9,7 +9,6 @@ from decimal import Decimal
 from typing import cast
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.bill import runtime
 from gpufleet.infra.bill.bill import Bill
@@ -21,6 +20,7 @@ from gpufleet.infra.definition.model import Estimate, StackDefinition
 from gpufleet.infra.evidence import roofline
 from gpufleet.infra.risk.unknown import P90
 from gpufleet.job.experiments.sft.spec import ChatData, Measures, SftConfig
+from tests.repository import ROOT
 
 CATALOG = load_catalog()
 SFT = load(ROOT / "stacks" / "sft-h100.yaml", now=datetime(2026, 11, 27, tzinfo=UTC))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_files import FLEET, command_file
 
 from gpufleet.infra.bill import options
 from gpufleet.infra.bill.estimate import price
@@ -32,6 +31,7 @@ from gpufleet.infra.program.run_guard import creation_digest
 from gpufleet.infra.risk.unknown import PAGE, PER_DOUBLING, STATED
 from gpufleet.job import measured as measurements
 from gpufleet.job.kind.job import changed
+from tests.infra.command_files import FLEET, command_file
 
 NOW = datetime(2026, 11, 27, tzinfo=UTC)
 CATALOG = load_catalog()

@@ -7,7 +7,6 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from cost_definitions import growth
 
 from gpufleet.infra.bill import runtime
 from gpufleet.infra.catalog import Instance, load_catalog
@@ -18,6 +17,7 @@ from gpufleet.job.experiments.kernel.spec import KernelConfig
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
+from tests.infra.cost_definitions import growth
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

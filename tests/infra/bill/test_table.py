@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cost_definitions import definition, growth, on_nodes
-from freezing import assert_frozen
 
 from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import Disk, Keep
+from tests.freezing import assert_frozen
+from tests.infra.cost_definitions import definition, growth, on_nodes
 
 GOLDEN = Path(__file__).parent / "golden" / "bill.txt"
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.bill.prediction import predict
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
+from tests.repository import ROOT
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 SHIPPED = ROOT / "stacks"

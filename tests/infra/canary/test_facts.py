@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.canary.assumptions import EXPECTATIONS, Assumption, _judged, judge, known
 from gpufleet.infra.canary.facts import FlightFacts, redacted
+from tests.repository import ROOT
 
 PLANTED = (
     ("account", {"OwnerId": "123456789012"}),

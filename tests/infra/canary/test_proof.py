@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.canary import proof
 from gpufleet.infra.canary.assumptions import known
 from gpufleet.infra.canary.facts import FlightFacts
 from gpufleet.infra.canary.flight import Flight
 from gpufleet.infra.canary.stacks import AWS
+from tests.repository import ROOT
 
 AT = datetime(2026, 11, 29, 16, 0, tzinfo=UTC)
 

@@ -9,11 +9,11 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from own_prices import shipped_catalog
 
 from gpufleet.infra import catalog
 from gpufleet.infra.catalog import SHIPPED, load_catalog, read_catalog
 from gpufleet.infra.errors import GpufleetError, PriceMissing
+from tests.own_prices import shipped_catalog
 
 FILES = sorted(Path(catalog.__file__).parent.glob("*.csv"))
 CATALOG = shipped_catalog()

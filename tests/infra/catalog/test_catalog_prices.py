@@ -8,13 +8,13 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.catalog import SHIPPED, Price, SpotPrice, files, load_catalog
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program.plan import make
 from gpufleet.infra.program.run_guard import Previous
 from gpufleet.rehearsal import scratch
+from tests.repository import ROOT
 
 KEY = ("g5.2xlarge", "us-east-2")
 

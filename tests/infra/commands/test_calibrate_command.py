@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands_world import definition, project
-from cost_definitions import growth
 
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.cli import main
@@ -26,6 +24,8 @@ from gpufleet.job import measured, probe
 from gpufleet.job.kind import EXPERIMENTS, JobConfig, batch, from_json
 from gpufleet.job.supervisor import machine
 from gpufleet.job.supervisor.machine import DriverGpu
+from tests.infra.commands_world import definition, project
+from tests.infra.cost_definitions import growth
 
 A10G = (DriverGpu(name="NVIDIA A10G", memory_gb=24.1, driver="580.1"),)
 STEP = {"median": 50.0, "q1": 49.0, "q3": 51.0}

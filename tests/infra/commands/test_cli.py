@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from botocore.config import Config
-from repository import ROOT
 
 from gpufleet.infra import cli
 from gpufleet.infra.account import aws
 from gpufleet.infra.commands import prices
+from tests.repository import ROOT
 
 
 def test_the_package_itself_is_the_command_line() -> None:

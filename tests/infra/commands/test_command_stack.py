@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_files import command_file
-from commands_world import account
-from receipt_tree import place, receipt
-from traces import GAP_H, markov
 
 from gpufleet.infra.cli import main
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence.calibration import code_now
 from gpufleet.job import measured
+from tests.infra.command_files import command_file
+from tests.infra.commands_world import account
+from tests.infra.traces import GAP_H, markov
+from tests.receipt_tree import place, receipt
 
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
 JOB: dict[str, Any] = {

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.cli import main
 from gpufleet.infra.commands import compare as compare_command
@@ -17,6 +16,7 @@ from gpufleet.infra.compare import ranking
 from gpufleet.infra.compare import table as compare_table
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.scenarios import scenarios
+from tests.repository import ROOT
 
 EXAMPLES = 60_000  # a tenth of what sft-h100 expects
 

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra import cli
 from gpufleet.infra.commands.completion import SHELLS
+from tests.repository import ROOT
 
 
 def offered(line: str, folder: Path = ROOT) -> list[str]:

@@ -9,11 +9,11 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from command_files import several_nodes
-from repository import ROOT
 
 from gpufleet.infra.commands import compare, cost
 from gpufleet.infra.errors import DefinitionError, GpufleetError
+from tests.infra.command_files import several_nodes
+from tests.repository import ROOT
 
 STACK = "tinystories-growth"
 

@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
-import review_world
-from repository import ROOT
-from review_world import Project, reviewed, run
 
 from gpufleet.infra.commands import diff
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.review.markdown import marker
+from tests.infra import review_world
+from tests.infra.review_world import Project, reviewed, run
+from tests.repository import ROOT
 
 
 def test_the_comment_begins_with_its_marker_and_repeats_byte_for_byte(

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from repository import ROOT
 
 from gpufleet.infra.cli import main
 from gpufleet.infra.definition.loader import names_of
 from gpufleet.infra.program import project
 from gpufleet.infra.review import workflow
+from tests.repository import ROOT
 
 SCRIPT = 'import torch\nfor step in range(9):\n    print(f"step {step} loss {1.0}")\n'
 FILES = [

@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs.prepare import prepared
+from tests.repository import ROOT
 
 STACK = ROOT / "stacks/pretrain-d64.yaml"
 

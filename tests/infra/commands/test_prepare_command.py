@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from repository import ROOT
 from safetensors.numpy import save_file
 
 from gpufleet.infra.bill import prediction
@@ -34,6 +33,7 @@ from gpufleet.job.experiments.kernel.pairs import byte_tokenizer
 from gpufleet.job.experiments.models import hf_config
 from gpufleet.job.experiments.models.config import DecoderConfig
 from gpufleet.job.experiments.two_tower.folds import fold_of
+from tests.repository import ROOT
 
 STACK = "tinystories-growth"
 SMALL: dict[str, Any] = {"vocab": 32, "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 8}

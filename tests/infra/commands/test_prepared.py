@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.definition.loader import load, rehearsal_text
 from gpufleet.infra.inputs.prepare import prepared
@@ -17,6 +16,7 @@ from gpufleet.job.experiments.dataset import weights
 from gpufleet.job.experiments.models import hf_config
 from gpufleet.job.experiments.models.config import DecoderConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
+from tests.repository import ROOT
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 SHIPPED = ROOT / "stacks"

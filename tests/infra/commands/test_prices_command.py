@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aws_prices import Ec2, PriceList, announced, refused
-from repository import ROOT
 
 from gpufleet.infra.catalog import SHIPPED, Price, SpotPrice, files, load_catalog, regions
 from gpufleet.infra.cli import main
@@ -21,6 +19,8 @@ from gpufleet.infra.commands import prices
 from gpufleet.infra.errors import AwsRefused, GpufleetError
 from gpufleet.infra.prices import aws, coverage
 from gpufleet.infra.prices.refresh import renew
+from tests.infra.aws_prices import Ec2, PriceList, announced, refused
+from tests.repository import ROOT
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 TODAY = NOW.date()

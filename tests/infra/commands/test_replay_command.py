@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from receipt_tree import node, place, receipt
-from repository import ROOT
-from traces import GAP_H, markov
 
 from gpufleet.infra.cli import main
 from gpufleet.infra.evidence.traces import Trace
+from tests.infra.traces import GAP_H, markov
+from tests.receipt_tree import node, place, receipt
+from tests.repository import ROOT
 
 STACK = str(ROOT / "stacks" / "tinystories-growth.yaml")
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from commands_world import declare_bucket, declare_fleet, put
 
 from gpufleet.infra.account import aws
 from gpufleet.infra.commands import shell, tensorboard
@@ -18,6 +17,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import AwsRefused, GpufleetError
 from gpufleet.job.contract import metrics
 from gpufleet.rehearsal.cloud import Cloud
+from tests.infra.commands_world import declare_bucket, declare_fleet, put
 
 SESSION = {"SessionId": "s-1", "TokenValue": "secret", "StreamUrl": "wss://stream", "ResponseMetadata": {}}
 

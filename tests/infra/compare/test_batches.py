@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare import ranking, table
@@ -18,6 +17,7 @@ from gpufleet.infra.compare.rows import Row, Study
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.experiments.sft.spec import SftConfig
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

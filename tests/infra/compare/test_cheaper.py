@@ -9,8 +9,6 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from cost_definitions import definition, on_nodes
-from repository import ROOT
 
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price, problems
@@ -25,6 +23,8 @@ from gpufleet.infra.definition.model import Limits, StackDefinition
 from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.infra.review.policy import Policy
 from gpufleet.job.kind import EXPERIMENTS
+from tests.infra.cost_definitions import definition, on_nodes
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.bill.options import BillBasis, type_cost
@@ -25,6 +24,7 @@ from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.infra.risk import simulation
 from gpufleet.infra.risk.hazard import Hazard, Key
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

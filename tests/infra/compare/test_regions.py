@@ -8,7 +8,6 @@ from decimal import Decimal
 from functools import cache
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.bill.options import BillBasis, type_cost
 from gpufleet.infra.catalog import load_catalog
@@ -16,6 +15,7 @@ from gpufleet.infra.compare import ranking, table
 from gpufleet.infra.compare.rows import Row, Study
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.usefixtures("everything_known")
 

@@ -9,13 +9,13 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from command_files import in_block, several_nodes
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import CapacityBlock, StackDefinition
 from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.inputs.readiness import not_ready
 from gpufleet.infra.program.run_guard import creation_digest
+from tests.infra.command_files import in_block, several_nodes
 
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_files import FLEET, IMAGE, command_file
 
 from gpufleet.infra.definition.loader import load, rehearsal_text
 from gpufleet.infra.definition.model import SUPERVISOR_IMAGE
@@ -18,6 +17,7 @@ from gpufleet.infra.program.resources.identity import node_statements
 from gpufleet.infra.program.run_guard import creation_digest
 from gpufleet.job.kind import batch
 from gpufleet.job.kind.command import CommandConfig
+from tests.infra.command_files import FLEET, IMAGE, command_file
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 SAVES = {"format": "hf-trainer", "every": {"steps": 10}, "size_gb": 1}

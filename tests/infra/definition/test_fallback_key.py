@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands_world import definition, project
 
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.program.run_guard import creation_digest
+from tests.infra.commands_world import definition, project
 
 
 @pytest.fixture

@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_files import command_file
-from definition import test_command_definition as of_commands
-from definition import test_loader_values as of_values
 from jsonschema import Draft7Validator
-from repository import ROOT
-from test_stacks import FIRST, documented
 
 from gpufleet.infra.cli import main
 from gpufleet.infra.definition import json_schema
@@ -24,6 +19,11 @@ from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.schema import SECTIONS
 from gpufleet.infra.errors import DefinitionError
 from gpufleet.job.kind import EXPERIMENTS
+from tests.infra.command_files import command_file
+from tests.infra.definition import test_command_definition as of_commands
+from tests.infra.definition import test_loader_values as of_values
+from tests.repository import ROOT
+from tests.test_stacks import FIRST, documented
 
 SHARED = json.loads(json_schema.FILE.read_text())
 VALIDATOR = Draft7Validator(SHARED)

@@ -8,13 +8,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.definition.loader import find, load, names_of, project_root, rehearsal_text
 from gpufleet.infra.definition.pin import pin
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.inputs.readiness import not_ready
 from gpufleet.job.experiments.growth.spec import GrowthConfig
+from tests.repository import ROOT
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
 SHIPPED = ROOT / "stacks" / "tinystories-growth.yaml"

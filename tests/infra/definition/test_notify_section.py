@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands_world import definition, project
 
 from gpufleet.infra.definition.model import Notify, StackDefinition
 from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.program.resources.identity import node_statements
 from gpufleet.infra.program.run_guard import creation_digest
+from tests.infra.commands_world import definition, project
 
 ARNS = (
     "arn:aws:s3:::b",

@@ -7,7 +7,6 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.definition.loader import load, rehearsal_text
 from gpufleet.infra.definition.scenarios import scenario as one
@@ -15,6 +14,7 @@ from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.program.run_guard import creation_digest
 from gpufleet.job.experiments.growth.spec import GrowthConfig
+from tests.repository import ROOT
 
 GROWTH = ROOT / "stacks" / "tinystories-growth.yaml"
 NOW = datetime(2026, 11, 21, tzinfo=UTC)

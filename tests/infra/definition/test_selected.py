@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from commands_world import NAME, declare_bucket, project, put
 
 from gpufleet.infra.cli import main
 from gpufleet.infra.commands import stack
@@ -17,6 +16,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program.plan import make
 from gpufleet.infra.program.run_guard import Previous
 from gpufleet.rehearsal.cloud import Cloud
+from tests.infra.commands_world import NAME, declare_bucket, project, put
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 SCENARIOS = """

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_files import FLEET as ONE_TYPE
-from command_files import command_file, several_nodes
-from repository import ROOT
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.program.run_guard import creation_digest, timer_seconds
+from tests.infra.command_files import FLEET as ONE_TYPE
+from tests.infra.command_files import command_file, several_nodes
+from tests.repository import ROOT
 
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
 FLEET = "  nodes: 2\n  cards: one\n"

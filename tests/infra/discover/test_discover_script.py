@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from discover_cases import AT_STEP, CASES, PLAIN, CodeCase
 
 from gpufleet.infra import cli
 from gpufleet.infra.definition.loader import load
@@ -16,6 +15,7 @@ from gpufleet.infra.discover.marks import checks_left
 from gpufleet.infra.discover.script import look
 from gpufleet.infra.discover.template import Draft, draft, loadable
 from gpufleet.infra.errors import GpufleetError
+from tests.infra.discover_cases import AT_STEP, CASES, PLAIN, CodeCase
 
 
 def folder(place: Path, files: dict[str, str]) -> Path:

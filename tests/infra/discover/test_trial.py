@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from discover_cases import script
 
 from gpufleet.infra import cli
 from gpufleet.infra.discover.sandbox import TrialRun, Written
@@ -19,6 +18,7 @@ from gpufleet.infra.discover.seen import TrialFindings, learn, take_verdict, wit
 from gpufleet.infra.discover.template import Trial, draft
 from gpufleet.infra.discover.trial import trial
 from gpufleet.infra.errors import GpufleetError
+from tests.infra.discover_cases import script
 
 # It trains by counting. What it saves, prints and does on a signal is said by its words.
 SCRIPT = """

@@ -8,9 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from calibration_world import find, measurement, place
-from cost_definitions import definition, growth
-from receipt_tree import receipt
 
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import Job, StackDefinition
@@ -18,6 +15,9 @@ from gpufleet.infra.evidence import calibration
 from gpufleet.infra.evidence.calibration import Calibration, RefusedCalibration
 from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.experiments.kernel.spec import KernelConfig
+from tests.infra.calibration_world import find, measurement, place
+from tests.infra.cost_definitions import definition, growth
+from tests.receipt_tree import receipt
 
 A10G = load_catalog().instances["g5.2xlarge"]
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import mutations
 import pytest
-from calibration_world import find, measurement
-from receipt_tree import receipt
 
 from gpufleet.infra.account import results
 from gpufleet.infra.commands.receipts import table
@@ -16,6 +13,9 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import calibration, observations, receipts, traces
 from gpufleet.infra.risk import hazard
 from gpufleet.job.contract.receipt import CAUSES
+from tests import mutations
+from tests.infra.calibration_world import find, measurement
+from tests.receipt_tree import receipt
 
 
 def a_receipt(content: bytes, root: Path) -> None:

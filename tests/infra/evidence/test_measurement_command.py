@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_files import command_file
 
 from gpufleet.infra.cli import main
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import measurement
+from tests.infra.command_files import command_file
 
 # A save each 40 steps stops it for 0.3 s; it writes beside its inputs and its code.
 SCRIPT = """

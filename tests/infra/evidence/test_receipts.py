@@ -10,9 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands_world import definition, project
-from cost_definitions import growth
-from receipt_tree import node, place, receipt
 
 from gpufleet.infra.account import results
 from gpufleet.infra.bill import runtime
@@ -24,6 +21,9 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import calibration, own_speeds, receipts
 from gpufleet.infra.evidence.observations import observations
 from gpufleet.job.contract.receipt import CAUSES
+from tests.infra.commands_world import definition, project
+from tests.infra.cost_definitions import growth
+from tests.receipt_tree import node, place, receipt
 
 
 def test_the_score_is_median_error_bias_share_inside_and_the_causes(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_files import command_file
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.evidence.rehearsed import saves_doubt
 from gpufleet.infra.program.plan import make
 from gpufleet.infra.program.run_guard import Previous
+from tests.infra.command_files import command_file
 
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
 JOB: dict[str, Any] = {

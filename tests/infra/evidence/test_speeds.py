@@ -7,13 +7,13 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from calibration_world import measurement, place
 
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.evidence import own_speeds, speeds
 from gpufleet.infra.evidence.speeds import OURS, Speed, SpeedGroup, Speeds
 from gpufleet.infra.risk.unknown import P90
 from gpufleet.job.experiments.growth.spec import GrowthConfig
+from tests.infra.calibration_world import measurement, place
 
 H100 = SpeedGroup("H100", "from scratch", "somebody", several=False)
 

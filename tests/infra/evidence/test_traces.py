@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from repository import ROOT
-from traces import stretches
 
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence.traces import read
+from tests.infra.traces import stretches
+from tests.repository import ROOT
 
 
 def test_a_trace_shows_its_hazard_and_the_end_of_the_trace_is_no_interruption() -> None:

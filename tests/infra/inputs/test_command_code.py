@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_files import command_file
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.inputs import code
 from gpufleet.infra.inputs.readiness import code_problems
+from tests.infra.command_files import command_file
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 

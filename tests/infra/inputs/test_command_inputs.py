@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_files import IMAGE, command_file
 
 from gpufleet.infra.bill.project import bill_basis
 from gpufleet.infra.catalog import load_catalog
@@ -24,6 +23,7 @@ from gpufleet.infra.program.resources.declare import uploads
 from gpufleet.infra.program.run_guard import Previous
 from gpufleet.job import atomic
 from gpufleet.job.contract.run import load as read_run
+from tests.infra.command_files import IMAGE, command_file
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 DIGEST = "sha256:" + "5" * 64

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from command_files import command_file
 
 from gpufleet.infra import cli
 from gpufleet.infra.definition.loader import load
@@ -18,6 +17,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import measurement
 from gpufleet.infra.inputs import code
 from gpufleet.infra.review import review
+from tests.infra.command_files import command_file
 
 
 class ForeignRepository:

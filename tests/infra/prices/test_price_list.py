@@ -8,13 +8,13 @@ from typing import Any
 
 import boto3
 import pytest
-from aws_prices import announced, node, product
 from botocore.exceptions import ClientError
 from botocore.stub import Stubber
 
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.prices import price_list
 from gpufleet.infra.prices.price_list import NoFigure
+from tests.infra.aws_prices import announced, node, product
 
 DAY = date(2026, 11, 21)
 

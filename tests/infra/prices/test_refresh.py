@@ -7,13 +7,13 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from aws_prices import Ec2, PriceList, refused
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
 
 from gpufleet.infra.catalog import SHIPPED, files
 from gpufleet.infra.catalog.files import Prices
 from gpufleet.infra.prices import price_list
 from gpufleet.infra.prices.refresh import PATIENCE, Refreshed, refresh
+from tests.infra.aws_prices import Ec2, PriceList, refused
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 OLD = files.read(SHIPPED)

@@ -8,11 +8,11 @@ from typing import Any
 
 import boto3
 import pytest
-from aws_prices import Ec2, refused
 from botocore.exceptions import ClientError
 from botocore.stub import ANY, Stubber
 
 from gpufleet.infra.prices import spot_history
+from tests.infra.aws_prices import Ec2, refused
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 START = NOW - timedelta(days=7)

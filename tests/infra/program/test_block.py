@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_files import in_block, several_nodes
-from declared_world import Declared, declare
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.program.resources.identity import node_statements
 from gpufleet.infra.program.resources.stop import with_its_nodes
 from gpufleet.job.text import stamp
+from tests.infra.command_files import in_block, several_nodes
+from tests.infra.declared_world import Declared, declare
 
 TEMPLATE, FLEET = "aws:ec2/launchTemplate:LaunchTemplate", "aws:ec2/fleet:Fleet"
 SCHEDULE, OBJECT = "aws:scheduler/schedule:Schedule", "aws:s3/bucketObjectv2:BucketObjectv2"

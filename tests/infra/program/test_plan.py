@@ -10,8 +10,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from command_files import in_block
-from repository import ROOT
 
 from gpufleet.infra.definition.loader import load, rehearsal_text
 from gpufleet.infra.definition.pin import pin
@@ -19,6 +17,8 @@ from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.inputs.prepare import prepared
 from gpufleet.infra.program.plan import Plan, make
 from gpufleet.infra.program.run_guard import Previous
+from tests.infra.command_files import in_block
+from tests.repository import ROOT
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 NAME = "tinystories-growth"

@@ -8,13 +8,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from command_files import command_file
-from declared_world import Declared, declare
-from repository import ROOT
 
 from gpufleet.infra.definition.loader import load, rehearsal_text
 from gpufleet.infra.program.resources.identity import node_statements
 from gpufleet.rehearsal.handlers.table import UNKNOWN
+from tests.infra.command_files import command_file
+from tests.infra.declared_world import Declared, declare
+from tests.repository import ROOT
 
 GROWTH = ROOT / "stacks" / "tinystories-growth.yaml"
 TEMPLATE, FLEET = "aws:ec2/launchTemplate:LaunchTemplate", "aws:ec2/fleet:Fleet"

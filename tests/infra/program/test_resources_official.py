@@ -17,14 +17,14 @@ from typing import Any
 
 import boto3
 import pytest
-from command_files import in_block, several_nodes
-from declared_world import Declared, declare
 from pulumi._types import input_type_py_to_pulumi_names
-from repository import ROOT
 
 from gpufleet.job.text import stamp
 from gpufleet.rehearsal.handlers import HANDLERS
 from gpufleet.rehearsal.handlers.table import UNKNOWN
+from tests.infra.command_files import in_block, several_nodes
+from tests.infra.declared_world import Declared, declare
+from tests.repository import ROOT
 
 # The SDK warns about resources that it has renamed when their package is imported, ours among them or not.
 pytestmark = pytest.mark.filterwarnings("ignore:.* has been deprecated in favor of:DeprecationWarning")

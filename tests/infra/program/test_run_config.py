@@ -9,7 +9,6 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price
@@ -19,6 +18,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program.boot.run_config import run_config
 from gpufleet.job.contract.run import encode
 from gpufleet.job.kind import from_json
+from tests.repository import ROOT
 
 INPUTS: dict[str, Any] = {
     "archive": {"sha256": "a" * 64, "bytes": 1000},

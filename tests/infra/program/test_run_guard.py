@@ -8,13 +8,13 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import CapacityBlock, Disk, StackDefinition
 from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.program.run_guard import Previous, RunDecision, judge, timer_seconds
 from gpufleet.job.text import stamp
+from tests.repository import ROOT
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, 250_000, tzinfo=UTC)
 DEFINITION = load(ROOT / "stacks" / "tinystories-growth.yaml", now=NOW)

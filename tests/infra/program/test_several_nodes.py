@@ -9,8 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from command_files import several_nodes
-from declared_world import Declared, declare
 
 from gpufleet.infra.account import rights
 from gpufleet.infra.catalog import load_catalog
@@ -19,6 +17,8 @@ from gpufleet.infra.program.plan import make
 from gpufleet.infra.program.run_guard import Previous
 from gpufleet.rehearsal import scratch
 from gpufleet.rehearsal.handlers.table import UNKNOWN
+from tests.infra.command_files import several_nodes
+from tests.infra.declared_world import Declared, declare
 
 TEMPLATE, FLEET = "aws:ec2/launchTemplate:LaunchTemplate", "aws:ec2/fleet:Fleet"
 INGRESS, EGRESS = (f"aws:vpc/securityGroup{way}Rule:SecurityGroup{way}Rule" for way in ("Ingress", "Egress"))

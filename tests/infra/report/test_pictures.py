@@ -15,13 +15,13 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
-from receipt_tree import receipt
 
 from gpufleet.infra.bill.side import Quantiles
 from gpufleet.infra.compare import plot
 from gpufleet.infra.report import band, charts
 from gpufleet.infra.report.charts import Mark, Series
 from gpufleet.job.contract.receipt import parse
+from tests.receipt_tree import receipt
 
 DRAWN = 5  # pictures of each kind
 

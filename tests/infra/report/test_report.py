@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from receipt_tree import node, receipt
 
 from gpufleet.infra.commands import report as command
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.report import charts, run
 from gpufleet.job.contract import metrics
 from gpufleet.job.text import stamp
+from tests.receipt_tree import node, receipt
 
 BEGAN = 1_790_000_000.0
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

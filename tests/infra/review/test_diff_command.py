@@ -9,13 +9,13 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from review_world import STACK, Project, changed, reviewed, run
 
 from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.catalog import SHIPPED, files, read_catalog
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.review.review import review_commits
+from tests.infra.review_world import STACK, Project, changed, reviewed, run
 
 KEY = ("g5.2xlarge", "us-east-2")
 NOW = datetime(2026, 11, 21, tzinfo=UTC)

@@ -8,15 +8,15 @@ from datetime import date
 from decimal import Decimal
 
 import pytest
-from calibration_world import measurement
-from receipt_tree import node, receipt
-from review_world import STACK, Project, reviewed, run
 
 from gpufleet.infra.catalog import SHIPPED, files
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.review.markdown import LIMIT, marker
 from gpufleet.infra.review.review import review_commits
 from gpufleet.infra.risk.hazard import Hazard
+from tests.infra.calibration_world import measurement
+from tests.infra.review_world import STACK, Project, reviewed, run
+from tests.receipt_tree import node, receipt
 
 
 def calibration(step_ms: float) -> str:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import review_world
 import yaml
-from repository import ROOT
-from review_world import STACK, changed
 
 from gpufleet.infra.review import workflow
 from gpufleet.infra.review.markdown import marker
+from tests.infra import review_world
+from tests.infra.review_world import STACK, changed
+from tests.repository import ROOT
 
 TEXT = workflow.workflow("llm", workflow.installation(ROOT))
 WORKFLOW: dict[Any, Any] = yaml.safe_load(TEXT)

@@ -9,7 +9,6 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from cost_definitions import definition
 
 from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.bill.fallback import price_fallback
@@ -17,6 +16,7 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.review import policy
 from gpufleet.infra.review.policy import Facts, Policy, broken, facts, parse
+from tests.infra.cost_definitions import definition
 
 RUN = Facts(
     region="us-east-2",

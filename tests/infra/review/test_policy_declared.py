@@ -14,8 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cost_definitions import definition
-from repository import ROOT
 
 from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.catalog import load_catalog
@@ -24,6 +22,8 @@ from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.program.boot import run_config
 from gpufleet.infra.review import policy
 from gpufleet.job.contract import run as run_file
+from tests.infra.cost_definitions import definition
+from tests.repository import ROOT
 
 PACK = ROOT / "policy"
 INPUTS: dict[str, Any] = {

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from traces import markov, stretches
 
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.risk import replay
 from gpufleet.infra.risk.hazard import Hazard, Key, learn
 from gpufleet.infra.risk.simulation import Exposure, simulate
+from tests.infra.traces import markov, stretches
 
 # A quarter of an hour of set-up and 2 hours of work at 1 USD/h and 0.10 for the disk; every notice is handled.
 RUN = Exposure(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from traces import markov
 
 from gpufleet.infra.evidence.traces import Trace
 from gpufleet.infra.risk import replay
 from gpufleet.infra.risk.simulation import Exposure
+from tests.infra.traces import markov
 
 MINUTE_H = 1 / 60
 RUN = Exposure(

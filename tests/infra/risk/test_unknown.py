@@ -8,13 +8,13 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
-from cost_definitions import definition
 
 from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.risk import unknown
 from gpufleet.infra.risk.simulation import Exposure, quantiles, simulate, simulate_each
 from gpufleet.infra.risk.unknown import P90, Unknown
+from tests.infra.cost_definitions import definition
 
 RUN = Exposure(
     setup_h=0.25,

@@ -11,12 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
-from command_world import FORMATS, STEP_LINE, SupervisedNode, of_format, parameters, processes_in, run_of, wrong
-from command_world import PYTHON as OWN_PYTHON
-from waiting import wait_for
 
 from gpufleet.rehearsal.imds import Imds
+from tests.job import runs
+from tests.job.command_world import (
+    FORMATS,
+    STEP_LINE,
+    SupervisedNode,
+    of_format,
+    parameters,
+    processes_in,
+    run_of,
+    wrong,
+)
+from tests.job.command_world import PYTHON as OWN_PYTHON
+from tests.waiting import wait_for
 
 NAMES, STEPS = ("hf-trainer",), 600
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import HANG_S, wait_for
 
 from gpufleet.job.command.checkpoints import CommandCheckpoints
 from gpufleet.job.command.lines import Counting, Position
@@ -25,6 +24,7 @@ from gpufleet.job.contract.metrics import Save
 from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.kind import convert
 from gpufleet.job.kind.command import CommandConfig
+from tests.waiting import HANG_S, wait_for
 
 
 def config(*, epochs: int | None = None, **checkpoint: Any) -> CommandConfig:

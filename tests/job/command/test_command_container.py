@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_world import PYTHON, CommandJob, of_format, parameters
-from jobs_world import serving
 
 from gpufleet.job.contract.environment import JOB_CONTAINER
 from gpufleet.job.node.jobs import Jobs
+from tests.job.command_world import PYTHON, CommandJob, of_format, parameters
+from tests.job.jobs_world import serving
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what a container keeps together, Linux alone can show")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_world import PYTHON, CommandJob, kill, of_format, parameters, processes_in
 
 from gpufleet.job.command.endings import End, judge
 from gpufleet.job.command.stopping import Leaving
@@ -18,6 +17,7 @@ from gpufleet.job.kind import convert
 from gpufleet.job.kind.command import CommandConfig
 from gpufleet.job.supervisor.publish import Publisher
 from gpufleet.job.supervisor.store import FolderStore
+from tests.job.command_world import PYTHON, CommandJob, kill, of_format, parameters, processes_in
 
 Z = ("bye",)
 

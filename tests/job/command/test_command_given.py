@@ -7,9 +7,9 @@ import stat
 from pathlib import Path
 
 import pytest
-from command_world import CommandJob, parameters
 
 from gpufleet.job.command.given import Folders, secrets
+from tests.job.command_world import CommandJob, parameters
 
 VALUE = "s3cr3t-value-of-a-token"
 

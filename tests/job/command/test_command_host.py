@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-from command_world import FORMATS, PYTHON, CommandJob, kill, of_format, parameters, wrong
 
 from gpufleet.job.contract.messages import Alarm, Stop
+from tests.job.command_world import FORMATS, PYTHON, CommandJob, kill, of_format, parameters, wrong
 
 CLOCK = """
 import pathlib, time

@@ -10,10 +10,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import hostile_world
 import pytest
-from command_world import SupervisedNode, run_of
-from script_world import FakeScript, ScriptWorld
+
+from tests.job import hostile_world
+from tests.job.command_world import SupervisedNode, run_of
+from tests.job.script_world import FakeScript, ScriptWorld
 
 
 def test_a_hostile_command_writes_takes_and_sends_nothing_of_anybody_else_s_and_holds_nobody_up(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from command_world import FORMATS, CommandJob, kill, of_format, wrong
 
 from gpufleet.job.command import processes
+from tests.job.command_world import FORMATS, CommandJob, kill, of_format, wrong
 
 SEED = 11
 # Saves take most of the time; one file that is written over and over is left alone for a second, to be seen at all.

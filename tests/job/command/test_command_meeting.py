@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_world import CommandJob, parameters
-from waiting import wait_for
 
 from gpufleet.job import atomic, between
 from gpufleet.job.command import network, processes
 from gpufleet.job.command.meeting import STABLE_S, Meeting
 from gpufleet.job.contract.messages import Accept, Fatal, Observed
+from tests.job.command_world import CommandJob, parameters
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the environment of other processes is /proc's")
 

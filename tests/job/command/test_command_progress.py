@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_world import as_restored
 
 from gpufleet.job import atomic
 from gpufleet.job.command.given import Mask
@@ -18,6 +17,7 @@ from gpufleet.job.contract.commit import Commit
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.kind import convert
 from gpufleet.job.kind.command import FORMATS, CommandConfig
+from tests.job.command_world import as_restored
 
 STEP = r"^step (?P<step>\d+)( loss (?P<loss>[\d.]+))?( val (?P<val>[\d.]+))?( of (?P<total>\d+))?"
 

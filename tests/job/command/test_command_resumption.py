@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from script_world import FakeScript, ScriptWorld, lost_and_started_again
+
+from tests.job.script_world import FakeScript, ScriptWorld, lost_and_started_again
 
 SEED, QUICK, ALL = 43, 40, 200
 STEPS, EPOCHS, HOURS = {"steps": 60}, {"epochs": 6}, {"hours": {"low": 1, "likely": 2, "high": 3}}

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
-from command_world import PYTHON, CommandJob, of_format, parameters, wrong
 
 from gpufleet.job.contract.messages import SaveRequest, Stop
+from tests.job.command_world import PYTHON, CommandJob, of_format, parameters, wrong
 
 
 def stopped(job: CommandJob, *, seen: str, reason: str = "notice") -> int:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_world import as_restored
 
 from gpufleet.job import measured
 from gpufleet.job.command import progress
@@ -15,6 +14,7 @@ from gpufleet.job.command.progress import Metrics, StepReader
 from gpufleet.job.contract import metrics
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.kind.command import CommandConfig, Progress
+from tests.job.command_world import as_restored
 
 LINE = r"^step (?P<step>\d+)( took (?P<step_ms>\d+))?( val (?P<val>[\d.]+))?"
 

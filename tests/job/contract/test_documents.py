@@ -9,10 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import mutations
 import pytest
-import runs
-from supervisor_world import Bench
 
 from gpufleet.job import measured
 from gpufleet.job.contract import inputs, metrics, reading
@@ -33,6 +30,9 @@ from gpufleet.job.supervisor.child import MetricsFollower
 from gpufleet.job.supervisor.forecast import Forecast
 from gpufleet.job.supervisor.publish import commits
 from gpufleet.job.supervisor.store import Entry
+from tests import mutations
+from tests.job import runs
+from tests.job.supervisor_world import Bench
 
 DONE = Done(FINISHED, "", "i-1", "2027-01-15T09:00:00Z")
 OUTSIDE = ["/usr/x", "../run.json", "a/../../x", "", ".", "a//b", "a/", "./a", "a\0b", "a\x1b[2Jb", "\ud800", "x" * 256]

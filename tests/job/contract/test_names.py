@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from gpufleet.job.contract import attempt, bucket, codes, commit, done, environment, inputs, receipt, workdir
+from tests.repository import ROOT
 
 OWNERS = (bucket, codes, commit, environment, inputs, workdir)
 SOURCES = [path for folder in ("job", "infra", "rehearsal") for path in sorted((ROOT / folder).rglob("*.py"))]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import runs
 
 from gpufleet.job.contract import terms
 from gpufleet.job.contract.reading import DoubtError, Fields
+from tests.job import runs
 
 
 def test_a_run_that_does_not_say_otherwise_trains_on_one_node() -> None:

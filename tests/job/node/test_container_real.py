@@ -21,12 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import hostile_world
 import pytest
-import runs
-from command_world import PYTHON, parameters, run_of
-from repository import ROOT
-from waiting import wait_for
 
 from gpufleet.job.clock import uptime
 from gpufleet.job.contract.environment import RUN_URI
@@ -34,6 +29,10 @@ from gpufleet.job.kind import EXPERIMENTS
 from gpufleet.job.node import container
 from gpufleet.job.node.jobs import Jobs
 from gpufleet.job.node.settings import InstanceIdentity, Settings
+from tests.job import hostile_world, runs
+from tests.job.command_world import PYTHON, parameters, run_of
+from tests.repository import ROOT
+from tests.waiting import wait_for
 
 pytestmark = [
     pytest.mark.skipif(

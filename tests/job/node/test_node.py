@@ -9,8 +9,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from boot_stubs import DELETE, FLEET, INSTANCE, RUN, SHUTDOWN, TERMINATE, StubNode
-from waiting import wait_for
+
+from tests.infra.boot_stubs import DELETE, FLEET, INSTANCE, RUN, SHUTDOWN, TERMINATE, StubNode
+from tests.waiting import wait_for
 
 
 @pytest.fixture

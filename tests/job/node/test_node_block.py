@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from boot_stubs import DELETE, INSTANCE, RUN, SHUTDOWN, TERMINATE, BootOutcome, StubNode
+
+from tests.infra.boot_stubs import DELETE, INSTANCE, RUN, SHUTDOWN, TERMINATE, BootOutcome, StubNode
 
 
 @pytest.fixture

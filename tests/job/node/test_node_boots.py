@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from boot_stubs import DELETE, INSTANCE, RUN, SHUTDOWN, TERMINATE, StubNode
+
+from tests.infra.boot_stubs import DELETE, INSTANCE, RUN, SHUTDOWN, TERMINATE, StubNode
 
 CONTAINER_LOG_LINE = "a line from the job"
 

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from boot_stubs import StubNode
+
+from tests.infra.boot_stubs import StubNode
 
 STORE = "Amazon EC2 NVMe Instance Storage"
 DISK_CALLS = ("mkfs.xfs", "mount", "systemctl restart docker")

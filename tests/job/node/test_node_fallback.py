@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from boot_stubs import DELETE, FLEET, INSTANCE, RUN, SHUTDOWN, TERMINATE, StubNode
 
 from gpufleet.job.contract.aws import SWITCH
 from gpufleet.job.contract.bucket import FALLBACK, fleet_key
 from gpufleet.job.node.fallback import LIFE_CYCLE
+from tests.infra.boot_stubs import DELETE, FLEET, INSTANCE, RUN, SHUTDOWN, TERMINATE, StubNode
 
 OTHER = "fleet-spot"
 HOUR = 3600.0

@@ -8,10 +8,10 @@ import os
 from pathlib import Path
 
 import pytest
-from boot_stubs import RUN, StubNode
 
 from gpufleet.job.kind import EXPERIMENTS
 from gpufleet.job.node.jobs import RIGHTS
+from tests.infra.boot_stubs import RUN, StubNode
 
 ASK = """
 control=$GPUFLEET_ROOT/opt/gpufleet/run/control

@@ -7,10 +7,10 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from boot_stubs import DELETE, INSTANCE, MOVE, RUN, SHUTDOWN, TERMINATE, StubNode
 
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.node.allowance import STOP_S
+from tests.infra.boot_stubs import DELETE, INSTANCE, MOVE, RUN, SHUTDOWN, TERMINATE, StubNode
 
 
 @pytest.fixture

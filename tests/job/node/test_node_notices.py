@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from boot_stubs import INSTANCE, BootOutcome, StubNode
 
 from gpufleet.job.contract.aws import SILENCE
 from gpufleet.job.contract.messages import Alarm
 from gpufleet.job.node import notices
 from gpufleet.job.node.notices import TOLD_ALARM, TOLD_MOST, Notices
 from gpufleet.job.node.outside import Said
+from tests.infra.boot_stubs import INSTANCE, BootOutcome, StubNode
 
 TOPIC = "arn:aws:sns:us-east-2:111122223333:gpufleet-x"
 SILENT_S = 6 * 3600

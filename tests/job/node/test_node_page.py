@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from repository import ROOT
 
 from gpufleet.job.contract.codes import AttemptExit
+from tests.repository import ROOT
 
 PAGE = (ROOT / "docs/interruptions.md").read_text()
 

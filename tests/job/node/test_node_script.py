@@ -6,8 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from boot_stubs import BUCKET, DELETE, INSTANCE, RUN, SHUTDOWN, TERMINATE, StubNode
-from waiting import wait_for
+
+from tests.infra.boot_stubs import BUCKET, DELETE, INSTANCE, RUN, SHUTDOWN, TERMINATE, StubNode
+from tests.waiting import wait_for
 
 BROKEN = {
     "a syntax error": (")", 1),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from boot_stubs import DELETE, FLEET, INSTANCE, RUN, SHUTDOWN, TERMINATE, StubNode
 
 from gpufleet.job.contract.bucket import fleet_key
 from gpufleet.job.node import __main__ as node_main
+from tests.infra.boot_stubs import DELETE, FLEET, INSTANCE, RUN, SHUTDOWN, TERMINATE, StubNode
 
 # The node has looked twice since, so that it knows the answer to the first look; or was refused as often.
 LOOKED = (

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervisor_world import Bench, FakeTrainer, FaultyStore, NodeDeath
-from waiting import HANG_S, wait_for
 
 from gpufleet.job.contract.attempt import Exit, Node
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.spent import OtherNodes
 from gpufleet.job.supervisor import attempts, staging
 from gpufleet.job.supervisor.store import ANY, FolderStore, GivenUpError, StoreError, open_store
+from tests.job.supervisor_world import Bench, FakeTrainer, FaultyStore, NodeDeath
+from tests.waiting import HANG_S, wait_for
 
 
 class SlowInputs:

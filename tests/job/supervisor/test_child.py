@@ -13,13 +13,13 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-from repository import ROOT
-from waiting import is_alive, wait_for
 
 from gpufleet.job import gpus
 from gpufleet.job.contract.messages import Stop
 from gpufleet.job.supervisor import bootstrap, machine
 from gpufleet.job.supervisor.child import Child, GroupedProcess, JobLog, MetricsFollower, trainer
+from tests.repository import ROOT
+from tests.waiting import is_alive, wait_for
 
 ENGINE = "gpufleet.job.experiments.engine"
 

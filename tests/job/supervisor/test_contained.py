@@ -9,12 +9,12 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-from jobs_world import serving
-from waiting import is_alive, wait_for
 
 from gpufleet.job.node.jobs import Jobs
 from gpufleet.job.supervisor.child import Child, JobLog, trainer
 from gpufleet.job.supervisor.contained import ContainedProcess
+from tests.job.jobs_world import serving
+from tests.waiting import is_alive, wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what a container keeps together, Linux alone can show")
 

@@ -9,13 +9,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from supervisor_world import STEPS, Bench, FakeTrainer, FaultyStore, NodeDeath, interrupted, notice_at, outage, state
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.attempt import AttemptRecord, Exit
 from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.supervisor import attempts
 from gpufleet.job.supervisor.store import StoreError
+from tests.job.supervisor_world import (
+    STEPS,
+    Bench,
+    FakeTrainer,
+    FaultyStore,
+    NodeDeath,
+    interrupted,
+    notice_at,
+    outage,
+    state,
+)
 
 
 def hang(trainer: FakeTrainer) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gang_world import START, TORN_S, Town, TownNode, written
 
 from gpufleet.job.contract import bucket
 from gpufleet.job.supervisor import gang, member
+from tests.job.gang_world import START, TORN_S, Town, TownNode, written
 
 # Schedules, where the leader alone saves and where each node saves a part.
 QUICK, AT_ONCE, ALL = 10, 58, {False: 126, True: 300}

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervisor_world import Bench, FakeTrainer, FaultyStore, Inline, Queue
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.run import load
@@ -14,6 +13,7 @@ from gpufleet.job.contract.workdir import GRAPHS
 from gpufleet.job.supervisor import compile_cache
 from gpufleet.job.supervisor.compile_cache import MOST_BYTES, GraphMirror, place
 from gpufleet.job.supervisor.store import ANY, FolderStore, StoreError
+from tests.job.supervisor_world import Bench, FakeTrainer, FaultyStore, Inline, Queue
 
 
 def folder(trainer: FakeTrainer) -> Path:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervisor_world import STEPS, Bench, FakeTrainer, interrupted
 
 from gpufleet.job import atomic
 from gpufleet.job.experiments.growth.spec import GrowthConfig
+from tests.job.supervisor_world import STEPS, Bench, FakeTrainer, interrupted
 
 
 @pytest.mark.parametrize(

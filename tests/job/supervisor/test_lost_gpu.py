@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from supervisor_world import Bench, FakeTrainer
 
 from gpufleet.job.gpus import Sample, Sampler
 from gpufleet.job.supervisor.attempts import REFUSALS
+from tests.job.supervisor_world import Bench, FakeTrainer
 
 
 @pytest.fixture

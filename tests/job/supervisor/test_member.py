@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gang_world import START, TORN_S, Town, TownNode
 
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.supervisor import gang
+from tests.job.gang_world import START, TORN_S, Town, TownNode
 
 
 @pytest.fixture

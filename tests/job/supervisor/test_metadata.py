@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from waiting import HANG_S
 
 from gpufleet.job.supervisor.metadata import NOTICE_PATH, REBALANCE_PATH, TOKEN_S, Metadata, MetadataThread, http_fetch
 from gpufleet.rehearsal.imds import Fault, Imds
+from tests.waiting import HANG_S
 
 NOW = 1_800_000_000.0
 SOON = datetime.fromtimestamp(NOW + 120, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

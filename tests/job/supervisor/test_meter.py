@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 
 from gpufleet.job.contract import spent
 from gpufleet.job.contract.attempt import AttemptRecord, Beat, Exit, Node
@@ -20,6 +19,7 @@ from gpufleet.job.contract.terms import Rates, RunLimits, Terms, TypePrices
 from gpufleet.job.supervisor import attempts, fleet
 from gpufleet.job.supervisor.meter import Meter, spot_history
 from gpufleet.job.supervisor.store import FolderStore
+from tests.job import runs
 
 T0 = runs.LAUNCHED
 SPOT = Rates(

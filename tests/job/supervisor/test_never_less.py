@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervisor_world import STEPS, Bench, FakeTrainer, FaultyStore
 
 from gpufleet.job import atomic, clock
 from gpufleet.job.contract.attempt import Node
@@ -22,6 +21,7 @@ from gpufleet.job.supervisor import staging
 from gpufleet.job.supervisor.attempt import MARK_S, Supervisor
 from gpufleet.job.supervisor.forecast import Forecast
 from gpufleet.job.supervisor.store import StoreError
+from tests.job.supervisor_world import STEPS, Bench, FakeTrainer, FaultyStore
 
 LIMITS = {"max_usd": "3.00", "max_hours": "2", "deadline": None}
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from supervisor_world import STEPS, Bench, FakeClock, FaultyStore, NodeDeath, commit, publisher, state
 
 from gpufleet.job import atomic
 from gpufleet.job.contract import bucket
@@ -22,6 +21,7 @@ from gpufleet.job.contract.workdir import START
 from gpufleet.job.experiments.engine.checkpoint import Checkpoints
 from gpufleet.job.supervisor.publish import commits
 from gpufleet.job.supervisor.store import ANY, GivenUpError, StoreError
+from tests.job.supervisor_world import STEPS, Bench, FakeClock, FaultyStore, NodeDeath, commit, publisher, state
 
 MANIFEST_3 = "ckpt/step_00000003/manifest.json"
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 
 from gpufleet.job import measured
 from gpufleet.job.contract.attempt import AttemptRecord, Beat, Exit, Hardware
@@ -19,6 +18,7 @@ from gpufleet.job.contract.receipt import Receipt
 from gpufleet.job.contract.run import RunFile, load
 from gpufleet.job.contract.spent import Attempt
 from gpufleet.job.supervisor import receipt
+from tests.job import runs
 
 DONE = Done(FINISHED, "", "i-1", "2027-01-15T09:00:00Z")
 EXTRAS = Decimal("0.015959")

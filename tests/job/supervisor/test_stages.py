@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from supervisor_world import Bench, FakeTrainer
-
 from gpufleet.job.supervisor.publish import Mirror
 from gpufleet.job.supervisor.store import FolderStore
+from tests.job.supervisor_world import Bench, FakeTrainer
 
 
 def append(workdir: Path, content: str) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervisor_world import Bench, FaultyStore, commit, publisher, state
 
 from gpufleet.job.contract.commit import read as commit_of
 from gpufleet.job.contract.inputs import InputFile, digest
@@ -19,6 +18,7 @@ from gpufleet.job.contract.run import InputData, load
 from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.supervisor import staging
 from gpufleet.job.supervisor.store import FolderStore, GivenUpError, MissingError, StoreError
+from tests.job.supervisor_world import Bench, FaultyStore, commit, publisher, state
 
 
 @pytest.fixture

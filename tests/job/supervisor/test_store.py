@@ -11,7 +11,6 @@ from typing import Any
 import boto3
 import pytest
 from botocore.exceptions import ClientError
-from dates import skip_where_the_clock_is_moved
 from moto import mock_aws
 
 from gpufleet.job.kind.common import PART_BYTES
@@ -30,6 +29,7 @@ from gpufleet.job.supervisor.store import (
     session,
 )
 from gpufleet.rehearsal.imds import Imds
+from tests.dates import skip_where_the_clock_is_moved
 
 
 @pytest.fixture

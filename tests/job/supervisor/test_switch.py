@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervisor_world import STEPS, Bench, FakeTrainer, state
 
 from gpufleet.job.contract.aws import HANDOVER_S
 from gpufleet.job.contract.bucket import FALLBACK
@@ -23,6 +22,7 @@ from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.supervisor.fleet import of_node
 from gpufleet.job.supervisor.forecast import Forecast
 from gpufleet.job.supervisor.switch import Switch, find_switch
+from tests.job.supervisor_world import STEPS, Bench, FakeTrainer, state
 
 HOUR = 3600.0
 TERMS = Terms(

@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from supervisor_world import STEPS, Bench, FakeClock, FaultyStore, Inline, Queue, commit, publisher
-from waiting import HANG_S
 
 from gpufleet.job.contract.attempt import Beat
 from gpufleet.job.supervisor import publish
 from gpufleet.job.supervisor.publish import Publisher
 from gpufleet.job.supervisor.store import GivenUpError, StoreError
 from gpufleet.job.supervisor.uploads import Pulse, Uploader
+from tests.job.supervisor_world import STEPS, Bench, FakeClock, FaultyStore, Inline, Queue, commit, publisher
+from tests.waiting import HANG_S
 
 
 def at_once(size: int) -> float:

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-import runs
-from supervisor_world import STEPS, Bench, FakeTrainer, FaultyStore
 
 from gpufleet.job import atomic
 from gpufleet.job.supervisor.store import StoreError
+from tests.job import runs
+from tests.job.supervisor_world import STEPS, Bench, FakeTrainer, FaultyStore
 
 
 def beats(bench: Bench, instance: str = "i-1") -> list[dict[str, object]]:

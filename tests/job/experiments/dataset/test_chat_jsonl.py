@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sft_world import jsonl
 
 from gpufleet.job.experiments.dataset.chat import JsonlChats, Turn
+from tests.job.sft_world import jsonl
 
 ROWS = json.dumps({"instruction": "a", "response": "b"}).encode() * 9
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from sft_world import CHATML, LLAMA, bpe, jsonl
 
 from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset import packed
@@ -27,6 +26,7 @@ from gpufleet.job.experiments.dataset.rendering import (
 from gpufleet.job.experiments.models.config import DecoderConfig
 from gpufleet.job.experiments.sft.data import prepare_sft
 from gpufleet.job.experiments.sft.spec import ChatData, RowEval, SftConfig
+from tests.job.sft_world import CHATML, LLAMA, bpe, jsonl
 
 CONFIG = SftConfig(
     model=DecoderConfig(vocab=512, layers=2, width=64, heads=4, kv_heads=2, head_dim=16, ffn=176),

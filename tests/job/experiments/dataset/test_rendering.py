@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from sft_world import CHATML, LLAMA, bpe
 
 from gpufleet.job.experiments.dataset.chat import Turn
 from gpufleet.job.experiments.dataset.rendering import (
@@ -17,6 +16,7 @@ from gpufleet.job.experiments.dataset.rendering import (
     foreign,
     jinja,
 )
+from tests.job.sft_world import CHATML, LLAMA, bpe
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sft_world as sft
 import torch
-import train_world as world
-from decoder_models import generator
 from safetensors.torch import load_file
 from torch import Tensor
-from train_world import StopAt
 
 from gpufleet.job.experiments.dataset import weights
 from gpufleet.job.experiments.dataset.rendering import TEMPLATES
@@ -26,6 +22,10 @@ from gpufleet.job.experiments.models.decoder import Decoder, build
 from gpufleet.job.experiments.sft.data import prepare_sft
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.kind import from_json
+from tests.job import sft_world as sft
+from tests.job import train_world as world
+from tests.job.decoder_models import generator
+from tests.job.train_world import StopAt
 
 IDS = list(range(256, 260))  # of Llama's four, in a tokenizer of bytes
 END = IDS[-1]

@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from repository import ROOT
 from safetensors.numpy import save_file
-from supervisor_world import Bench
 
 from gpufleet.job.contract.inputs import read_weights
 from gpufleet.job.contract.run import load
@@ -23,6 +21,8 @@ from gpufleet.job.experiments.dataset import weights
 from gpufleet.job.experiments.dataset.prepare import read_manifest
 from gpufleet.job.experiments.models import hf_config
 from gpufleet.job.supervisor import staging
+from tests.job.supervisor_world import Bench
+from tests.repository import ROOT
 
 INDEX = "model.safetensors.index.json"
 

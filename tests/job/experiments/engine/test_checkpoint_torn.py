@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-import train_world as world
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from train_world import STEPS, StopAt
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.commit import Commit
 from gpufleet.job.experiments.engine.checkpoint import CheckpointDamagedError, Checkpoints, all_finite
+from tests.job import train_world as world
+from tests.job.train_world import STEPS, StopAt
 
 Usage = namedtuple("Usage", "total used free")
 

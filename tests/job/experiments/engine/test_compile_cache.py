@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-import train_world as world
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
@@ -26,6 +25,7 @@ from gpufleet.job.experiments.engine.compile_cache import CompileCache, name
 from gpufleet.job.experiments.engine.experiment import Phase, Session
 from gpufleet.job.experiments.models.selective import keep_products
 from gpufleet.job.kind.common import Rung
+from tests.job import train_world as world
 
 pytestmark = pytest.mark.filterwarnings("default")  # of the compiler's own code
 PHASE = Phase(index=0, name="dense", first=0, steps=10, flops_per_token=1.0, tokens_per_step=8)

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import train_world as world
 
 from gpufleet.job.experiments.dataset.shards import HEADER, write_shard
 from gpufleet.job.experiments.engine.data import TokenDataset, Windows, draw, mix, read_tokens, split
 from gpufleet.job.experiments.engine.experiment import IGNORED, Work
 from gpufleet.job.experiments.engine.parallel import World
+from tests.job import train_world as world
 
 CPU = torch.device("cpu")
 SEQUENCE = 16

@@ -10,19 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import kernel_world as kernel
-import pretrain_world as pretrain
 import pytest
-import sft_world as sft
 import torch
-import train_world as world
-import two_tower_world as two_tower
 from safetensors.torch import load_file
 
 from gpufleet.job import atomic
 from gpufleet.job.experiments.engine import step
 from gpufleet.job.experiments.engine.experiment import Experiment
 from gpufleet.job.experiments.two_tower.run import TwoTower
+from tests.job import kernel_world as kernel
+from tests.job import pretrain_world as pretrain
+from tests.job import sft_world as sft
+from tests.job import train_world as world
+from tests.job import two_tower_world as two_tower
 
 WORLDS: dict[str, Callable[..., Path]] = {
     "growth": partial(world.make, steps_per_phase=8),

@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-import train_world as world
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from train_world import STEPS, StopAt
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.codes import TrainerExit
@@ -32,6 +30,8 @@ from gpufleet.job.experiments.engine.requests import Requests
 from gpufleet.job.experiments.growth import growing
 from gpufleet.job.experiments.growth.run import TinystoriesGrowth
 from gpufleet.job.kind import from_json
+from tests.job import train_world as world
+from tests.job.train_world import STEPS, StopAt
 
 
 def fatal(workdir: Path) -> str:

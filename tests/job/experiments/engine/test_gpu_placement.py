@@ -8,12 +8,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import pretrain_world as pretrain
 import pytest
-import sft_world as sft
 import torch
 import torch.nn.functional as F
-import train_world as growing
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
@@ -34,6 +31,9 @@ from gpufleet.job.experiments.pretrain.run import make_optimizer
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.kind import from_json
+from tests.job import pretrain_world as pretrain
+from tests.job import sft_world as sft
+from tests.job import train_world as growing
 
 GPU = torch.device("cuda", 0)
 Made = tuple[nn.Module, Callable[[], Iterable[Micro]], Callable[[nn.Module], torch.optim.Optimizer]]

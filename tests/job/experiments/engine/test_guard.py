@@ -13,14 +13,8 @@ from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
-import kernel_world as kernel
-import pretrain_world as pretrain
 import pytest
-import sft_world as sft
 import torch
-import train_world as world
-import two_tower_world as two_tower
-from train_world import StopAt
 
 from gpufleet.job import atomic
 from gpufleet.job.experiments.engine import step
@@ -34,6 +28,12 @@ from gpufleet.job.experiments.spec import ExperimentConfig
 from gpufleet.job.experiments.two_tower.run import TwoTower
 from gpufleet.job.kind import Guard
 from gpufleet.job.supervisor.publish import commits
+from tests.job import kernel_world as kernel
+from tests.job import pretrain_world as pretrain
+from tests.job import sft_world as sft
+from tests.job import train_world as world
+from tests.job import two_tower_world as two_tower
+from tests.job.train_world import StopAt
 
 GPU = Device(torch=torch.device("cuda"), name="", count=1, memory_gb=24.0, driver=None, peak_tflops=70)
 PREDICTED = {"phase": "dense", "tokens_per_s": 1000.0, "mfu": 0.4}

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import train_world as world
 
 from gpufleet.job import atomic
 from gpufleet.job.experiments.engine import metrics
 from gpufleet.job.experiments.engine.experiment import Phase
 from gpufleet.job.experiments.engine.journal import Journal, Scalars
 from gpufleet.job.experiments.engine.parallel import World
+from tests.job import train_world as world
 
 
 def test_the_console_line_reads_as_the_specification_shows_it() -> None:

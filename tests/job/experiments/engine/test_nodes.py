@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-import rank_world as world
 import torch
 from safetensors.torch import load_file
-from train_world import committed, records
 
 from gpufleet.job.experiments.engine import parallel
+from tests.job import rank_world as world
+from tests.job.train_world import committed, records
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import train_world as world
 from torch import nn
 
 from gpufleet.job.experiments.engine import optimizer
@@ -19,6 +18,7 @@ from gpufleet.job.experiments.growth.model import build
 from gpufleet.job.experiments.growth.run import TinystoriesGrowth
 from gpufleet.job.experiments.growth.spec import AdamW, GrowthConfig
 from gpufleet.job.kind.common import Rung
+from tests.job import train_world as world
 
 CONFIG = AdamW(weight_decay=0.1)
 

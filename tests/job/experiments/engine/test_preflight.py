@@ -14,13 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_world
-import runs
 import torch
-import train_world as world
-from repository import ROOT
-from supervisor_world import Bench, FakeTrainer
-from waiting import HANG_S
 
 from gpufleet.job import atomic, between, gpus
 from gpufleet.job.contract.codes import AttemptExit
@@ -30,6 +24,11 @@ from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.experiments.engine.preflight import Measured, judge, parse_clocks
 from gpufleet.job.kind import from_json
 from gpufleet.job.supervisor.machine import DriverGpu
+from tests.job import rank_world, runs
+from tests.job import train_world as world
+from tests.job.supervisor_world import Bench, FakeTrainer
+from tests.repository import ROOT
+from tests.waiting import HANG_S
 
 SOUND = Measured(
     gpus=8,

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_world as world
 import torch
 from safetensors.torch import load_file
-from train_world import committed, final_hash, records
+
+from tests.job import rank_world as world
+from tests.job.train_world import committed, final_hash, records
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

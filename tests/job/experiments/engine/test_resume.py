@@ -6,9 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-import train_world as world
 from torch import nn
-from train_world import STEPS, StopAt
 
 from gpufleet.job import atomic
 from gpufleet.job.experiments.dataset import prepare, sources
@@ -19,6 +17,8 @@ from gpufleet.job.experiments.engine.export import META
 from gpufleet.job.experiments.growth import model as growth
 from gpufleet.job.experiments.growth.run import TinystoriesGrowth
 from gpufleet.job.experiments.models.config import CAPACITY
+from tests.job import train_world as world
+from tests.job.train_world import STEPS, StopAt
 
 TOTAL = 3 * STEPS
 # Looks at the stop file: one before each phase's first step, one after each step, one after each phase.

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import train_world as world
 
 from gpufleet.job import atomic
 from gpufleet.job.kind import EXPERIMENTS, from_json
+from tests.job import train_world as world
 
 
 @pytest.mark.parametrize(

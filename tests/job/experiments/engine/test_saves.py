@@ -11,12 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import kernel_world as kernel
-import pretrain_world as pretrain
 import pytest
-import train_world as world
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from train_world import STEPS, StopAt
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.commit import Commit
@@ -30,6 +26,10 @@ from gpufleet.job.experiments.kernel.run import Kernel
 from gpufleet.job.experiments.pretrain.run import Pretrain
 from gpufleet.job.kind import from_json
 from gpufleet.job.supervisor.publish import commits
+from tests.job import kernel_world as kernel
+from tests.job import pretrain_world as pretrain
+from tests.job import train_world as world
+from tests.job.train_world import STEPS, StopAt
 
 pytestmark = pytest.mark.xdist_group("kernels")
 

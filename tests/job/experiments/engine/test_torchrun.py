@@ -12,20 +12,19 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-import rank_world as world
-from repository import ROOT
-from train_world import committed, records
-from waiting import wait_for
 
 from gpufleet.job.supervisor.child import Child, GroupedProcess, JobLog, trainer
+from tests.job import rank_world as world
+from tests.job.train_world import committed, records
+from tests.repository import ROOT
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
 
 
 def launch(workdir: Path) -> Child:
-    words = trainer(workdir, 0, 2, "rank_world")  # the same trainer, the toy among its experiments
-    places = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "job")))
-    environment = {**os.environ, "PYTHONPATH": places, "PYTHONUNBUFFERED": "1"}
+    words = trainer(workdir, 0, 2, "tests.job.rank_world")  # the same trainer, the toy among its experiments
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     log = JobLog(workdir / "job.log", BytesIO())
     return Child(lambda: GroupedProcess(words, environment), log, time.time, workdir / "ended.json")
 

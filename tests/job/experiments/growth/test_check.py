@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from growth_models import CONFIG, PROBE, dense, experts, generator, moe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from gpufleet.job.experiments.growth.check import (
 from gpufleet.job.experiments.growth.growing import grow
 from gpufleet.job.experiments.growth.model import Growth, load
 from gpufleet.job.experiments.growth.spec import Precision
+from tests.job.growth_models import CONFIG, PROBE, dense, experts, generator, moe
 
 pytestmark = pytest.mark.xdist_group("growth")
 

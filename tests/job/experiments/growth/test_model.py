@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from growth_models import CONFIG, PROBE, dense, experts, generator, moe, text
 from torch import Tensor
 
 from gpufleet.job.experiments.engine.optimizer import groups
@@ -17,6 +16,7 @@ from gpufleet.job.experiments.growth.model import Growth, GrowthOutput, _choose_
 from gpufleet.job.experiments.growth.spec import GrowthConfig, GrowthModel, Precision
 from gpufleet.job.experiments.models.blocks import Experts, rotate, rotations
 from gpufleet.job.experiments.models.routing import rows_per_expert
+from tests.job.growth_models import CONFIG, PROBE, dense, experts, generator, moe, text
 
 pytestmark = pytest.mark.xdist_group("growth")
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growth_models import CONFIG, PROBE, dense, generator, moe, text
 from torch import Tensor
 
 from gpufleet.job.experiments.engine.optimizer import groups
@@ -25,6 +24,7 @@ from gpufleet.job.experiments.growth.check import (
 from gpufleet.job.experiments.growth.growing import State, deepen, grow, upcycle, widen
 from gpufleet.job.experiments.growth.model import Growth, build, decays, load
 from gpufleet.job.experiments.models.blocks import Experts
+from tests.job.growth_models import CONFIG, PROBE, dense, generator, moe, text
 
 pytestmark = pytest.mark.xdist_group("growth")
 

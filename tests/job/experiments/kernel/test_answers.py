@@ -9,16 +9,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-import kernel_cheats
 import pytest
-from kernel_judge import Switches, candidate, honest, judge, judged
-from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import planted, rules, tasks, timing, wire
 from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME
 from gpufleet.job.experiments.kernel.judge.funnel import digest
 from gpufleet.job.experiments.kernel.judge.verdict import Course
 from gpufleet.job.experiments.kernel.judge.worker import Lost, NotBegun, OutOfTime, Process, Workers
+from tests.job import kernel_cheats
+from tests.job.kernel_judge import Switches, candidate, honest, judge, judged
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.xdist_group("kernels")
 

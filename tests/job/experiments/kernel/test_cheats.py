@@ -11,15 +11,15 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-import kernel_cheats
 import pytest
 import torch
-from kernel_judge import Switches, judge, never_misses_its_gpu, scratch, verdicts
-from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import sandbox
 from gpufleet.job.experiments.kernel.judge.verdict import Verdict
 from gpufleet.job.experiments.kernel.judge.worker import Workers
+from tests.job import kernel_cheats
+from tests.job.kernel_judge import Switches, judge, never_misses_its_gpu, scratch, verdicts
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.xdist_group("kernels")
 

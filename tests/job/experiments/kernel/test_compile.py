@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_judge import LIMITS, SEED, Switches, candidate, honest, judge, judged, scratch, verdicts
-from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import catalog, planted, tasks, worker
 from gpufleet.job.experiments.kernel.judge.compilation import OUTCOME, Compilation
@@ -19,6 +17,8 @@ from gpufleet.job.experiments.kernel.judge.compiler import ADDRESS, CACHE
 from gpufleet.job.experiments.kernel.judge.funnel import Judge
 from gpufleet.job.experiments.kernel.judge.planted import Candidate
 from gpufleet.job.experiments.kernel.judge.worker import Process, Workers
+from tests.job.kernel_judge import LIMITS, SEED, Switches, candidate, honest, judge, judged, scratch, verdicts
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.xdist_group("kernels")
 

@@ -10,12 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import kernel_world as kernel
 import pytest
-import rank_world
 import torch
-import train_world as world
-from train_world import StopAt
 
 from gpufleet.job.contract.messages import Stop
 from gpufleet.job.experiments.dataset.packing import order
@@ -32,6 +28,10 @@ from gpufleet.job.experiments.kernel.run import Kernel
 from gpufleet.job.experiments.kernel.spec import AT_ONCE
 from gpufleet.job.kind import from_json
 from gpufleet.job.ledger import Ledger
+from tests.job import kernel_world as kernel
+from tests.job import rank_world
+from tests.job import train_world as world
+from tests.job.train_world import StopAt
 
 pytestmark = [pytest.mark.usefixtures("one_judge"), pytest.mark.xdist_group("kernels")]
 

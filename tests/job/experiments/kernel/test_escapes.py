@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernel_judge import never_misses_its_gpu, scratch
-from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import sandbox, syscalls
 from gpufleet.job.experiments.kernel.judge.worker import Lost, Process, Workers
+from tests.job.kernel_judge import never_misses_its_gpu, scratch
+from tests.waiting import HANG_S
 
 pytestmark = [
     pytest.mark.xdist_group("kernels"),

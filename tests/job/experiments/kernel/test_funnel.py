@@ -8,8 +8,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from kernel_judge import Switches, candidate, honest, judge, judged, verdicts
-from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import catalog, planted, source_text
 from gpufleet.job.experiments.kernel.judge.child import NOTHING
@@ -17,6 +15,8 @@ from gpufleet.job.experiments.kernel.judge.compiler import CACHE
 from gpufleet.job.experiments.kernel.judge.planted import STOPS_AT
 from gpufleet.job.experiments.kernel.judge.verdict import Verdict
 from gpufleet.job.experiments.kernel.judge.worker import GREET_S, Process, Workers
+from tests.job.kernel_judge import Switches, candidate, honest, judge, judged, verdicts
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.xdist_group("kernels")
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_judge import SEED
 
 from gpufleet.job.experiments.kernel.judge import catalog, tasks, wire
+from tests.job.kernel_judge import SEED
 
 
 def test_each_argument_has_strides_of_its_own() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import kernel_world as world
 import pytest
 
 from gpufleet.job.experiments.dataset.packing import PackedRows
@@ -13,6 +12,7 @@ from gpufleet.job.experiments.dataset.rendering import TEMPLATES
 from gpufleet.job.experiments.kernel.judge import planted, rules
 from gpufleet.job.experiments.kernel.judge.catalog import TASKS
 from gpufleet.job.experiments.kernel.pairs import GeneratedKernels, PairsFile, admitted, byte_tokenizer, prepare_kernels
+from tests.job import kernel_world as world
 
 
 def written(folder: Path, *pairs: object) -> Path:

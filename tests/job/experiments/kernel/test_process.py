@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_judge import Switches, honest, judge, never_misses_its_gpu, run, scratch, verdicts
-from waiting import HANG_S, wait_for
 
 from gpufleet.job.experiments.kernel.judge import forkserver, wire, worker
 from gpufleet.job.experiments.kernel.judge.worker import Lost, NoDeviceError, OutOfTime, Process, Workers
+from tests.job.kernel_judge import Switches, honest, judge, never_misses_its_gpu, run, scratch, verdicts
+from tests.waiting import HANG_S, wait_for
 
 MULTIPLY = """
 import torch, triton

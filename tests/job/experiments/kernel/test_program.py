@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 
 import pytest
-from kernel_judge import honest
 
 from gpufleet.job.experiments.kernel.judge import answers, rules
+from tests.job.kernel_judge import honest
 
 JITTED = "@triton.jit\ndef kernel():\n    pass\n"
 

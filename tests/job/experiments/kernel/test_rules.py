@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 
 import pytest
-from kernel_judge import honest
 
 from gpufleet.job.experiments.kernel.judge import planted, rules, source_text
 from gpufleet.job.experiments.kernel.judge.catalog import TASKS
 from gpufleet.job.experiments.kernel.judge.vocabulary import ACTIVE_DEVICE
+from tests.job.kernel_judge import honest
 
 
 def test_every_correct_planted_kernel_is_allowed() -> None:

@@ -8,19 +8,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import kernel_world as kernel
 import pytest
-import rank_world
 import torch
-import train_world as world
 from safetensors.torch import load_file
-from train_world import StopAt
 
 from gpufleet.job.experiments.engine import metrics
 from gpufleet.job.experiments.kernel import stages
 from gpufleet.job.experiments.kernel.judge import funnel
 from gpufleet.job.experiments.kernel.judge.worker import Workers
 from gpufleet.job.ledger import Ledger
+from tests.job import kernel_world as kernel
+from tests.job import rank_world
+from tests.job import train_world as world
+from tests.job.train_world import StopAt
 
 pytestmark = [pytest.mark.usefixtures("one_judge"), pytest.mark.xdist_group("kernels")]
 

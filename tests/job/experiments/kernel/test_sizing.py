@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-import kernel_world as world
 import pytest
 
 from gpufleet.job.experiments.kernel import pairs
@@ -16,6 +15,7 @@ from gpufleet.job.experiments.models.config import DecoderConfig
 from gpufleet.job.experiments.tuning import spec as tuning
 from gpufleet.job.kind import batch
 from gpufleet.job.kind.common import Rung
+from tests.job import kernel_world as world
 
 FULL = KernelConfig()
 CODER = DecoderConfig(

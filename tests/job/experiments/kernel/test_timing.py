@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_judge import SEED, honest, judged, scratch
 
 from gpufleet.job.experiments.kernel.judge import catalog, child, figures, tasks, timing, wire
 from gpufleet.job.experiments.kernel.judge.verdict import Course, Verdict
 from gpufleet.job.experiments.kernel.judge.worker import Workers
+from tests.job.kernel_judge import SEED, honest, judged, scratch
 
 RELU = catalog.BY_NAME["relu"]
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_judge import honest, judged, run
-from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import planted, rules, timing, wire
 from gpufleet.job.experiments.kernel.judge.catalog import BY_NAME
 from gpufleet.job.experiments.kernel.judge.watched import WIDTH, Ops
 from gpufleet.job.experiments.kernel.judge.worker import Process, Workers
+from tests.job.kernel_judge import honest, judged, run
+from tests.waiting import HANG_S
 
 
 def test_inputs_reach_the_candidate_with_their_gaps(workers: Workers) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from waiting import HANG_S
 
 from gpufleet.job.experiments.kernel.judge import wire
+from tests.waiting import HANG_S
 
 
 def test_a_message_that_is_none_or_too_large_is_not_believed() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from decoder_models import FAMILIES, as_arguments, examples, generator, model, packed, slow_varlen
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,6 +20,7 @@ from gpufleet.job.experiments.models.decoder import build, decays, frequencies, 
 from gpufleet.job.experiments.models.generate import _choose, generate, uniform
 from gpufleet.job.experiments.models.linear_loss import CHUNK_TOKENS, chunk_loss, linear_loss
 from gpufleet.job.experiments.sft.spec import SftConfig
+from tests.job.decoder_models import FAMILIES, as_arguments, examples, generator, model, packed, slow_varlen
 
 QWEN25_7B = Shape(
     family="qwen2",

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_models import FAMILIES, generator, model, packed
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -21,6 +20,7 @@ from gpufleet.job.experiments.models.config import QWEN3_8B, Lora
 from gpufleet.job.experiments.models.config import DecoderConfig as Shape
 from gpufleet.job.experiments.models.decoder import Decoder, build
 from gpufleet.job.experiments.models.generate import generate
+from tests.job.decoder_models import FAMILIES, generator, model, packed
 
 SHARD = 20_000  # bytes: every family needs several files
 

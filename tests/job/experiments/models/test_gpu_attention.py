@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import train_world as world
 from torch import nn
 
 from gpufleet.job.experiments.growth import model as growth
@@ -20,6 +19,7 @@ from gpufleet.job.experiments.models.config import DecoderConfig as Shape
 from gpufleet.job.experiments.models.generate import generate
 from gpufleet.job.experiments.pretrain import model as char_gpt
 from gpufleet.job.experiments.pretrain.spec import CharModel
+from tests.job import train_world as world
 
 SHAPE = Shape(
     vocab=32, layers=1, width=16, heads=4, kv_heads=2, head_dim=4, ffn=16, rope_theta=1e4, rope_scaling="none"

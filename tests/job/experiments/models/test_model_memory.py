@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from growth_models import CONFIG, PROBE, dense, moe
-from memory_count import Alive
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,6 +19,8 @@ from gpufleet.job.experiments.models.config import Lora
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.tuning.spec import TokenBatch, layer_activation_bytes
 from gpufleet.job.kind.common import Compute, Rung
+from tests.job.growth_models import CONFIG, PROBE, dense, moe
+from tests.job.memory_count import Alive
 
 pytestmark = pytest.mark.xdist_group("growth")
 

@@ -9,10 +9,10 @@ import sys
 from typing import Any
 
 import pytest
-from memory_count import SHAPES, one_rank, small
-from repository import ROOT
 
 from gpufleet.job.kind.common import Rung
+from tests.job.memory_count import SHAPES, one_rank, small
+from tests.repository import ROOT
 
 HERE = ROOT / "tests" / "job"
 
@@ -32,7 +32,8 @@ def test_the_peak_of_a_step_is_the_predicted_one(shape: dict[str, Any], compute:
 def test_a_steps_peak_on_eight_gpus_is_the_predicted_one() -> None:
     # In a process of its own: eight ranks are pretended, and a process group is global.
     found = subprocess.run(
-        [sys.executable, str(HERE / "memory_count.py")],
+        [sys.executable, "-m", "tests.job.memory_count"],
+        cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

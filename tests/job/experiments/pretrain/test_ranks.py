@@ -7,11 +7,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pretrain_world as pretrain
 import pytest
-import rank_world
 import torch
-import train_world as world
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -27,6 +24,9 @@ from gpufleet.job.experiments.pretrain import muon
 from gpufleet.job.experiments.pretrain.run import Pretrain
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.kind.common import Rung
+from tests.job import pretrain_world as pretrain
+from tests.job import rank_world
+from tests.job import train_world as world
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -9,10 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pretrain_world as pretrain
 import pytest
 import torch
-import train_world as world
 from safetensors.torch import load_file
 
 from gpufleet.job import atomic
@@ -26,6 +24,8 @@ from gpufleet.job.experiments.pretrain.run import Pretrain, make_optimizer, mome
 from gpufleet.job.experiments.pretrain.serve.model import open_model
 from gpufleet.job.experiments.pretrain.serve.request import GenerateRequest
 from gpufleet.job.experiments.pretrain.spec import EarlyStop, MuonAdamW
+from tests.job import pretrain_world as pretrain
+from tests.job import train_world as world
 
 
 def losses(workdir: Path) -> list[float]:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from serve_world import ask, ask_until, exported, generate, served
 
 from gpufleet.job.experiments.pretrain.serve import server as serving
 from gpufleet.job.experiments.pretrain.serve.model import open_model
 from gpufleet.job.experiments.pretrain.serve.server import Server
+from tests.job.serve_world import ask, ask_until, exported, generate, served
 
 
 @pytest.fixture(scope="module")

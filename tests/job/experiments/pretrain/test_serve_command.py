@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from repository import ROOT
-from serve_world import SHAPE, exported, served
 
 from gpufleet.job.experiments.pretrain.model import CharGpt
 from gpufleet.job.experiments.pretrain.serve import request
 from gpufleet.job.experiments.pretrain.serve import server as serving
 from gpufleet.job.experiments.pretrain.serve.__main__ import main
 from gpufleet.job.experiments.pretrain.serve.request import GenerateRequest
+from tests.job.serve_world import SHAPE, exported, served
+from tests.repository import ROOT
 
 MODULE = "gpufleet.job.experiments.pretrain.serve"
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_world import ask_until, exported, generate, served
-from waiting import HANG_S, wait_for
 
 from gpufleet.job.experiments.pretrain import model as char_gpt
 from gpufleet.job.experiments.pretrain.serve import model
 from gpufleet.job.experiments.pretrain.serve import server as serving
 from gpufleet.job.experiments.pretrain.serve.model import open_model
 from gpufleet.job.experiments.pretrain.serve.server import Server
+from tests.job.serve_world import ask_until, exported, generate, served
+from tests.waiting import HANG_S, wait_for
 
 REAL = char_gpt.generate
 

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sft_world as sft
 import torch
-from decoder_models import FAMILIES, generator, slow_varlen
 
 from gpufleet.job.experiments.dataset.prepare import read_manifest
 from gpufleet.job.experiments.dataset.rendering import TEMPLATES, Renderer, open_chat_tokenizer
@@ -22,6 +20,8 @@ from gpufleet.job.experiments.models.decoder import positions
 from gpufleet.job.experiments.sft.data import prepare_sft
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.kind import from_json
+from tests.job import sft_world as sft
+from tests.job.decoder_models import FAMILIES, generator, slow_varlen
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sft_world as sft
 import torch
-import train_world as world
-from repository import ROOT
-from sft_world import CHATML, bpe, jsonl
 
 from gpufleet.job import atomic, ledger
 from gpufleet.job.contract.codes import TrainerExit
@@ -27,6 +23,10 @@ from gpufleet.job.experiments.sft.data import prepare_sft
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.kind import from_json
+from tests.job import sft_world as sft
+from tests.job import train_world as world
+from tests.job.sft_world import CHATML, bpe, jsonl
+from tests.repository import ROOT
 
 FAMILY = {"family": "qwen3", "tied": True, "norm_eps": 1e-6, "rope_theta": 1e6}
 CHANGED = {

@@ -10,13 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_world
-import sft_world as sft
 import torch
-import train_world as world
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from train_world import StopAt
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.codes import TrainerExit
@@ -30,6 +26,10 @@ from gpufleet.job.experiments.spec import CosineAdamW
 from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.kind import from_json
 from gpufleet.job.kind.common import Rung
+from tests.job import rank_world
+from tests.job import sft_world as sft
+from tests.job import train_world as world
+from tests.job.train_world import StopAt
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

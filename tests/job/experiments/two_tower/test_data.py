@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import two_tower_world as world
-from two_tower_world import TABLES, flipped
 
 from gpufleet.job.experiments.two_tower import baselines
 from gpufleet.job.experiments.two_tower.folds import (
@@ -22,6 +20,8 @@ from gpufleet.job.experiments.two_tower.folds import (
 )
 from gpufleet.job.experiments.two_tower.ranking import generate
 from gpufleet.job.experiments.two_tower.spec import Weak
+from tests.job import two_tower_world as world
+from tests.job.two_tower_world import TABLES, flipped
 
 CONFIG = world.config()
 DEALT = fold_of(23, 5, 42)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import train_world
-import two_tower_world as world
+
+from tests.job import train_world
+from tests.job import two_tower_world as world
 
 FULL = {
     "device": "cpu",

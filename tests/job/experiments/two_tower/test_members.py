@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-import two_tower_world as world
 from torch import Tensor
 
 from gpufleet.job.experiments.two_tower.members import HARD_POOL, Members, clip_each, sampled_loss
 from gpufleet.job.experiments.two_tower.model import Towered, diversity, draw_noise, softmax_loss
 from gpufleet.job.experiments.two_tower.spec import Sampled, TwoTowerConfig
+from tests.job import two_tower_world as world
 
 MEMBERS, QUERIES, MODELS, WIDTH = 3, 24, 31, 16
 

@@ -11,10 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import train_world
-import two_tower_world as world
 from torch import Tensor
-from two_tower_world import TABLES, flipped
 
 from gpufleet.job.contract import metrics
 from gpufleet.job.experiments.student import t95
@@ -27,6 +24,9 @@ from gpufleet.job.experiments.two_tower.ranking import GAINS, Tables
 from gpufleet.job.experiments.two_tower.run import REFIT_SEEDS, TwoTower
 from gpufleet.job.experiments.two_tower.spec import REFIT, variants
 from gpufleet.job.kind.common import Rung
+from tests.job import train_world
+from tests.job import two_tower_world as world
+from tests.job.two_tower_world import TABLES, flipped
 
 CONFIG = world.config()
 HONEST = [member for member in members(CONFIG) if member.protocol == "honest"]

@@ -14,10 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import train_world
-import two_tower_world as world
 from safetensors.numpy import load_file
-from train_world import StopAt
 
 from gpufleet.job.experiments.dataset import prepare
 from gpufleet.job.experiments.two_tower import baselines, ranking
@@ -25,6 +22,9 @@ from gpufleet.job.experiments.two_tower import run as two_tower
 from gpufleet.job.experiments.two_tower.batches import Batches
 from gpufleet.job.experiments.two_tower.folds import Member, fold_of
 from gpufleet.job.experiments.two_tower.ranking_metrics import ndcg
+from tests.job import train_world
+from tests.job import two_tower_world as world
+from tests.job.train_world import StopAt
 
 SWEEP: dict[str, Any] = {"sweep": ["o", "r"], "epochs": 2, "steps_per_epoch": 2}
 

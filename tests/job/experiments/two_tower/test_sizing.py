@@ -7,8 +7,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-import two_tower_world as world
-from memory_count import Alive
 
 from gpufleet.job.experiments.two_tower import baselines
 from gpufleet.job.experiments.two_tower import spec as two_tower
@@ -19,6 +17,8 @@ from gpufleet.job.experiments.two_tower.ranking import generate
 from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig, Variant, variant, variants
 from gpufleet.job.kind import batch
 from gpufleet.job.kind.common import Rung
+from tests.job import two_tower_world as world
+from tests.job.memory_count import Alive
 
 FULL = TwoTowerConfig()
 HONEST = replace(FULL, optimistic=False)
