@@ -49,17 +49,22 @@ def test_every_key_that_it_did_not_have_says_that_it_came_later(record: Path) ->
 INSTEAD = {"hours"}  # sections that stand in the place of other keys
 
 
+def referred(schema: dict[str, Any]) -> dict[str, Any]:
+    """What the schema's reference leads to, or itself."""
+    return SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+
+
 def with_defaults(section: dict[str, Any], schema: dict[str, Any], refused: dict[str, Any]) -> dict[str, Any]:
     """The section with every key that it leaves out, at its default; in sections of it that ask for no key, too."""
-    schema = SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
     whole = dict(section)
-    for key, below in schema.get("properties", {}).items():
+    for key, below in referred(schema).get("properties", {}).items():
+        below = referred(below)
         inner = whole.get(key, {})
         if refused.get(key) is False or key in INSTEAD:
             continue
         if "default" in below:
             whole.setdefault(key, below["default"])
-        elif below.keys() & {"properties", "$ref"} and isinstance(inner, dict) and (inner or not below.get("required")):
+        elif "properties" in below and isinstance(inner, dict) and (inner or not below.get("required")):
             whole[key] = with_defaults(inner, below, {})
     return whole
 
