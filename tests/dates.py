@@ -46,6 +46,9 @@ def days(now: datetime) -> dict[str, tuple[datetime, str]]:
 
 
 ZONES = ("Europe/Berlin", "America/New_York")
+FILES = (
+    45  # of a session: libfaketime remembers every lock, and after hours a thread's turn takes it a tenth of a second
+)
 
 
 def is_leap(year: int) -> bool:
@@ -83,6 +86,12 @@ def environment(file: Path, ahead: timedelta, zone: str) -> dict[str, str]:
     return {**os.environ, **moved, "TZ": zone}
 
 
+def sessions(tests: list[str]) -> list[list[str]]:
+    """What each pytest runs: the tests that were named, or all of them in several sessions."""
+    every = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("tests/**/test_*.py"))
+    return [tests] if tests else [every[first : first + FILES] for first in range(0, len(every), FILES)]
+
+
 def run(now: datetime, chosen: list[str], tests: list[str], file: Path) -> Iterator[str]:
     """Runs the tests on each day; the days on which one failed."""
     for name in chosen:
@@ -92,8 +101,11 @@ def run(now: datetime, chosen: list[str], tests: list[str], file: Path) -> Itera
         sys.stdout.flush()
         several = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadgroup", "--no-loadscope-reorder"]
         workers = [] if tests else several  # each imports everything first
-        words = [sys.executable, "-m", "pytest", "-q", *workers, *tests]
-        if subprocess.run(words, cwd=ROOT, env=environment(file, ahead, zone), check=False).returncode:
+        failed = False
+        for files in sessions(tests):
+            words = [sys.executable, "-m", "pytest", "-q", *workers, *files]
+            failed |= bool(subprocess.run(words, cwd=ROOT, env=environment(file, ahead, zone), check=False).returncode)
+        if failed:
             yield name
 
 
