@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -14,16 +15,21 @@ VALUES = ("null", "true", '"x"', '""', "-1", "0.5", "1e400", "NaN", HUGE, f'"{HU
 
 def mutations(tree: Any) -> Iterator[bytes]:
     """The bytes of `tree`, each of its values replaced or left out; then what is no such document at all."""
-    whole = json.dumps(tree)
-    for path in _paths(tree):
-        marked = json.dumps(_with_value(tree, path, "\0here"))
-        for value in VALUES:
-            yield marked.replace(json.dumps("\0here"), value).encode()
-        if path:
-            yield json.dumps(_without_value(tree, path)).encode()
-    for end in (0, 1, len(whole) // 3, len(whole) - 1):
-        yield whole[:end].encode()
-    yield from (b"\xff\xfe\0", b"\x00", b"null", DEEP.encode(), whole.encode() * 2, f"[{whole}]".encode())
+    gc.collect()
+    gc.disable()  # at the depth where Python gives up, a finalizer of another test's garbage would give up too
+    try:
+        whole = json.dumps(tree)
+        for path in _paths(tree):
+            marked = json.dumps(_with_value(tree, path, "\0here"))
+            for value in VALUES:
+                yield marked.replace(json.dumps("\0here"), value).encode()
+            if path:
+                yield json.dumps(_without_value(tree, path)).encode()
+        for end in (0, 1, len(whole) // 3, len(whole) - 1):
+            yield whole[:end].encode()
+        yield from (b"\xff\xfe\0", b"\x00", b"null", DEEP.encode(), whole.encode() * 2, f"[{whole}]".encode())
+    finally:
+        gc.enable()
 
 
 def _paths(tree: Any) -> Iterator[tuple[Any, ...]]:
