@@ -261,7 +261,12 @@ ANSWERS: dict[str, tuple[tuple[str, str, How, str], ...]] = {
         ("a smaller disk", VOLUMES, each("Volumes", Size=8), "volume-size"),
     ),
 }  # fmt: skip
-PLANTED = [pytest.param(phase, *row[1:], id=row[0]) for phase, rows in ANSWERS.items() for row in rows]
+SLOW = {"stops": [pytest.mark.slow]}  # each waits 15 s for a schedule and an expiry
+PLANTED = [
+    pytest.param(phase, *row[1:], id=row[0], marks=SLOW.get(phase, []))
+    for phase, rows in ANSWERS.items()
+    for row in rows
+]
 
 
 @pytest.mark.parametrize(("phase", "call", "how", "named"), PLANTED)
