@@ -103,7 +103,7 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
         return
     name, place = declared.reservation, f"in {fleet.region}, for this account"
     ask = ec2.describe_capacity_reservations
-    answer = refusals.absent(lambda: ask(CapacityReservationIds=[name]), "InvalidCapacityReservationId")
+    answer = refusals.absent(lambda: ask(CapacityReservationIds=[name]), "InvalidCapacityReservationId.")
     if answer is None:
         fix = "Put fleet.block.reservation or fleet.region right."
         yield Check("block", f"{name} does not exist {place}", "problem", fix)
@@ -153,7 +153,7 @@ def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     if wanted == "unpinned":
         yield Check("AMI", "fleet.ami is unpinned", "problem", repin)
         return
-    answer = refusals.absent(lambda: ec2.describe_images(ImageIds=[wanted]), "InvalidAMIID")
+    answer = refusals.absent(lambda: ec2.describe_images(ImageIds=[wanted]), "InvalidAMIID.")
     images = answer["Images"] if answer else []
     if not images or images[0]["State"] != "available":
         found = (
@@ -327,7 +327,9 @@ def inputs(definition: StackDefinition, s3: Any, ec2: Any, kms: Any) -> Iterator
 
 def _snapshot(name: str, ec2: Any) -> dict[str, Any] | None:
     """EC2's description of the snapshot; None when it does not exist."""
-    answer = refusals.absent(lambda: ec2.describe_snapshots(SnapshotIds=[name]), "InvalidSnapshot")
+    answer = refusals.absent(
+        lambda: ec2.describe_snapshots(SnapshotIds=[name]), "InvalidSnapshot.", "InvalidSnapshotID."
+    )
     return answer["Snapshots"][0] if answer else None
 
 

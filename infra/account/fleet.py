@@ -15,6 +15,7 @@ from gpufleet.job.contract.reading import epoch
 
 ENDED = ("deleted", "deleted_running", "deleted_terminating")  # states in which a fleet launches nothing more
 GONE = ("shutting-down", "terminated")  # states of an instance
+NO_FLEET = ("InvalidFleetId.NotFound", "InvalidFleetIdNotFound")  # codes of an answer
 ENDING_S = 300.0  # how long after done.json a node may take to end its fleet
 
 
@@ -41,7 +42,7 @@ def fleets_of(ec2: Any, definition: StackDefinition, *, every_run: bool = False)
 
 def _described(ec2: Any, fleet_id: str) -> list[dict[str, Any]]:
     """The fleet's description; empty when only its tags still exist."""
-    answer = refusals.absent(lambda: ec2.describe_fleets(FleetIds=[fleet_id]), "InvalidFleetId")
+    answer = refusals.absent(lambda: ec2.describe_fleets(FleetIds=[fleet_id]), *NO_FLEET)
     return answer["Fleets"] if answer else []
 
 

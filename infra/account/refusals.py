@@ -60,13 +60,16 @@ def code(error: exceptions.ClientError) -> str:
 
 
 def absent(ask: Callable[[], _T], *codes: str) -> _T | None:
-    """What a call gives; None when AWS answers with a code that begins with one of `codes`: there is no such thing."""
+    """What a call gives; None when AWS answers with one of `codes`: there is no such thing. A code that ends with a dot
+    stands for all that begin with it.
+    """
     try:
         return ask()
     except exceptions.ClientError as error:
-        if not code(error).startswith(codes):
-            raise
-        return None
+        families = tuple(each for each in codes if each.endswith("."))
+        if code(error) in codes or code(error).startswith(families):
+            return None
+        raise
 
 
 def denied(error: exceptions.ClientError) -> bool:

@@ -56,12 +56,15 @@ def digest(image: str) -> str:
     return answered
 
 
+_NO_IMAGE = ("RepositoryNotFoundException", "ImageNotFoundException")  # codes of an answer
+
+
 def _of_ecr(image: str, repository: ecr.Repository) -> str:
     tag, _, pinned = image.partition("/")[2].removeprefix(repository.name).removeprefix(":").partition("@")
     wanted = {"imageDigest": pinned} if pinned else {"imageTag": tag}
     named = {"registryId": repository.account, "repositoryName": repository.name, "imageIds": [wanted]}
-    ask, codes = aws.client("ecr", repository.region).describe_images, ("RepositoryNotFound", "ImageNotFound")
-    if (found := refusals.absent(lambda: ask(**named), *codes)) is None:
+    ask = aws.client("ecr", repository.region).describe_images
+    if (found := refusals.absent(lambda: ask(**named), *_NO_IMAGE)) is None:
         raise _missing(image)
     return str(found["imageDetails"][0]["imageDigest"])
 

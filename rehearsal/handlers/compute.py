@@ -10,6 +10,7 @@ import time
 from datetime import datetime
 from typing import Any
 
+from gpufleet.infra.account.fleet import NO_FLEET
 from gpufleet.infra.account.refusals import absent
 from gpufleet.job.text import stamp
 from gpufleet.rehearsal.handlers import table
@@ -51,7 +52,9 @@ def _update_template(aws: Aws, resource_id: str, old: Properties, new: Propertie
 
 def _read_template(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
     answer = absent(
-        lambda: aws.ec2.describe_launch_templates(LaunchTemplateIds=[resource_id]), "InvalidLaunchTemplateId.NotFound"
+        lambda: aws.ec2.describe_launch_templates(LaunchTemplateIds=[resource_id]),
+        "InvalidLaunchTemplateId.NotFound",
+        "InvalidLaunchTemplateId.NotFoundException",
     )
     if not answer or not answer["LaunchTemplates"]:
         return None
@@ -98,7 +101,7 @@ def _create_fleet(aws: Aws, inputs: Properties) -> str:
 
 
 def _fleet(aws: Aws, resource_id: str) -> dict[str, Any] | None:
-    answer = absent(lambda: aws.ec2.describe_fleets(FleetIds=[resource_id]), "InvalidFleetId")
+    answer = absent(lambda: aws.ec2.describe_fleets(FleetIds=[resource_id]), *NO_FLEET)
     return answer["Fleets"][0] if answer and answer["Fleets"] else None
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from unittest.mock import Mock
 
 import botocore.exceptions
 import botocore.parsers
 import pytest
 
 from gpufleet.infra.account import refusals
+from gpufleet.infra.account.fleet import NO_FLEET
 from gpufleet.infra.errors import AwsRefused
 
 
@@ -77,3 +79,23 @@ def test_a_clock_that_is_wrong_is_told_from_keys_that_are(
 def test_a_mistake_of_our_own_is_not_blamed_on_aws() -> None:
     assert refusals.refusal(botocore.exceptions.ParamValidationError(report="x")) is None
     assert refusals.refusal(KeyError("x")) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "codes", "is_absent"),
+    [
+        ("NoSuchBucket", ("NoSuchBucket",), True),
+        ("NoSuchBucketPolicy", ("NoSuchBucket",), False),
+        ("InvalidFleetId.Malformed", NO_FLEET, False),
+        ("InvalidAMIID.Malformed", ("InvalidAMIID.",), True),
+    ],
+)
+def test_a_code_that_only_begins_like_one_for_what_is_absent_is_raised(
+    code: str, codes: tuple[str, ...], is_absent: bool
+) -> None:
+    ask = Mock(side_effect=client_error(code))
+    if is_absent:
+        assert refusals.absent(ask, *codes) is None
+    else:
+        with pytest.raises(botocore.exceptions.ClientError):
+            refusals.absent(ask, *codes)

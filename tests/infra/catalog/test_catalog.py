@@ -37,7 +37,7 @@ def test_every_row_names_its_source_and_its_date(path: Path) -> None:
 
 def test_prices_are_positive_and_no_dearer_than_a_node_can_be() -> None:
     hourly = [*CATALOG.on_demand_prices.values(), *(s.price for zones in CATALOG.spot_prices.values() for s in zones)]
-    assert all(Decimal("0.01") < price.amount < 1000 for price in hourly)
+    assert all(Decimal("0.01") < price.amount < 300 for price in hourly)
 
 
 def test_a_region_costs_no_less_than_virginia_and_no_more_than_sao_paulo() -> None:
