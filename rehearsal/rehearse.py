@@ -46,11 +46,6 @@ from gpufleet.rehearsal.undisturbed import Until
 from gpufleet.rehearsal.watch import Watch, plan, possible
 
 QUIET_S = 8.0  # seconds after a notice at which the node has saved and only waits: a good moment to measure
-REFUSED = (  # of a ready-made job
-    ": leave out --exact and --limit",
-    ", rehearsed without its image: leave out --image",
-    ", which trains on a CPU: leave out --plumbing",
-)
 TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # packages that every ready-made job needs
 RELAUNCH_S = 1.0  # seconds until a replacement node; AWS takes minutes, but waiting for them would show nothing
 _REASON = re.compile(r"^(?:gpufleet: |error: | +PROBLEM )", re.MULTILINE)  # how a command's errors begin
@@ -114,8 +109,13 @@ def rehearse(
             f"{path.name} cannot be rehearsed: a rehearsal trains a small model on this machine's CPU, with data that "
             f"it makes. Write in its `rehearsal` section: {', '.join(lacking)}."
         )
-    if refused := [why for why, asked in zip(REFUSED, (again, image, stand_in), strict=True) if asked and not is_own]:
-        raise GpufleetError(f"{definition.name} is a ready-made job{refused[0]}")
+    for asked, why in (
+        (again, ": leave out --exact and --limit"),
+        (image, ", rehearsed without its image: leave out --image"),
+        (stand_in, ", which trains on a CPU: leave out --plumbing"),
+    ):
+        if asked and not is_own:
+            raise GpufleetError(f"{definition.name} is a ready-made job{why}")
     if not (image or stand_in) and (lacks := own.modules_lacking(definition, root)):
         if not definition.job.parameters.demands.installs:
             raise GpufleetError(lacks)

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from botocore.exceptions import ClientError
-
 LATE = "not within {:g} s"  # a value in the place of a time that did not come
 LONGEST = 2  # items of a list in a recorded answer
 TAKEN_OUT = "(taken out)"
@@ -121,8 +119,3 @@ def _has(answer: Any, path: list[str]) -> bool | None:
         return _has(answer[name], path[1:])
     inside = [_has(item, path[1:]) for item in answer[name]]
     return None if not inside or None in inside else all(inside)
-
-
-def refused_with(error: Exception) -> str:
-    """The code with which AWS refused, and otherwise the error's name."""
-    return str(error.response["Error"]["Code"]) if isinstance(error, ClientError) else type(error).__name__

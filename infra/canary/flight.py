@@ -37,6 +37,7 @@ from gpufleet.job.contract.done import Done
 from gpufleet.job.contract.reading import epoch
 from gpufleet.job.contract.receipt import parse
 from gpufleet.job.contract.workdir import FINAL, RECEIPT
+from gpufleet.job.supervisor.store import pages
 
 _NOTICE = re.compile(r"spot notice: \w+ in (-?\d+) s")  # job/supervisor/metadata.py, of the moment at which it is seen
 
@@ -249,9 +250,10 @@ class Flight:
         self.wait_for("end.nodes_s", lambda: not _running(nodes_of(ec2, stack)), self.scale.patience_s)
         self.say(f"{run}: over, {done.reason}; its node has ended the fleet")
         add("end.clock_s", abs(time.time() - at))
+        since = min(each.launched for each in nodes.values()) - timedelta(minutes=10)
         events = [
             (describe(each)[1], each["Timestamp"], each["EventInformation"].get("InstanceId", ""))
-            for page in _history(ec2, fleet, min(each.launched for each in nodes.values()))
+            for page in pages(ec2.describe_fleet_history, FleetId=fleet, StartTime=since)
             for each in page["HistoryRecords"]
         ]
         for node in nodes.values():
@@ -401,13 +403,3 @@ def _steps(folder: RunFolder) -> dict[int, datetime]:
     """The steps of the published checkpoints, and when each was."""
     found = ((bucket.MANIFEST_KEY.fullmatch(each.name), each.written) for each in folder.objects(bucket.CHECKPOINTS))
     return {int(match[1]): written for match, written in found if match}
-
-
-def _history(ec2: Any, fleet: str, since: datetime) -> list[dict[str, Any]]:
-    """The pages of a fleet's history from a little before `since`."""
-    asked, pages = {"FleetId": fleet, "StartTime": since - timedelta(minutes=10)}, []
-    while True:
-        pages.append(ec2.describe_fleet_history(**asked))
-        if not (token := pages[-1].get("NextToken")):
-            return pages
-        asked["NextToken"] = token

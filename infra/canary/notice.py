@@ -70,14 +70,11 @@ def interrupt(
 
 def _role(stack: StackDefinition, iam: Any) -> str:
     """The role with which FIS interrupts nodes of this stack, and nothing else."""
-    try:
-        arn = str(iam.get_role(RoleName=ROLE)["Role"]["Arn"])
-    except ClientError as error:
-        if refusals.code(error) != "NoSuchEntity":
-            raise
+    found = refusals.absent(lambda: iam.get_role(RoleName=ROLE), "NoSuchEntity")
+    if found is None:
         tags = [{"Key": key, "Value": value} for key, value in own_tags(stack).items()]
         trust = json.dumps({"Version": "2012-10-17", "Statement": [_TRUST]})
-        arn = str(iam.create_role(RoleName=ROLE, AssumeRolePolicyDocument=trust, Tags=tags)["Role"]["Arn"])
+        found = iam.create_role(RoleName=ROLE, AssumeRolePolicyDocument=trust, Tags=tags)
     may = [
         {
             "Effect": "Allow",
@@ -89,7 +86,7 @@ def _role(stack: StackDefinition, iam: Any) -> str:
     ]
     policy = json.dumps({"Version": "2012-10-17", "Statement": may})
     iam.put_role_policy(RoleName=ROLE, PolicyName=POLICY, PolicyDocument=policy)
-    return arn
+    return str(found["Role"]["Arn"])
 
 
 def forget(client: Callable[[str], Any]) -> None:
@@ -98,13 +95,5 @@ def forget(client: Callable[[str], Any]) -> None:
     for each in pages(fis, "list_experiment_templates", "experimentTemplates"):
         if each.get("tags", {}).get(STACK_TAG) == RUN:
             fis.delete_experiment_template(id=each["id"])
-    try:
-        iam.delete_role_policy(RoleName=ROLE, PolicyName=POLICY)
-    except ClientError as error:
-        if refusals.code(error) != "NoSuchEntity":
-            raise
-    try:
-        iam.delete_role(RoleName=ROLE)
-    except ClientError as error:
-        if refusals.code(error) != "NoSuchEntity":
-            raise
+    refusals.absent(lambda: iam.delete_role_policy(RoleName=ROLE, PolicyName=POLICY), "NoSuchEntity")
+    refusals.absent(lambda: iam.delete_role(RoleName=ROLE), "NoSuchEntity")

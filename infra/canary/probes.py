@@ -15,9 +15,10 @@ from botocore.exceptions import ClientError
 from gpufleet.infra.account import aws, quotas, rights
 from gpufleet.infra.account.doctor import AMI_PARAMETER
 from gpufleet.infra.account.fleet import ENDED
+from gpufleet.infra.account.refusals import code
 from gpufleet.infra.account.run_folder import find_log_groups, name_prefix
 from gpufleet.infra.canary.assumptions import known
-from gpufleet.infra.canary.facts import LATE, FlightFacts, refused_with
+from gpufleet.infra.canary.facts import LATE, FlightFacts
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import PriceMissing
@@ -96,12 +97,7 @@ def refusals(facts: FlightFacts, asked: Asked) -> None:
     for each in known():
         if each.ask:
             service, _, operation = each.ask.partition(".")
-            try:
-                getattr(asked(service), operation)(**(each.given or {}))
-            except ClientError as error:
-                facts.add(each.fact, refused_with(error))
-            else:
-                facts.add(each.fact, "not refused")
+            facts.add(each.fact, _code(lambda: getattr(asked(service), operation)(**(each.given or {}))))  # noqa: B023
 
 
 def bucket(facts: FlightFacts, s3: Any, name: str) -> None:
@@ -125,8 +121,7 @@ def bucket(facts: FlightFacts, s3: Any, name: str) -> None:
     for how, condition in conditions.items():
         own = f"canary/{how}"
         s3.put_object(Bucket=name, Key=own, Body=body)
-        code = _code(lambda: s3.put_object(Bucket=name, Key=own, Body=b"", **condition))  # noqa: B023
-        add(f"s3.over_{how}", code)
+        add(f"s3.over_{how}", _code(lambda: s3.put_object(Bucket=name, Key=own, Body=b"", **condition)))  # noqa: B023
     s3.delete_object(Bucket=name, Key=key)
     add("s3.gone_at_once", _code(lambda: s3.get_object(Bucket=name, Key=key)))
     add("s3.deleted_again", _code(lambda: s3.delete_object(Bucket=name, Key=key)))
@@ -146,7 +141,7 @@ def _code(call: Callable[[], Any]) -> str:
     try:
         call()
     except ClientError as error:
-        return refused_with(error)
+        return code(error)
     return "accepted"
 
 

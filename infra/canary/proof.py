@@ -41,7 +41,7 @@ def make(flight: Flight, region: str, at: datetime, *, embedded: bool, why: str)
         "embedded": embedded,
         "ended_early": redacted(why),
         "versions": {**dict(_versions()), "python": platform.python_version(), "engine": flight.engine_name},
-        "notice": "by FIS" if flight.by_notice else "left out: the account may not use FIS",
+        "notice": "by FIS" if flight.by_notice else "left out",
         "cost": flight.receipts,
         "assumptions": [{**each.to_json(), "seen": redacted(each.seen)} for each in judged],
         "figures": {name: spread(values) for name, values in sorted(flight.facts.seen.items()) if _numbers(values)},

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gpufleet.infra.account import checks, doctor, quotas, rights
+from gpufleet.infra.account.aws import pages
 from gpufleet.infra.bill.answer import headline
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import problems
@@ -198,15 +199,18 @@ def _cheapest(region: str) -> Iterator[str]:
 def _offers(ec2: Any, region: str, types: list[str]) -> dict[str, set[str]]:
     """The zones, by name, that offer each type."""
     filters = [{"Name": "instance-type", "Values": types}]
-    pages = ec2.get_paginator("describe_instance_type_offerings").paginate(
-        LocationType="availability-zone", Filters=filters
+    listed = pages(
+        ec2,
+        "describe_instance_type_offerings",
+        "InstanceTypeOfferings",
+        LocationType="availability-zone",
+        Filters=filters,
     )
     found: dict[str, set[str]] = {}
     known = load_catalog().zones(region)
-    for page in pages:
-        for each in page["InstanceTypeOfferings"]:
-            if each["Location"] in known:
-                found.setdefault(each["InstanceType"], set()).add(each["Location"])
+    for each in listed:
+        if each["Location"] in known:
+            found.setdefault(each["InstanceType"], set()).add(each["Location"])
     return found
 
 

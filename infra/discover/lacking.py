@@ -78,9 +78,7 @@ def _imports(code: CodeFolder, program: StartedProgram) -> Iterator[tuple[str, s
             else:
                 continue
             for module in modules:
-                if inner := code.module(
-                    module, ("",) if isinstance(node, ast.ImportFrom) and node.level else program.roots
-                ):
+                if inner := code.module(module, roots):
                     waiting.append(inner)
                 else:
                     yield module.partition(".")[0], f"{file}:{node.lineno}"
