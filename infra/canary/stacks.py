@@ -123,9 +123,7 @@ def choose(project: Path, run: str, region: str, client: Callable[[str], Any], s
     """The cheapest types that the account may launch, in the zones that offer them; writes the files for them. Raises
     GpufleetError, with a sentence for each that stands in the way, before anything is made in the account.
     """
-    catalog, reasons, fitting, zones = load_catalog(), list[str](), list[str](), set[str]()
-    if region not in catalog.regions():
-        raise GpufleetError(f"--region {region}: allowed are {', '.join(catalog.regions())}, the regions with prices")
+    reasons, fitting, zones = list[str](), list[str](), set[str]()
     offers = _offers(client("ec2"), region, list(_cheapest(region)))
     for kind in islice(_cheapest(region), TRIED):
         if len(fitting) == TYPES:

@@ -30,9 +30,19 @@ from gpufleet.infra.catalog.files import Price, SpotPrice, Status
 from gpufleet.infra.catalog.items import known_items
 from gpufleet.infra.catalog.regions import known_regions
 from gpufleet.infra.catalog.table import read_table
-from gpufleet.infra.errors import PriceMissing
+from gpufleet.infra.errors import GpufleetError, PriceMissing
 
-__all__ = ["Catalog", "Gpu", "Instance", "Price", "SpotPrice", "Status", "load_catalog", "project_prices"]
+__all__ = [
+    "Catalog",
+    "Gpu",
+    "Instance",
+    "Price",
+    "SpotPrice",
+    "Status",
+    "check_region",
+    "load_catalog",
+    "project_prices",
+]
 
 SHIPPED = Path(__file__).parent
 # Turing. CUDA 13, the image's, has dropped Volta; the AMI's open driver never had it (release notes of the Base OSS
@@ -321,3 +331,9 @@ def _instance(row: dict[str, str], gpus: dict[str, Gpu]) -> Instance:
 
 def _optional(text: str) -> float | None:
     return float(text) if text else None
+
+
+def check_region(region: str) -> None:
+    """Raises GpufleetError where no price of the region that --region names is known."""
+    if region not in (known := load_catalog().regions()):
+        raise GpufleetError(f"--region {region}: allowed are {', '.join(known)}, the regions with prices")

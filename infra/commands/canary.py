@@ -17,6 +17,7 @@ from typing import Any
 from gpufleet.infra.account import aws, checks
 from gpufleet.infra.canary import assumptions, notice, proof, stacks
 from gpufleet.infra.canary.flight import Flight
+from gpufleet.infra.catalog import check_region
 from gpufleet.infra.definition.loader import project_root
 from gpufleet.infra.errors import AwsRefused, GpufleetError
 
@@ -32,6 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 when nothing was refuted and nothing is left, 1 when something was."""
     root = project_root(Path.cwd())
+    check_region(args.region)
     if args.embedded:
         return _embedded(args, root)
     if os.environ.get("AWS_ENDPOINT_URL"):

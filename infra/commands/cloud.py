@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.catalog import check_region
 from gpufleet.infra.definition.loader import names_of, project_root
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.kind import EXPERIMENTS
@@ -76,9 +76,7 @@ def example(names: list[str]) -> str:
 
 def _check(args: argparse.Namespace) -> None:
     """Raises GpufleetError for what the embedded AWS cannot be started with."""
-    regions = load_catalog().regions()
-    if args.region not in regions:
-        raise GpufleetError(f"--region {args.region}: allowed are {', '.join(regions)}, the regions with prices")
+    check_region(args.region)
     if args.timeout is not None and not (0 < args.timeout < math.inf):
         raise GpufleetError(f"--timeout {args.timeout:g}: allowed are seconds above 0; without it, it runs to Ctrl-C")
     if not (0 <= args.port <= 65535):

@@ -80,6 +80,15 @@ def test_a_price_above_the_cap_is_refused(cloud: Cloud, tmp_path: Path, monkeypa
     assert choose(cloud, tmp_path / "again", by_notice=False).usd == Decimal("0.30")
 
 
+@pytest.mark.parametrize("way", [[], ["--embedded"]])
+def test_a_region_without_prices_is_refused_with_those_that_have_some(
+    way: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["canary", "--region", "mars-1", "--yes", *way]) == 2
+    assert "--region mars-1: allowed are us-east-1, us-east-2" in capsys.readouterr().err
+
+
 def test_where_nothing_is_offered_each_type_says_so(
     cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
