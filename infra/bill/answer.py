@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from decimal import Decimal
 from typing import TYPE_CHECKING
@@ -29,11 +29,11 @@ _RUN = re.compile(r"(.*): run (`[^`]+`)\.")  # a warning that names its command
 
 
 def answer(
-    bill: Bill, command: str, *, today: date, cheaper: str = "", fallback: Fallback | None = None
+    bill: Bill, command: str, *, today: date, cheaper: str = "", fallbacks: Sequence[Fallback] = ()
 ) -> Iterator[str]:
     """The lines. `command` shows the whole bill; `cheaper` is the line of infra.compare.cheaper, or empty."""
-    usd = (fallback or bill).usd
-    lines = [*wrap(f"{bill.title}: {headline(bill, fallback)}"), *picture(usd, bill.cap.max_usd if bill.cap else None)]
+    usd = next((each.usd for each in fallbacks), bill.usd)
+    lines = [*wrap(f"{bill.title}: {headline(bill, fallbacks)}"), *picture(usd, bill.cap.max_usd if bill.cap else None)]
     lines += _charges(bill, usd)
     lines += wrap(cheaper) if cheaper else []
     to_do = [each for each in bill.warnings if isinstance(each, BeforeLaunch)]
@@ -50,13 +50,12 @@ def answer(
     yield from wrap(f"{worth}The whole bill, with every warning: `{command} --all`")
 
 
-def headline(bill: Bill, fallback: Fallback | None = None) -> str:
+def headline(bill: Bill, fallbacks: Sequence[Fallback] = ()) -> str:
     """What the run costs, how long it takes, on what, and where it stops."""
     side, cap = bill.chosen, bill.cap
-    nodes = f"{side.exposure.nodes} x " if side.exposure.nodes > 1 else ""
     dearest = f", the dearest of {len(bill.types)} types," if len(bill.types) > 1 else ""
-    late = f", on demand when late ({fallback.on_time:.0%} are done by the deadline)," if fallback is not None else ""
-    place = f"on {nodes}{side.type} {bill.market.bought}{dearest}{late} in {bill.region}"
+    late = "".join(each.in_brief for each in fallbacks)
+    place = f"on {bill.market.filled_in('{times}')}{side.type} {bill.market.bought}{dearest}{late} in {bill.region}"
     if cap is None:
         stops = f"it cannot be launched: it {bill.only_priced}"
     else:
@@ -73,8 +72,8 @@ def headline(bill: Bill, fallback: Fallback | None = None) -> str:
             f"{cap.max_usd.normalize():f} USD buy about {middle} h of training ({low} to {high} in eight runs of ten)"
         )
         return f"{money}, {place}; {stops}."
-    low, middle, high = figures_within((fallback or bill).usd)
-    wall = (fallback or side).wall_hours.p50
+    low, middle, high = figures_within(next((each.usd for each in fallbacks), bill.usd))
+    wall = next((each.wall_hours for each in fallbacks), side.wall_hours).p50
     return f"about {middle} USD ({low} to {high} in eight runs of ten), {about_hours(wall)} h, {place}; {stops}."
 
 

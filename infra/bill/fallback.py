@@ -8,7 +8,7 @@ none, by an assumption.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -61,6 +61,11 @@ class Fallback:
         """The bill's third column: its name and its figures."""
         return f"USD on spot, on demand when late, {self.type}", self.usd
 
+    @property
+    def in_brief(self) -> str:
+        """What the bill's first line adds to the market's name."""
+        return f", on demand when late ({self.on_time:.0%} are done by the deadline),"
+
     def sentence(self) -> str:
         """The sentence that people read."""
         unpaid = f"; limits forbid the switch in {share(self.unpaid)}" if self.unpaid else ""
@@ -86,11 +91,11 @@ class Fallback:
         }
 
 
-def price_fallback(definition: StackDefinition, bill: Bill, now: datetime) -> Fallback | None:
-    """The priced fallback; None when the definition has none, is only priced, or lacks the price of one market."""
+def price_fallbacks(definition: StackDefinition, bill: Bill, now: datetime) -> list[Fallback]:
+    """The priced fallback; empty when the definition has none, is only priced, or lacks the price of one market."""
     left_h, spot, on_demand = definition.hours_left(now), bill.spot, bill.on_demand
     if not definition.fleet.market.stands_by or bill.only_priced or left_h is None or not (spot and on_demand):
-        return None
+        return []
     from gpufleet.infra.risk.deadline import finished  # here: most bills have none
 
     type_, sure, train_h = _launched(bill, on_demand)
@@ -108,7 +113,7 @@ def price_fallback(definition: StackDefinition, bill: Bill, now: datetime) -> Fa
     unpaid, in_time = begun.stopped & ~paid, (wall <= by_h + 1e-6) & paid
     missing = ON_DEMAND_MISSING * (begun.stopped & ~unpaid)
     beyond = float(spot.total) - spot.exposure.uninterrupted_usd
-    return Fallback(
+    priced = Fallback(
         type=type_,
         hours_left=left_h,
         stop_h=stop_h,
@@ -126,6 +131,7 @@ def price_fallback(definition: StackDefinition, bill: Bill, now: datetime) -> Fa
         paid_from_start=sure.metered(whole_h := start_h + work_h + stop_h) <= most_usd and whole_h <= most_h,
         unpaid=float(unpaid.mean()),
     )
+    return [priced]
 
 
 def _launched(bill: Bill, dearest: Side) -> tuple[str, simulation.Exposure, float]:
@@ -151,18 +157,17 @@ def _launched(bill: Bill, dearest: Side) -> tuple[str, simulation.Exposure, floa
     return cheapest.type, sure, train_h
 
 
-def fallback_problems(definition: StackDefinition, bill: Bill, fallback: Fallback | None) -> Iterator[Problem]:
+def fallback_problems(definition: StackDefinition, bill: Bill, fallbacks: Iterable[Fallback]) -> Iterator[Problem]:
     """Problems of a fallback: no on-demand price, or limits that do not pay for half of the runs."""
     if not definition.fleet.market.stands_by or bill.only_priced:
         return
     if bill.on_demand is None:
         yield definition.problem("fleet.fallback", "on-demand", "types with an on-demand price: none of the listed has")
-    elif fallback is not None and definition.limits.max_usd < fallback.metered_usd.p50:
-        allowed = (
-            f"at least {enough(fallback.metered_usd.p50)} USD with fleet.fallback: half of the simulated runs need"
-        )
-        hint = f"{enough(fallback.metered_usd.p90)} suffices for nine in ten."
-        yield definition.problem("limits.max_usd", str(definition.limits.max_usd), f"{allowed} that {AS_COUNTED}", hint)
+    most = definition.limits.max_usd
+    for usd in (each.metered_usd for each in fallbacks if most < each.metered_usd.p50):
+        allowed = f"at least {enough(usd.p50)} USD with fleet.fallback: half of the simulated runs need"
+        hint = f"{enough(usd.p90)} suffices for nine in ten."
+        yield definition.problem("limits.max_usd", str(most), f"{allowed} that {AS_COUNTED}", hint)
 
 
 def switch_at(fallback: Fallback, deadline: datetime, now: datetime) -> datetime:

@@ -35,14 +35,13 @@ def render(
     today: date | None = None,
     accuracy: object = None,
     cheaper: Iterable[str] | None = None,
-    fallback: Fallback | None = None,
+    fallbacks: Sequence[Fallback] = (),
 ) -> str:
     """The whole bill. With `today` it also says how old the prices are; with `accuracy`, a Score of
     infra.evidence.receipts, how right earlier bills were; with `cheaper` the lines of infra.compare.cheaper; with
-    `fallback` what the run costs with it.
+    `fallbacks` what the run costs with them.
     """
     types = [_types(bill)] if len(bill.types) > 1 else []
-    fallbacks = list(filter(None, [fallback]))
     options = [] if cheaper is None else [cheaper]
     rest = _rest(bill, today, accuracy, fallbacks)
     blocks = [_head(bill), _lines(bill), _totals(bill, fallbacks), *options, *types, _phases(bill), rest]

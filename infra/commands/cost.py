@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpufleet.infra.bill import limits, record
 from gpufleet.infra.bill.answer import answer
@@ -28,6 +29,9 @@ from gpufleet.infra.errors import BeforeLaunch, DefinitionError, GpufleetError, 
 from gpufleet.infra.evidence.receipts import score
 from gpufleet.infra.inputs.readiness import code_problems, image_problems, not_ready
 from gpufleet.infra.review import policy
+
+if TYPE_CHECKING:
+    from gpufleet.infra.bill.fallback import Fallback
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,25 +71,26 @@ def run(args: argparse.Namespace) -> int:
     unanswered = checks_warning(definition.source.read_text(), definition.source.name)
     first = [*limits.deadline_warnings(definition, bill, now), *unanswered]
     bill = replace(bill, warnings=(*bill.warnings, *map(BeforeLaunch, first)))
-    fallback, without = None, list[Problem]()
+    fallbacks, without = list["Fallback"](), list[Problem]()
     if definition.fleet.market.stands_by:
-        from gpufleet.infra.bill.fallback import fallback_problems, price_fallback  # here: most bills have none
+        from gpufleet.infra.bill.fallback import fallback_problems, price_fallbacks  # here: most bills have none
 
-        fallback = price_fallback(definition, bill, now)
-        without = [*fallback_problems(definition, bill, fallback)]
+        fallbacks = price_fallbacks(definition, bill, now)
+        without = [*fallback_problems(definition, bill, fallbacks)]
     if args.json:
         tree = record.to_json(bill) | {"cheaper": options and options.to_json()}
-        tree |= {"fallback": fallback.to_json()} if fallback else {}
+        for priced in fallbacks:
+            tree["fallback"] = priced.to_json()
         sys.stdout.write(json.dumps(tree, indent=2) + "\n")
     elif args.all:
         cheaper = options.lines() if options else None
-        sys.stdout.write(render(bill, today=now.date(), accuracy=score(root), cheaper=cheaper, fallback=fallback))
+        sys.stdout.write(render(bill, today=now.date(), accuracy=score(root), cheaper=cheaper, fallbacks=fallbacks))
     else:
         line = options.line if options else ""
         command = f"gpufleet cost {definition.priced_argument}"
-        print("\n".join(answer(bill, command, today=now.date(), cheaper=line, fallback=fallback)))
+        print("\n".join(answer(bill, command, today=now.date(), cheaper=line, fallbacks=fallbacks)))
     sys.stdout.flush()
-    facts = policy.facts(definition, bill, fallback)
+    facts = policy.facts(definition, bill, fallbacks)
     broken = () if definition.variant.only_priced else policy.broken(rules, facts)
     for each in broken:
         print(f"gpufleet: breaks {each.rule} of policy.yaml: {each.message}", file=sys.stderr)

@@ -224,8 +224,9 @@ class Market:
 
     def filled_in(self, text: str) -> str:
         """The words filled in for so many nodes: `{number} {name} node{s} take{es}` is `one spot node takes`."""
-        number, s, es = ("one", "", "s") if self.nodes == 1 else (self.nodes, "s", "")
-        return text.format(number=number, name=self.name, s=s, es=es)
+        n = self.nodes
+        number, times, s, es = ("one", "", "", "s") if n == 1 else (str(n), f"{n} x ", "s", "")
+        return text.format(number=number, times=times, name=self.name, s=s, es=es)
 
     @property
     def hours_of(self) -> str:

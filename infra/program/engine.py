@@ -93,7 +93,7 @@ def say(plan: Plan, resource: pulumi.Resource | None = None, *, also: Iterable[s
         f"gpufleet cost {plan.definition.priced_argument}",
         today=datetime.now(UTC).date(),
         cheaper=plan.cheaper.line if plan.cheaper else "",
-        fallback=plan.fallback,
+        fallbacks=plan.fallbacks,
     )
     pulumi.log.info(printable("\n".join([*lines, kept_sentence(plan.bill)])), resource)
     for warning in (*plan.warnings, *also):

@@ -17,7 +17,7 @@ from gpufleet import job
 from gpufleet.infra.bill import limits, options, record
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import problems
-from gpufleet.infra.bill.fallback import Fallback, fallback_problems, price_fallback
+from gpufleet.infra.bill.fallback import Fallback, fallback_problems, price_fallbacks
 from gpufleet.infra.bill.project import bill_of
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare.cheaper import Cheaper, bill_and_cheaper
@@ -44,7 +44,7 @@ class Plan:
     now: datetime
     definition: StackDefinition
     bill: Bill
-    fallback: Fallback | None  # the priced fallback; None: the definition has none
+    fallbacks: list[Fallback]  # the priced fallback, where the definition has one
     pools: Mapping[Capacity, tuple[tuple[str, str], ...]]  # each (type, zone) that a fleet of this market may launch
     cheaper: Cheaper | None  # options that do the same work for less; None for a run that has begun
     verdict: RunDecision
@@ -170,10 +170,10 @@ def make(
     wrong, late = problems(definition, bill), list[str]()
     far = [ecr.abroad(image, definition.fleet.region) for image in definition.job.images]
     unshown = rehearsed.saves_doubt(definition, root)
-    fallback = price_fallback(definition, bill, now)
+    fallbacks = price_fallbacks(definition, bill, now)
     if not verdict.continues:  # how much work is left of a run that has begun is not known here
         wrong += limits.deadline_problems(definition, bill, now)
-        wrong += fallback_problems(definition, bill, fallback)
+        wrong += fallback_problems(definition, bill, fallbacks)
         late += limits.deadline_warnings(definition, bill, now)
         if definition.notify.email:
             late.append(
@@ -185,7 +185,7 @@ def make(
         now=now,
         definition=definition,
         bill=bill,
-        fallback=fallback,
+        fallbacks=fallbacks,
         pools={market: options.pools(definition, catalog, market) for market in definition.fleet.market.fleets},
         cheaper=cheaper,
         verdict=verdict,
@@ -197,7 +197,7 @@ def make(
         code=packed,
         inputs=found,
         run_config=run_file.encode(
-            run_config.run_config(definition, bill, given, expires=verdict.run.valid_until, fallback=fallback)
+            run_config.run_config(definition, bill, given, expires=verdict.run.valid_until, fallbacks=fallbacks)
         ).decode(),
         warnings=(*missing, *map(str, wrong), *late, *filter(None, [*far, unshown]), *verdict.warnings),
     )

@@ -19,7 +19,7 @@ from typing import Any
 
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price_of, problems
-from gpufleet.infra.bill.fallback import price_fallback
+from gpufleet.infra.bill.fallback import price_fallbacks
 from gpufleet.infra.bill.limits import AS_COUNTED
 from gpufleet.infra.bill.options import BillBasis
 from gpufleet.infra.bill.side import Quantiles
@@ -186,12 +186,12 @@ def _stack(
             steps = tuple(_attribute(name, base, head, known, pricer))
     judged: dict[str, Any] = {}
     if head and head.bill and head.definition:
-        fallback = price_fallback(head.definition, head.bill, pricer.now)
+        fallbacks = price_fallbacks(head.definition, head.bill, pricer.now)
         cap, p90 = head.definition.limits.max_usd, head.bill.chosen.metered_usd.p90
         judged = {
             "over_cap": f"p90 {p90:.2f} {AS_COUNTED} passes limits.max_usd {cap}" if p90 > cap else "",
             "refused": tuple(str(problem) for problem in problems(head.definition, head.bill)),
-            "policy": broken(policy, facts(head.definition, head.bill, fallback)),
+            "policy": broken(policy, facts(head.definition, head.bill, fallbacks)),
             "age": price_age(head.bill, pricer.now.date()),
         }
     return StackReview(name=name, base=base, head=head, steps=steps, aside=aside, **judged)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as Properties
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fnmatch import fnmatchcase
@@ -72,9 +72,9 @@ RULES = {  # rule -> what it demands, for people; the policy pack shows it
 }
 
 
-def facts(definition: StackDefinition, bill: Bill | None, fallback: Fallback | None = None) -> Facts:
+def facts(definition: StackDefinition, bill: Bill | None, fallbacks: Iterable[Fallback] = ()) -> Facts:
     """What the rules of a policy look at: the facts of a definition file, its bill, what its fallback costs."""
-    priced: tuple[Bill | Fallback | None, ...] = (bill, fallback)
+    priced: tuple[Bill | Fallback | None, ...] = (bill, *fallbacks)
     markets = definition.fleet.market.fleets
     hourly = [each for option in (bill.types if bill else ()) for name in markets if (each := option.hourly(name))]
     return Facts(

@@ -195,10 +195,10 @@ def document(
     `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri", "sha256", "files"}}, and `base_weights` like `dataset`
     where the run has them; a `uri` of None means that the files lie under inputs/<sha256>/ of the run's own bucket. A
     command has "code" like `dataset` (and "commit", "changed") and "folders": {name: like `dataset`} in their place.
-    `expires`: when AWS ends the fleet. `image`: where a command's speed is that of an image of its own. `nodes` of
-    1 is left out. `fallback`, `gather_s`: as contract/terms.py reads them.
+    `expires`: when AWS ends the fleet. `image`: where a command's speed is that of an image of its own. `nodes`,
+    `fallback`, `gather_s`: as contract/terms.py reads them, and left out where they are what it takes for granted.
     """
-    optional = {"nodes": None if nodes == 1 else nodes, "gather_s": gather_s, "fallback": fallback}
+    optional = {"nodes": (nodes, 1), "gather_s": (gather_s, None), "fallback": (fallback, None)}
     return {
         "schema": SCHEMA,
         "run": {"id": run, "stack": stack, "experiment": experiment, "owner": owner},
@@ -211,7 +211,7 @@ def document(
             "expires": expires,
         },
         "capacity": capacity,
-        **{key: value for key, value in optional.items() if value is not None},
+        **{key: value for key, (value, default) in optional.items() if value != default},
         "rates": dict(rates),
         "extras": dict(extras),
         "estimate": dict(estimate),

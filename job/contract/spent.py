@@ -152,7 +152,7 @@ def count_nodes(terms: Terms, nodes: Iterable[Left], lives: Lives, *launches: fl
 
     def next_launch(node: AttemptRecord) -> float | None:
         # Several nodes live at once: the launch of one says nothing of another's end.
-        return None if terms.nodes > 1 else min((at for at in every if at > node.launched), default=None)
+        return None if terms.is_gang else min((at for at in every if at > node.launched), default=None)
 
     counted = [count_node(terms, node, beat, lives, next_launch(node)) for node, beat in left]
     return [replace(each, reclaimed=reclaimed.get(each.instance)) for each in counted]
@@ -231,36 +231,34 @@ class OtherNodes:
         """What is left for this node and those that train with it."""
         rates, (usd, seconds) = terms.rates(self.own.type, self.own.zone, self.own.capacity), self.total(terms)
         return Means(
-            limits=terms.limits,
+            terms=terms,
             usd_per_hour=terms.nodes * (rates.ceiling + rates.extras),
             before=Spent(spent_usd=terms.fixed_usd + usd, spent_s=seconds, at=self.own.launched_at),
-            nodes=terms.nodes,
         )
 
 
 @dataclass(frozen=True)
 class Means:
-    """The run's limits, and what its nodes can cost at the most; `before`: all that was spent at this one's launch.
+    """The run's terms, and what its nodes can cost at the most; `before`: all that was spent at this one's launch.
 
     The job's meter knows what has been spent; this knows what there can be left of it should the meter fall silent:
     from its last word on every hour counts at the dearest price that there is. So the moment at which nothing is left
     moves away as long as the meter speaks, and stands still once it does not.
     """
 
-    limits: RunLimits
-    usd_per_hour: Decimal  # for all `nodes` that train together
+    terms: Terms
+    usd_per_hour: Decimal  # for all nodes that train together
     before: Spent
-    nodes: int = 1
 
     def when_over(self, told: Spent | None) -> tuple[float, str]:
         """The moment (epoch seconds) after which nothing is left, and of which limit. `told`: by the meter."""
         known = told or self.before
         hours = min(self._hours_over(each) for each in (self.before, known))
-        usd = known.at + float((self.limits.max_usd - known.spent_usd) / self.usd_per_hour) * 3600
+        usd = known.at + float((self.terms.limits.max_usd - known.spent_usd) / self.usd_per_hour) * 3600
         return min((hours, done.MAX_HOURS), (usd, done.MAX_USD))
 
     def _hours_over(self, spent: Spent) -> float:
-        return spent.at + float(self.limits.max_hours * 3600 - spent.spent_s) / self.nodes
+        return spent.at + float(self.terms.limits.max_hours * 3600 - spent.spent_s) / self.terms.nodes
 
 
 def passed_limit(limits: RunLimits, usd: Decimal, seconds: Decimal, at: float) -> str | None:

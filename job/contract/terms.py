@@ -16,6 +16,26 @@ MOST_NODES = 16  # of one run
 
 
 @dataclass(frozen=True)
+class Habits:
+    """How nodes behave that were bought in one market; the defaults are those of a market that nobody names.
+
+    `moves`: the price of an hour is that of its start, which AWS tells. `replaces`: its fleet launches another node
+    where one has gone. `gives_way`: its node ends where one of a market that stands by takes the run over.
+    """
+
+    moves: bool = False
+    replaces: bool = True
+    gives_way: bool = False
+
+
+HABITS = {  # by the `capacity` of run.json
+    "spot": Habits(moves=True, gives_way=True),
+    "on-demand": Habits(),
+    "block": Habits(replaces=False),
+}
+
+
+@dataclass(frozen=True)
 class RunLimits:
     """`deadline`, and `expires`, when AWS ends the fleet, in epoch seconds."""
 
@@ -42,7 +62,7 @@ class Rates:
     @property
     def moves(self) -> bool:
         """Whether the price of an hour is that of its start, which AWS tells."""
-        return self.capacity == "spot"
+        return HABITS.get(self.capacity, Habits()).moves
 
     @property
     def extras(self) -> Decimal:
@@ -89,13 +109,18 @@ class Terms:
     fallback: FallbackTerms | None = None
 
     @property
+    def is_gang(self) -> bool:
+        """Whether several nodes train together."""
+        return self.nodes > 1
+
+    @property
     def replaces(self) -> bool:
-        """Whether the fleet launches another node where one has gone; one into a block does not."""
-        return self.capacity != "block"
+        """Whether the fleet launches another node where one has gone."""
+        return HABITS.get(self.capacity, Habits()).replaces
 
     def gives_way(self, capacity: str) -> bool:
         """Whether a node of that market ends where another market's takes the run over."""
-        return self.fallback is not None and capacity == "spot"
+        return self.fallback is not None and HABITS.get(capacity, Habits()).gives_way
 
     def rates(self, instance_type: str, zone: str, capacity: str = "") -> Rates:
         """Rates of a type. One that run.json does not name is metered at the dearest on-demand price listed.
@@ -111,12 +136,18 @@ class Terms:
         return Rates(capacity=capacity or self.capacity, on_demand=on_demand, spot=spot, hourly=self.hourly)
 
 
+# Of a run whose run.json is not here yet: one node, which is replaced.
+UNKNOWN = Terms(
+    limits=RunLimits(Decimal(0), Decimal(0)), capacity="on-demand", prices={}, hourly={}, fixed_usd=Decimal(0)
+)
+
+
 def read(run: Fields) -> Terms:
     """The terms that run.json has. Raises DoubtError."""
     extras = run.section("extras")
     return Terms(
         limits=reading.filled(RunLimits, run.section("limits")),
-        capacity=run.need("capacity", reading.choice("spot", "on-demand", "block")),
+        capacity=run.need("capacity", reading.choice(*HABITS)),
         prices=_prices(run.table("rates")),
         hourly=extras.need("hourly_usd", reading.mapping(reading.unsigned)),
         fixed_usd=extras.need("fixed_usd", reading.unsigned),

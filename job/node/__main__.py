@@ -34,7 +34,7 @@ from gpufleet.job.contract.spent import KEPT_S, Means, OtherNodes
 from gpufleet.job.contract.workdir import RUN
 from gpufleet.job.node import attempts, container, disks
 from gpufleet.job.node.allowance import LEAST_S, LOOK_S, Allowance
-from gpufleet.job.node.fallback import HandOver, delete_fleet
+from gpufleet.job.node.fallback import choose_hand_over, delete_fleet
 from gpufleet.job.node.jobs import Jobs
 from gpufleet.job.node.notices import Notices
 from gpufleet.job.node.outside import (
@@ -77,7 +77,7 @@ class NodeRun:
         self.allowance = Allowance(Schedule(settings.schedule, settings.folder), self.clock, settings.timer_s)
         self.metadata = MetadataService(settings.metadata)
         self.objects = Objects(settings.bucket, settings.run)
-        self.hand_over = HandOver(settings, self.metadata, self.objects, self.clock)
+        self.hand_over = choose_hand_over(settings, self.metadata, self.objects, self.clock)
         self.notices = Notices(settings, machine, self.objects, self.clock)
         self.record = AttemptRecord(
             instance=machine.instance,
@@ -120,8 +120,7 @@ class NodeRun:
     def _attempt(self) -> int:
         """Does everything up to the end of the job; the job's exit code."""
         self._leave_if_over()
-        if self.settings.fallback:
-            self._meet()
+        self._meet()
         if (self.folder / "booted").exists():
             self._crash("the machine was rebooted")
         (self.folder / "booted").touch()
@@ -152,35 +151,24 @@ class NodeRun:
         self.notices.watch(self.workdir, self.keys)
         self.hand_over.watch(self.workdir)
         self._job_looks = True
-        nodes = self._nodes()
         told = (self.metadata.get("meta-data/local-ipv4") for _ in tries(3))
-        address = next(filter(None, told), None) if nodes > 1 else ""
+        address = next(filter(None, told), None) if self._terms().is_gang else ""
         if address is None:
             self._crash("the metadata service does not tell this machine's address")
         here = (self.settings, self.machine, scratch)
-        with Jobs(*here, nodes) as self.command:
+        with Jobs(*here, meets=bool(address)) as self.command:
             return self._run_job(container.command(*here, pulled_s, address.strip(), self.hand_over.market))
 
-    def _terms(self) -> terms.Terms | None:
-        """The run's terms; None while run.json is not here."""
+    def _terms(self) -> terms.Terms:
+        """The run's terms; those of a single node that is replaced while run.json is not here."""
         if self._fetching is not None:
             self._fetching.join()
         run = atomic.read_object(self.folder / RUN)
-        return None if run is None else terms.read(Fields(run))
-
-    def _nodes(self) -> int:
-        """The number of nodes that train together; 1 while it is not known."""
-        known = self._terms()
-        return 1 if known is None else known.nodes
-
-    def _is_in_block(self) -> bool:
-        """Whether the node's fleet is known to be a Capacity Block's."""
-        known = self._terms()
-        return known is not None and not known.replaces
+        return terms.UNKNOWN if run is None else terms.read(Fields(run))
 
     def _is_futile(self, boots: int) -> bool:
         """Whether so many boots in a row made no progress that the run ends. Several nodes boot at once."""
-        return boots >= attempts.MOST_FUTILE and boots >= attempts.MOST_FUTILE * self._nodes()
+        return boots >= attempts.MOST_FUTILE and boots >= attempts.MOST_FUTILE * self._terms().nodes
 
     def _leave_if_over(self) -> None:
         if not self._list():
@@ -196,18 +184,17 @@ class NodeRun:
     def _meet(self) -> None:
         """Meets the nodes of the other market, so that only one node trains at a time."""
         try:
-            own = self._find_fleet()
-            trains = self.hand_over.meet(own, self.keys)
+            trains = self.hand_over.meet(self._find_fleet, self.keys)
         except OSError as error:
             self._crash(str(error))
         if not trains:
             self._stand_down()
-        if self.hand_over.market and own:  # what is spent on spot must not end the fleet that waits on demand
-            self.allowance.fleets = [own]
         self.record = replace(self.record, capacity=self.hand_over.market)
         if self.hand_over.took_over:
             self.notices.tell("on spot it would miss its deadline: it goes on on demand")
-        self._leave_if_over()  # what the others have left by now counts
+        if self.hand_over.fleet:
+            self.allowance.fleets = [self.hand_over.fleet]  # what is spent on spot must not end the one on demand
+            self._leave_if_over()  # what the others have left by now counts
 
     def _list(self) -> bool:
         """Lists the run's objects once: whether the run is over, the newest manifest, earlier attempts."""
@@ -297,8 +284,7 @@ class NodeRun:
 
     def _check_cards(self) -> None:
         """Checks the EFA devices: without them nodes would train over TCP, slowly and without any message."""
-        known = self._terms()
-        listed = known.prices.get(self.machine.type) if known is not None else None
+        listed = self._terms().prices.get(self.machine.type)
         wanted = 0 if listed is None or self.settings.device == "cpu" else listed.efa
         here = len(container.efa_devices(self.settings.root))
         if wanted and here != wanted:
@@ -388,9 +374,9 @@ class NodeRun:
         elif self._is_futile(boots := attempts.futile_boots(records, self.manifest)):
             self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress; the last: {reason}")
         ended = ""
-        if self._is_in_block():
+        if not self._terms().replaces:
             ended = ": its fleet is ended, as it replaces no node; `pulumi up` launches all of them again"
-        elif records is None and self._nodes() == 1:
+        elif records is None and not self._terms().is_gang:
             ended = ": its fleet is ended"
         self.notices.tell(f"a node has failed, {reason}{ended}")  # before AWS may end this machine
         if ended:
@@ -408,7 +394,7 @@ class NodeRun:
         self.allowance.open()
         self._upload_log()
         how = "a slow node leaves" if ending is not None and ending.reason == SLOW else "AWS takes the node"
-        self.notices.tell(f"{how}{'' if self._is_in_block() else ', and the run waits for another'}")
+        self.notices.tell(f"{how}{', and the run waits for another' if self._terms().replaces else ''}")
         age = self.clock() - self.machine.launched
         if ending is not None and ending.notice and age < FREE_S:
             say(f"interrupted {age:.0f} s after launch: waiting for AWS to end this machine")
@@ -531,7 +517,7 @@ class NodeRun:
 
     def _speaks(self) -> bool:
         """Whether this node has ended the run, and not another of several: it tells people."""
-        return self._nodes() == 1 or self._who_ended() in ("", self.machine.instance)
+        return not self._terms().is_gang or self._who_ended() in ("", self.machine.instance)
 
     def _who_ended(self) -> str:
         """The node that has ended the run; empty: none, as far as that is known."""
@@ -552,12 +538,12 @@ class NodeRun:
         for other in others:
             if not delete_fleet(other):
                 say(f"fleet {other} cannot be deleted, or is already")
-        in_block = self._is_in_block()
+        run = self._terms()
         if fleet is None:
             say("no fleet id: nothing to delete")
-        elif in_block and self._nodes() > 1 and not self._is_last(fleet):
+        elif run.is_gang and not run.replaces and not self._is_last(fleet):
             say("left to the node that has ended the run")
-        elif retry(3, lambda: delete_fleet(fleet, with_nodes=in_block)):
+        elif retry(3, lambda: delete_fleet(fleet, with_nodes=not run.replaces)):
             say(f"fleet {fleet} is deleted")
             if not call(
                 "aws", "ec2", "terminate-instances", "--instance-ids", self.machine.instance, "--output", "text"

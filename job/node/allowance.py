@@ -74,7 +74,7 @@ class Allowance:
 
     def open(self) -> None:
         """No node of the run spends anything for a while: AWS takes this one. Of several the others go on."""
-        if self._means is not None and self._means.nodes > 1:
+        if self._means is not None and self._means.terms.is_gang:
             return
         with self._moving:
             self._open_until, self._again_at = self._clock() + OPEN_S, float("-inf")
@@ -93,7 +93,7 @@ class Allowance:
             self._spent_at = over
         over = over if self._spent_at is None else self._spent_at
         self.timer_at = max(over, self._began) + TIMER_S  # a boot that finds nothing left ends the run itself
-        expires = means.limits.expires or over + STOP_S
+        expires = means.terms.limits.expires or over + STOP_S
         waits = now < self._open_until and over > now + LEAST_S  # with less left no other node is wanted
         hour = expires if waits else min(over + STOP_S, expires)
         soonest = max(hour, now + SOON_S)

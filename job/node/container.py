@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -96,12 +95,10 @@ def efa_devices(root: Path = Path("/")) -> list[Path]:
     return sorted((root / "dev/infiniband").glob("uverbs*"))
 
 
-def network(nodes: int, alone: Sequence[str], root: Path = Path("/")) -> list[str]:
+def network(root: Path = Path("/")) -> list[str]:
     """The options by which a container that trains meets those of the run's other nodes: the machine's own address, and
-    its network cards as EFA devices where it has such. Of one node: those of one `alone`.
+    its network cards as EFA devices where it has such.
     """
-    if nodes == 1:
-        return list(alone)
     cards = (word for card in efa_devices(root) for word in ("--device", str(card)))
     return ["--network", "host", *cards]
 

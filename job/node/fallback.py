@@ -27,46 +27,71 @@ SOON_S, DAY_S = 90, 86_400  # AWS takes no moment that has passed
 GONE_S = 900  # for nodes that were ended to have gone: large ones take minutes
 
 
-class HandOver:
-    """Without a fallback all of it does nothing. Once the node has met the others: `market`, spot or on-demand, and
-    `took_over`, whether it is the first on demand.
+def choose_hand_over(
+    settings: Settings, metadata: MetadataService, objects: Objects, clock: Callable[[], float]
+) -> OneFleet:
+    """The part of this node: a hand-over where a second fleet stands by."""
+    return HandOver(settings, metadata, objects, clock) if settings.fallback else OneFleet()
+
+
+class OneFleet:
+    """The part of a node whose run has one fleet: it meets nobody and moves nothing."""
+
+    market, fleet, took_over = "", "", False
+
+    def meet(self, find_fleet: Callable[[], str | None], keys: Collection[str]) -> bool:
+        """Whether this node is to train."""
+        return True
+
+    def others(self, own: str | None) -> list[str]:
+        """The run's other fleets that S3 names."""
+        return []
+
+    def watch(self, workdir: Path) -> None:
+        """Begins what is to be done while the run trains."""
+
+    def end(self) -> None:
+        """Ends it, because the run is over."""
+
+
+class HandOver(OneFleet):
+    """Once the node has met the others: its `market`, spot or on-demand, its `fleet`, and `took_over`, whether it is
+    the first on demand.
     """
 
     def __init__(
         self, settings: Settings, metadata: MetadataService, objects: Objects, clock: Callable[[], float]
     ) -> None:
-        group = settings.schedule.partition("/")[0] if settings.fallback else ""
+        group = settings.schedule.partition("/")[0]
         self._settings, self._metadata, self._objects, self._clock = settings, metadata, objects, clock
         self._schedule = Schedule(f"{group}/{SWITCH}" if group else "", settings.folder)
-        self.market, self.took_over = "", False
-        self._workdir = Path()
+        self._on_spot, self._workdir = False, Path()
         self._trained_at, self._again_at, self._ended = 0.0, float("-inf"), False
         self._changing = threading.Lock()
 
-    def meet(self, own: str | None, keys: Collection[str]) -> bool:
-        """Whether this node, of the fleet `own`, is to train. One on demand waits until no other does. `keys`: of the
-        run's objects. Raises OSError where AWS does not say what has to be known.
+    def meet(self, find_fleet: Callable[[], str | None], keys: Collection[str]) -> bool:
+        """Whether this node is to train. One on demand waits until no other does. `keys`: of the run's objects. Raises
+        OSError where AWS does not say what has to be known.
         """
-        if not self._settings.fallback:
-            return True
+        own = find_fleet()
         found = next((said for _ in tries(5) if (said := self._metadata.get(LIFE_CYCLE))), None)
         if found is None:
             raise OSError("the metadata service does not say whether this node is on spot")
         if own is None:
             raise OSError("AWS does not say which fleet this node is of")
-        self.market = "spot" if found == "spot" else "on-demand"
-        if self.market == "spot":
+        self._on_spot, self.fleet = found == "spot", own
+        self.market = "spot" if self._on_spot else "on-demand"
+        if self._on_spot:
             return FALLBACK not in keys
         self._take_over(own, keys)
         return True
 
     def others(self, own: str | None) -> list[str]:
-        """The run's other fleets that S3 names."""
         return self._others(own) or []
 
     def _others(self, own: str | None) -> list[str] | None:
         """The run's other fleets; None when S3 does not answer."""
-        known = self._objects.fleets() if self._settings.fallback else []
+        known = self._objects.fleets()
         return None if known is None else [each for each in known if each != own]
 
     def _take_over(self, own: str, keys: Collection[str]) -> None:
@@ -110,17 +135,16 @@ class HandOver:
 
     def watch(self, workdir: Path) -> None:
         """On spot, starts a thread that moves the hour while the run trains."""
-        if self.market == "spot":
+        if self._on_spot:
             self._workdir = workdir
             threading.Thread(target=self._watch, name="switch", daemon=True).start()
 
     def end(self) -> None:
         """Disables the switch, because the run is over. If that fails, a node that it starts ends itself."""
-        if self._settings.fallback:
-            with self._changing:
-                self._ended = True
-                if not retry(2, lambda: self._schedule.change(self._clock() + DAY_S, enabled=False)):
-                    say("the switch to on demand cannot be disabled: a node that it starts finds the run over and ends")
+        with self._changing:
+            self._ended = True
+            if not retry(2, lambda: self._schedule.change(self._clock() + DAY_S, enabled=False)):
+                say("the switch to on demand cannot be disabled: a node that it starts finds the run over and ends")
 
     def _watch(self) -> None:
         while not self._ended:

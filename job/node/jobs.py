@@ -42,8 +42,9 @@ def watcher_name(instance: str) -> str:
 class Jobs:
     """The containers of one machine. Within `with` it serves requests; afterwards nothing that trains runs."""
 
-    def __init__(self, settings: Settings, machine: InstanceIdentity, scratch: Path, nodes: int = 1) -> None:
-        self._settings, self._scratch, self._nodes = settings, scratch, nodes
+    def __init__(self, settings: Settings, machine: InstanceIdentity, scratch: Path, *, meets: bool = False) -> None:
+        """`meets`: what trains meets that of the run's other nodes."""
+        self._settings, self._scratch, self._meets = settings, scratch, meets
         self._control = scratch / "run" / CONTROL
         self._control.mkdir(parents=True, exist_ok=True)  # answers are written there, by whoever this process runs as
         if settings.job_image:
@@ -159,7 +160,7 @@ class Jobs:
         it has the machine's, and the role. It sees the user's folders under the paths that the supervisor has for them,
         and of gpufleet's scripts and pipes alone.
         """
-        options = container.network(self._nodes, ["--network", "bridge"])
+        options = container.network() if self._meets else ["--network", "bridge"]
         options += ["-e", "AWS_REGION", "-e", "AWS_DEFAULT_REGION"]
         for part in (USER, f"{CONTROL}/{SCRIPTS}"):
             options += ["-v", f"{self._scratch / 'run' / part}:/gpufleet/run/{part}"]
@@ -170,7 +171,7 @@ class Jobs:
         each other. It cannot change what the supervisor runs, or asks.
         """
         settings = self._settings
-        options = container.network(self._nodes, ["--network", "none", "--hostname", "localhost"])
+        options = container.network() if self._meets else ["--network", "none", "--hostname", "localhost"]
         options += container.own_code(settings, self._scratch)
         for part in (CONTROL, PACKAGES):
             options += ["-v", f"{self._scratch / 'run' / part}:/gpufleet/run/{part}:ro"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +20,7 @@ def run_config(
     inputs: Mapping[str, Any],
     *,
     expires: str,
-    fallback: Fallback | None = None,
+    fallbacks: Iterable[Fallback] = (),
 ) -> dict[str, Any]:
     """The object of run.json; `inputs` and `expires` as job.contract.run.document has them. The fleet ends at the
     deadline, where there is one.
@@ -39,7 +39,7 @@ def run_config(
         deadline=None if limits.deadline is None or by_market else expires,
         expires=expires,
         capacity=market.metered_as,
-        fallback=None if fallback is None else fallback.run_json(),
+        fallback=next((each.run_json() for each in fallbacks), None),
         rates=_rates(definition, bill),
         extras=record.extras(bill),
         estimate=record.to_json(bill),

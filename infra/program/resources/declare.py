@@ -109,7 +109,8 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
     if not verdict.over:
         switch: list[pulumi.Resource] = []
         for standing_by in fleet.standing_by:
-            due, priced = datetime.fromisoformat(verdict.run.valid_until), plan.fallback  # None: prices are gone
+            due = datetime.fromisoformat(verdict.run.valid_until)
+            priced = next(iter(plan.fallbacks), None)  # None: prices are gone
             switch = FallbackSwitch(
                 f"{prefix}fallback",
                 definition,

@@ -13,7 +13,7 @@ import pytest
 from gpufleet.infra.bill.answer import LINES, answer, grouped, headline, picture
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price
-from gpufleet.infra.bill.fallback import price_fallback
+from gpufleet.infra.bill.fallback import price_fallbacks
 from gpufleet.infra.bill.side import Quantiles
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import CapacityBlock
@@ -67,9 +67,8 @@ def test_with_a_fallback_the_figures_are_those_with_it() -> None:
     limits = replace(plain.limits, deadline=timedelta(hours=2.5))
     late = replace(plain, limits=limits, fleet=replace(plain.fleet, fallback="on-demand"))
     bill = price(late, CATALOG, runs=2000)
-    fallback = price_fallback(late, bill, datetime(2026, 11, 21, tzinfo=UTC))
-    assert fallback is not None
-    said = headline(bill, fallback)
+    (fallback,) = price_fallbacks(late, bill, datetime(2026, 11, 21, tzinfo=UTC))
+    said = headline(bill, [fallback])
     assert said.startswith(f"about {fallback.usd.p50:.2f} USD")
     assert f"on demand when late ({fallback.on_time:.0%} are done by the deadline)" in said
 

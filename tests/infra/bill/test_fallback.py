@@ -11,7 +11,7 @@ import pytest
 
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price
-from gpufleet.infra.bill.fallback import ON_DEMAND_MISSING, Fallback, fallback_problems, price_fallback, switch_at
+from gpufleet.infra.bill.fallback import ON_DEMAND_MISSING, Fallback, fallback_problems, price_fallbacks, switch_at
 from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import StackDefinition
@@ -28,14 +28,13 @@ def priced(hours: float, **changes: Any) -> tuple[StackDefinition, Bill, Fallbac
     limits = replace(plain.limits, deadline=timedelta(hours=hours))
     plan = replace(plain, limits=limits, fleet=replace(plain.fleet, fallback="on-demand"))
     bill = price(plan, CATALOG, runs=2000)
-    found = price_fallback(plan, bill, NOW)
-    assert found is not None
+    (found,) = price_fallbacks(plan, bill, NOW)
     return plan, bill, found
 
 
 def test_without_the_key_there_is_none() -> None:
     plan, bill, _ = priced(4)
-    assert price_fallback(replace(plan, fleet=replace(plan.fleet, fallback="none")), bill, NOW) is None
+    assert price_fallbacks(replace(plan, fleet=replace(plan.fleet, fallback="none")), bill, NOW) == []
 
 
 def test_no_spot_at_all_is_on_demand_at_the_hour_that_is_named() -> None:
@@ -67,8 +66,7 @@ def test_more_are_on_time_than_on_spot_alone_and_the_missing_capacity_is_taken_o
 def test_a_cap_that_no_longer_pays_for_the_rest_forbids_the_switch() -> None:
     plan, bill, found = priced(2.5, hazard_per_hour="1")
     limit = (found.metered_usd.p50 + found.metered_usd.p90) / 2
-    poorer = price_fallback(replace(plan, limits=replace(plan.limits, max_usd=limit)), bill, NOW)
-    assert poorer is not None
+    (poorer,) = price_fallbacks(replace(plan, limits=replace(plan.limits, max_usd=limit)), bill, NOW)
     assert 0 < poorer.unpaid < 0.5
     assert poorer.on_time < found.on_time
     assert "limits forbid the switch in" in poorer.sentence()
@@ -77,22 +75,22 @@ def test_a_cap_that_no_longer_pays_for_the_rest_forbids_the_switch() -> None:
 
 def test_a_cap_below_half_of_the_runs_is_an_error() -> None:
     plan, bill, found = priced(4)
-    assert not list(fallback_problems(plan, bill, found))
+    assert not list(fallback_problems(plan, bill, [found]))
     below = found.metered_usd.p50 - Decimal("0.01")
-    (problem,) = fallback_problems(replace(plan, limits=replace(plan.limits, max_usd=below)), bill, found)
+    (problem,) = fallback_problems(replace(plan, limits=replace(plan.limits, max_usd=below)), bill, [found])
     assert problem.path == "limits.max_usd"
     assert "with fleet.fallback: half of the simulated runs need" in problem.allowed
 
 
 def test_a_type_without_an_on_demand_price_is_an_error() -> None:
     plan, bill, _ = priced(4)
-    (problem,) = fallback_problems(plan, replace(bill, on_demand=None), None)
+    (problem,) = fallback_problems(plan, replace(bill, on_demand=None), [])
     assert problem.path == "fleet.fallback"
 
 
 def test_the_table_has_the_column_and_the_sentence() -> None:
     _, bill, found = priced(4)
-    shown = " ".join(render(bill, fallback=found).split())
+    shown = " ".join(render(bill, fallbacks=[found]).split())
     assert f"USD on spot, on demand when late, g5.2xlarge {found.usd.p10:.2f} {found.usd.p50:.2f}" in shown
     assert "an assumption, for nobody promises it" in shown
     assert "on demand when late" not in render(bill)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpufleet.infra.bill.estimate import price
-from gpufleet.infra.bill.fallback import price_fallback
+from gpufleet.infra.bill.fallback import price_fallbacks
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.review import policy
@@ -127,7 +127,7 @@ def test_a_fallback_is_on_demand_too_and_costs_what_it_costs() -> None:
     limits = dataclasses.replace(stack.limits, deadline=timedelta(hours=2.5))
     late = dataclasses.replace(stack, limits=limits, fleet=dataclasses.replace(stack.fleet, fallback="on-demand"))
     bill = price(late, load_catalog(), dataset_bytes=1, runs=200)
-    found = facts(late, bill, price_fallback(late, bill, datetime(2026, 11, 21, tzinfo=UTC)))
+    found = facts(late, bill, price_fallbacks(late, bill, datetime(2026, 11, 21, tzinfo=UTC)))
     assert found.usd_p90 is not None
     assert found.usd_p90 > bill.usd.p90
     (broke,) = broken(rules("spot_only: true"), found)
