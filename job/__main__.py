@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run_json", metavar="RUN_JSON", type=Path, help="the run config, as the program declares it")
     run_json: Path = parser.parse_args(argv).run_json.resolve()
     try:
-        with suppress(ValueError):  # said below
+        with suppress(ValueError):  # `read` below reports it
             bootstrap.ensure(run_json.parent / PACKAGES, bootstrap.listed(load(run_json).config.module))
     except RuntimeError as error:
         sys.stderr.write(f"{error}\n")
@@ -65,10 +65,10 @@ def supervise(run_json: Path) -> int:
     try:
         run, node = load(run_json), Node.from_environment(os.environ, time.time())
         clock = SteadyClock(node.launched_at + uptime() - float(os.environ.get(NODE_UPTIME) or uptime()))
-    except ValueError as error:  # the same on every node: the run ends here, and nothing is written beside the file
+    except ValueError as error:  # every node would refuse it: the run ends here, and nothing is written beside the file
         sys.stdout.write(f"fatal: {error}\n")
         return AttemptExit.FAILED
-    with run_json.open("rb") as held:  # an attempt begins by emptying the folder, which must not be another's at work
+    with run_json.open("rb") as held:  # an attempt empties the folder first, so no other attempt may be working in it
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -106,7 +106,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     def process(words: list[str], more: dict[str, str]) -> TrainerProcess:
         told = {"PYTHONUNBUFFERED": "1", BOOTED_AT: repr(clock.booted), **more}
         if contained:
-            path = environment.get("PYTHONPATH", "")  # with what the image lacked
+            path = environment.get("PYTHONPATH", "")  # the packages that the image lacked
             return ContainedProcess(workdir, words, {**told, "PYTHONPATH": path})
         return GroupedProcess(words, {**environment, **told})
 
@@ -121,7 +121,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
 
     def start(rung: int) -> Child:
         child = early.pop() if early else begin()
-        if child.poll() is not None:  # killed while it waited, for want of memory say: no attempt is lost for that
+        if child.poll() is not None:  # killed while it waited, by a lack of memory perhaps: that costs no attempt
             child = begin()
         child.go(rung)
         return child
@@ -137,7 +137,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
 
         takes_over = bool(node.capacity) and not run.rates(node.type, node.zone, node.capacity).moves
 
-        def known_fleets() -> list[str]:  # of a run that may use both markets
+        def known_fleets() -> list[str]:  # for a run that may use both markets
             return [each.key.removeprefix(FLEETS) for each in store.entries(FLEETS)] if node.capacity else []
 
         world = Outside(

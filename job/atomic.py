@@ -1,5 +1,5 @@
-"""Small files that are either the old one or the new one, whole, also after a SIGKILL or a lost power supply; and what
-files hold: JSON objects, hashes.
+"""Writes small files so that a reader finds the old or the new one, whole, even after a SIGKILL or a power cut; reads
+and hashes files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-BLOCK = 1 << 20  # read and hashed at once
+BLOCK = 1 << 20  # bytes per read
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -20,7 +20,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:  # never through a link that somebody has left there
+        with temporary.open("xb") as file:  # never follow a link that somebody left at this name
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -62,7 +62,7 @@ def parse_object(content: bytes | None) -> dict[str, Any] | None:
 
 
 def objects(lines: bytes) -> list[dict[str, Any]]:
-    """The JSON objects of a file of lines. What is none, blank or torn by a kill, is passed over."""
+    """The JSON objects of a file of lines. Lines that are blank, torn by a kill or no object are skipped."""
     return [found for line in lines.split(b"\n") if (found := parse_object(line)) is not None]
 
 
@@ -79,7 +79,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def sha256(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
-    """The SHA-256 of a file's content, in hex. `advance` is told of each part's bytes. Raises OSError."""
+    """The SHA-256 of a file's content, in hex. `advance` is called with the bytes of each part. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         part = memoryview(bytearray(BLOCK))

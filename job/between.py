@@ -1,7 +1,7 @@
-"""How fast the nodes of a run reach one another: a sum over one rank of each, which all ranks do at once.
+"""Measures how fast the nodes of a run reach one another: all ranks at once add up a tensor across nodes.
 
-A ready-made job asks it before its first step. Before a command it is a program of its own in that command's image,
-whose torch, NCCL and network libraries are what counts: so it imports nothing of gpufleet, and runs on Python 3.8.
+A ready-made job measures it before its first step. Before a command it runs as a program in that command's image, whose
+torch, NCCL and network libraries are what counts: so it imports nothing of gpufleet, and runs on Python 3.8.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-SHARE = 0.4  # of the cards' data sheet; TCP, which NCCL falls back to in silence, has far less
+SHARE = 0.4  # of the data sheet's rate; TCP, to which NCCL falls back silently, reaches far less
 BYTES = 64 << 20
-BEST_OF, TIMES = 4, 3  # a sound network may be disturbed, and is by what the first round warms up
-TOLD = "gpufleet-between "  # begins the line that the program prints
+BEST_OF, TIMES = 4, 3  # a sound network may be busy for a moment, and the first round warms it up
+TOLD = "gpufleet-between "  # the prefix of the line that the program prints
 WAIT_S = 900.0  # for the ranks of the other nodes, whose set-up may take longer
-VIA = re.compile(r"via NET/([^/\n]+)/")  # NCCL's log, of each channel between two nodes (2.4 to 2.31, transport/net.cc)
+VIA = re.compile(r"via NET/([^/\n]+)/")  # in NCCL's log, per channel between two nodes (2.4 to 2.31, transport/net.cc)
 
 
 def judge(gb_s: float, gbps: float, transport: str = "") -> list[str]:
-    """Why these nodes are refused for how they meet, on cards of `gbps` (0: not known); empty: they are not."""
+    """Reasons to refuse these nodes for a slow network, on cards of `gbps` (0: not known); empty if there are none."""
     if not gbps or gb_s * 8 >= SHARE * gbps:
         return []
     over, share = f" over {transport}" if transport else "", gb_s * 8 / gbps
@@ -36,7 +36,7 @@ def judge(gb_s: float, gbps: float, transport: str = "") -> list[str]:
 
 
 def gb_s(group: Any, device: Any, ranks_per_node: int, nodes: int) -> float:
-    """What a node sends to the others. `group`: of this rank and its like on each other node."""
+    """The GB/s that a node sends to the others. `group` has this rank and the same local rank of each other node."""
     import torch
     import torch.distributed as dist
 
@@ -52,7 +52,7 @@ def gb_s(group: Any, device: Any, ranks_per_node: int, nodes: int) -> float:
 
 
 def main() -> None:
-    """One rank of those that a launcher has started on all nodes; the first one of each node prints what it found."""
+    """One of the ranks that a launcher started on all nodes; the first one of each node prints the result."""
     logs = tempfile.mkdtemp()
     os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT", NCCL_DEBUG_FILE=f"{logs}/%p")
     import torch

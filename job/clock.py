@@ -1,9 +1,9 @@
-"""Time that never goes back: money and limits are counted by it.
+"""A clock that never goes back, for money and limits.
 
-A machine's clock may be set while a run goes on. Its own count of seconds since it booted may not, and goes on through
-a suspension. All processes of a run count from the moment of that boot that the first of them has read.
+A machine's clock may be set while a run goes on. The count of seconds since its boot cannot be set, and also runs while
+it is suspended. All processes of a run add that count to one time that the first of them read.
 
-The node's own Python reads this: no newer than 3.9 here.
+The node's own Python reads this file: nothing newer than 3.9 here.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ _BOOT = getattr(time, "CLOCK_BOOTTIME", None)  # Linux
 
 
 def uptime() -> float:
-    """Seconds since the machine booted, the same in all its containers; elsewhere than on Linux since some moment."""
+    """Seconds since the machine booted, the same in all its containers; not on Linux, since some fixed moment."""
     return time.monotonic() if _BOOT is None else time.clock_gettime(_BOOT)
 
 
 class SteadyClock:
-    """Epoch seconds, read off the machine's clock once, when it is made."""
+    """Epoch seconds; the machine's clock is read only once, when the object is made."""
 
     def __init__(
         self, earliest: float = 0.0, *, wall: Callable[[], float] = time.time, uptime: Callable[[], float] = uptime
     ) -> None:
-        """`earliest`: what it must be by now, whatever the machine's clock says."""
+        """`earliest`: a time that has certainly passed, whatever the machine's clock says."""
         self._uptime, self.booted = uptime, max(wall(), earliest) - uptime()
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> SteadyClock:
-        """The clock of the process that has started this one, if it has told it."""
+        """The clock of the parent process, if the environment names it."""
         told = environment.get(BOOTED_AT)
         return cls() if told is None else cls(wall=lambda: float(told) + uptime())
 
@@ -40,5 +40,5 @@ class SteadyClock:
         return self.booted + self._uptime()
 
     def moment(self, written: float) -> float:
-        """The time by this clock of a file's time, which the machine's clock has given it a short while ago."""
+        """This clock's time for a file time that the machine's clock set a short while ago."""
         return self() - (time.clock_gettime(time.CLOCK_REALTIME) - written)

@@ -1,11 +1,11 @@
-"""Files in a folder that somebody else writes at the same time, and may be hostile: a command, or a library in it.
+"""Reads and writes files in a folder where a command, or a library in it, also writes, and may be hostile.
 
-Every operation walks down from the folder's own descriptor, one part of a path at a time, and lets the kernel follow no
-link. Who reads goes where a link leads as long as that lies in the folder; who writes goes through none, and replaces
-what stands in the way. Regular files alone are opened, so that no pipe or device makes anybody wait.
+Every operation walks down from the folder's own descriptor, one part of the path at a time, and the kernel follows no
+link. Reading follows a link whose target lies in the folder; writing follows none, and replaces what is in the way.
+Only regular files are opened, so that no pipe or device can block the caller.
 
-The kernel's own way is openat2 with RESOLVE_BENEATH. It refuses the absolute links that commands make in their own
-folders, older docker daemons filter it, and laptops that rehearse may not have it; what is here needs openat alone.
+The kernel's own way would be openat2 with RESOLVE_BENEATH. It refuses the absolute links that commands make in their
+own folders, older docker daemons block it, and laptops that rehearse may lack it; this module needs only openat.
 """
 
 from __future__ import annotations
@@ -23,47 +23,45 @@ from typing import BinaryIO
 
 BLOCK = 1 << 20
 CLONE = 0x40049409  # FICLONE, linux/fs.h: the file's blocks are shared until one of the two is written
-MOST_LINKS = 40  # followed for one path, as many as Linux follows
-MOST_DEEP = 100  # folders in each other: each takes an open descriptor while it is looked through
+MOST_LINKS = 40  # links followed for one path, as many as Linux follows
+MOST_DEEP = 100  # nested folders: each takes an open descriptor while it is listed
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignFolder:
-    """The folder at `path`, which is absolute and whose parents nobody else writes. Methods take paths in it, and raise
-    OSError.
-    """
+    """The folder at `path`, absolute, with trusted parents. Methods take paths below it, and raise OSError."""
 
     path: Path
 
     def open(self, path: Path) -> BinaryIO:
-        """The regular file at `path`, or where links lead from there in the folder, to be read."""
+        """The regular file at `path`, opened for reading; links are followed within the folder."""
         return os.fdopen(self._open(path, stat.S_ISREG), "rb")
 
     @contextmanager
     def hold(self, path: Path) -> Iterator[Path]:
-        """A path by which others open the file that `open` opens, and no other one, until it is let go."""
+        """A path at which other processes can open exactly this file, until the block ends."""
         with self.open(path) as file:
             held = Path(f"/proc/self/fd/{file.fileno()}")
             yield held if held.exists() else path
 
     def stat(self, path: Path) -> os.stat_result:
-        """The state of the regular file that `open` opens."""
+        """The state of the regular file at `path`, as `open` finds it."""
         with self.open(path) as file:
             return os.fstat(file.fileno())
 
     def is_file(self, path: Path) -> bool:
-        """Whether `open` opens a file at `path`."""
+        """Whether `open` finds a regular file at `path`."""
         with suppress(OSError):
             return bool(self.stat(path))
         return False
 
     def files(self, path: Path, skipped: Collection[str] = ()) -> Iterator[tuple[str, Callable[[], os.stat_result]]]:
         """The names of regular files and links below the folder at `path`, with `/` between their parts; each with a
-        function that gives its state, and raises OSError where it is no regular file in the folder. None where there
-        is no such folder; none of folders that are called as one of `skipped`. The function is of use until the next
-        name is asked for.
+        function that returns its state, or raises OSError if it is no regular file in the folder. Yields nothing if
+        there is no such folder; folders named in `skipped` are not entered. The function works only until the next name
+        is asked for.
         """
         try:
             top = self._open(path, stat.S_ISDIR)
@@ -76,7 +74,7 @@ class ForeignFolder:
                 yield "/".join(parts), lambda: entry.stat(follow_symlinks=False)  # noqa: B023 - used at once
 
     def names(self, path: Path) -> list[str]:
-        """What lies in the folder at `path`; nothing where there is none."""
+        """The names in the folder at `path`; empty if there is no folder."""
         try:
             folder = self._open(path, stat.S_ISDIR)
         except OSError:
@@ -87,21 +85,21 @@ class ForeignFolder:
     def _walk(
         self, folder: int, above: tuple[str, ...], skipped: Collection[str] = ()
     ) -> Iterator[tuple[tuple[str, ...], os.DirEntry[str], int]]:
-        """Everything below `folder`, with the descriptor of the folder that it lies in. Closes `folder`."""
+        """Every entry below `folder`, with the descriptor of the folder that contains it. Closes `folder`."""
         with _closing(folder), os.scandir(folder) as entries:
             for entry in entries:
                 parts = (*above, entry.name)
                 yield parts, entry, folder
                 if entry.is_dir(follow_symlinks=False) and entry.name not in skipped and len(parts) < MOST_DEEP:
-                    with suppress(OSError):  # removed meanwhile, or replaced
+                    with suppress(OSError):  # removed or replaced meanwhile
                         yield from self._walk(os.open(entry.name, _FOLDER, dir_fd=folder), parts, skipped)
 
     def is_written(self, path: Path) -> bool | None:
-        """Whether any process of the machine has the file open for writing, or has mapped it so. None: the system does
-        not say.
+        """Whether any process of the machine has the file open for writing, or has mapped it so. None if the system
+        cannot tell.
 
-        The kernel grants a lease for reading only where nobody has. It is held for a moment; who opens the file
-        meanwhile waits for that, and this process gets a SIGIO. Over files of another user it takes CAP_LEASE.
+        The kernel grants a lease for reading only if nobody has. The lease is held for a moment; a process that opens
+        the file meanwhile waits for its end, and this process gets a SIGIO. Files of another user need CAP_LEASE.
         """
         if not hasattr(fcntl, "F_SETLEASE"):
             return None
@@ -114,19 +112,19 @@ class ForeignFolder:
             return False
 
     def make(self, path: Path, mode: int = 0o777) -> None:
-        """A folder at `path`, with the folders above it."""
+        """Makes a folder at `path`, and the folders above it."""
         with self._made(path) as folder:
             os.fchmod(folder, mode)
 
     def empty(self, path: Path) -> None:
-        """A folder at `path` with nothing in it, as far as what is there can be removed."""
+        """Makes an empty folder at `path`; entries that cannot be removed stay."""
         with self._made(path) as folder:
             for name in os.listdir(folder):  # noqa: PTH208 - by descriptor
                 with suppress(OSError):
                     _remove(name, folder)
 
     def write(self, path: Path, content: bytes, mode: int = 0o644) -> None:
-        """A new file at `path` in the place of whatever was there, in one step."""
+        """Writes a new file at `path` in one step, replacing whatever was there."""
         temporary = f".{path.name}.{os.getpid()}"
         with self._made(path.parent) as folder:
             _remove(temporary, folder)
@@ -139,8 +137,8 @@ class ForeignFolder:
             os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def copy(self, source: Path, target: Path) -> None:
-        """The bytes of `source` in a new file `target`, one of which is in the folder, or both. Without a second copy
-        on disks that can share blocks, and without filling holes.
+        """Copies the bytes of `source` into a new file `target`; at least one of the two is in the folder. It shares
+        blocks on disks that can, and keeps holes.
         """
         with self.open(source) if source.is_relative_to(self.path) else source.open("rb") as read:
             if target.is_relative_to(self.path):
@@ -152,20 +150,20 @@ class ForeignFolder:
                 _copy(read.fileno(), write.fileno())
 
     def remove(self, path: Path) -> None:
-        """Whatever is at `path`, which may be nothing. A link goes, and not what it leads to."""
+        """Removes whatever is at `path`, if anything. Of a link it removes the link, not the target."""
         with suppress(FileNotFoundError):
             folder = self._open(path.parent, stat.S_ISDIR)
             with _closing(folder):
                 _remove(path.name, folder)
 
     def remove_empty(self, path: Path) -> None:
-        """The folder at `path`, if nothing is in it."""
+        """Removes the folder at `path` if it is empty."""
         folder = self._open(path.parent, stat.S_ISDIR)
         with _closing(folder):
             os.rmdir(path.name, dir_fd=folder)
 
     def open_to_all(self, path: Path) -> None:
-        """Everybody may read and write the folder at `path` and all below it, as far as this process may say so."""
+        """Lets everybody read and write the folder at `path` and all below it, as far as this process has the right."""
         with self._made(path) as top:
             _allow(top, 0o777)
             for _, entry, folder in self._walk(os.dup(top), ()):
@@ -177,7 +175,7 @@ class ForeignFolder:
                             _allow(opened, 0o777 if is_folder else 0o666)
 
     def make_pipe(self, path: Path) -> None:
-        """A new pipe for everybody at `path`, in the place of whatever was there."""
+        """Makes a new pipe for everybody at `path`, replacing whatever was there."""
         with self._made(path.parent) as folder:
             _remove(path.name, folder)
             if os.mkfifo in os.supports_dir_fd:
@@ -189,13 +187,13 @@ class ForeignFolder:
                 os.fchmod(pipe, 0o666)
 
     def open_pipe(self, path: Path, way: int) -> int:
-        """A descriptor of the pipe at `path`, which makes nobody wait. `way`: os.O_RDONLY, O_WRONLY or O_RDWR."""
+        """A descriptor of the pipe at `path`; opening it never blocks. `way` is os.O_RDONLY, O_WRONLY or O_RDWR."""
         folder = self._open(path.parent, stat.S_ISDIR)
         with _closing(folder):
             return _open_pipe(path.name, way, folder)
 
     def _open(self, path: Path, is_wanted: Callable[[int], bool]) -> int:
-        """A descriptor of the file or folder of the wanted kind, by its mode, at `path`."""
+        """A descriptor of the file or folder at `path`, if its mode is one that `is_wanted`."""
         way, waiting, links = [os.open(self.path, _FOLDER)], [*reversed(path.relative_to(self.path).parts)], 0
         try:
             while waiting:
@@ -222,7 +220,7 @@ class ForeignFolder:
                     raise _refused(path)
                 else:
                     way.append(os.open(part, _FILE, dir_fd=way[-1]))
-            if not is_wanted(os.fstat(way[-1]).st_mode):  # replaced between the two
+            if not is_wanted(os.fstat(way[-1]).st_mode):  # replaced between the two calls
                 raise _refused(path)
             return way.pop()
         finally:
@@ -231,7 +229,7 @@ class ForeignFolder:
 
     @contextmanager
     def _made(self, path: Path) -> Iterator[int]:
-        """A descriptor of the folder at `path`, made where it is not there; what is no folder on the way is removed."""
+        """A descriptor of the folder at `path`, made if it is missing; anything else on the way is removed."""
         folder = os.open(self.path, _FOLDER)
         try:
             for part in path.relative_to(self.path).parts:
@@ -245,7 +243,7 @@ class ForeignFolder:
 
     @contextmanager
     def _create(self, name: str, folder: int) -> Iterator[BinaryIO]:
-        """A new file in the place of one that was there; none is left where it cannot be written."""
+        """A new file that replaces the old one; it is removed again if it cannot be written."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder)
         made = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=folder)
@@ -307,14 +305,14 @@ def _open_pipe(name: str, way: int, folder: int) -> int:
 
 
 def _allow(descriptor: int, rights: int) -> None:
-    with suppress(OSError):  # another user's
+    with suppress(OSError):  # it belongs to another user
         os.fchmod(descriptor, os.fstat(descriptor).st_mode & 0o7777 | rights)
 
 
 def _copy(source: int, target: int) -> None:
-    """The bytes of one descriptor into another, which is at its beginning."""
+    """Copies the bytes of one descriptor to another, which is at its beginning."""
     size, at, disk = os.fstat(source).st_size, 0, os.fstatvfs(target)
-    if size > disk.f_blocks * disk.f_frsize:  # who sends it would send its holes
+    if size > disk.f_blocks * disk.f_frsize:  # sending the file later would send its holes as zeros
         raise OSError(errno.EFBIG, "longer than the disk that it would lie on")
     with suppress(OSError):
         fcntl.ioctl(target, CLONE, source)
@@ -323,12 +321,12 @@ def _copy(source: int, target: int) -> None:
         try:
             at = os.lseek(source, at, os.SEEK_DATA)
         except OSError as error:
-            if error.errno != errno.ENXIO:  # a hole up to its end
+            if error.errno != errno.ENXIO:  # the rest of the file is a hole
                 raise
             break
         end = min(os.lseek(source, at, os.SEEK_HOLE), size)
         while at < end and (part := os.pread(source, min(BLOCK, end - at), at)):
             at += os.pwrite(target, part, at)
-        if at < end:  # it was cut meanwhile
+        if at < end:  # the file was shortened meanwhile
             break
     os.ftruncate(target, size)

@@ -1,7 +1,7 @@
-"""What the driver says of this node's GPUs, read here alone: which, how busy, full and hot, and its Xid errors.
+"""Reads this node's GPUs from the driver: model, load, memory, temperature and Xid errors.
 
-nvidia-smi is wherever a driver is. Xid errors come from the library behind it, NVML: a container may not read the
-kernel's log. No torch.
+nvidia-smi is wherever a driver is. Xid errors come from the driver's library NVML, because a container may not read the
+kernel's log. It needs no torch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 MIB = 1024 * 1024
 INTERVAL_S = 5
 MEAN_OF = 60  # samples: five minutes
-KILL_S = 5.0  # for a killed nvidia-smi to be gone
+KILL_S = 5.0  # how long a killed nvidia-smi may take to be gone
 QUERY = "index,utilization.gpu,memory.used,temperature.gpu"
-# After these the GPU works again once it is reset, or never: double-bit memory errors, a failed row remapping, off the
-# bus, errors that were not contained, a GSP that does not answer, a recovery that was given up (NVIDIA's Xid catalog,
-# 2026-11). Most others are of the program that ran: 13, 31, 43, 45, 94.
+# After these errors a GPU needs a reset or is broken: double-bit memory errors, a failed row remapping, off the bus,
+# uncontained errors, a GSP that does not answer, a recovery that was given up (NVIDIA's Xid catalog, 2026-11). Most
+# other errors are the program's: 13, 31, 43, 45, 94.
 LOST = {48: "double-bit memory error", 64: "row remapping failed", 79: "fallen off the bus", 95: "uncontained error"}
 LOST |= {119: "GSP does not answer", 120: "GSP error"}
 XID_EVENT, WAIT_MS, TIMED_OUT = 0x8, 1000, 10  # nvml.h: nvmlEventTypeXidCriticalError; NVML_ERROR_TIMEOUT
@@ -33,12 +33,12 @@ XID_EVENT, WAIT_MS, TIMED_OUT = 0x8, 1000, 10  # nvml.h: nvmlEventTypeXidCritica
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """The GPUs at one moment. None: the driver does not say."""
+    """The GPUs at one moment. None where the driver does not tell."""
 
-    use: float | None  # percent of the least busy: in a mean one that waits hides behind seven that work
+    use: float | None  # percent, of the least busy GPU: a mean would hide one that waits behind seven that work
     busiest: float | None
-    memory_gb: float | None  # of the fullest, in units of 1e9 bytes
-    temperature_c: float | None  # of the hottest
+    memory_gb: float | None  # of the fullest GPU, in units of 1e9 bytes
+    temperature_c: float | None  # of the hottest GPU
 
     def figures(self) -> dict[str, float]:
         """The figures that are known, as a line of metrics.jsonl has them."""
@@ -63,9 +63,7 @@ def rows(answer: str) -> list[list[str]]:
 
 
 class Sampler:
-    """The node's first `gpus` GPUs, watched by one nvidia-smi and one thread on NVML beside it; nothing is
-    seen where these are not there.
-    """
+    """Watches the node's first `gpus` GPUs by one nvidia-smi and one thread on NVML; without them it is empty."""
 
     def __init__(
         self,
@@ -75,10 +73,10 @@ class Sampler:
         nvml: Callable[[], Any] = lambda: ctypes.CDLL("libnvidia-ml.so.1"),
     ) -> None:
         self.now: Sample | None = None
-        self.used_at = clock()  # when one was last seen busy, or its use not known
+        self.used_at = clock()  # when a GPU was last busy, or its use unknown
         self.xids = list[int]()
-        self._told = 0  # of them
-        self._gone: str | None = None  # what is missing, once nvidia-smi has ended by itself
+        self._told = 0  # Xid errors reported so far
+        self._gone: str | None = None  # which GPU is missing, once nvidia-smi has ended by itself
         self._clock, self._count = clock, gpus
         self._recent: collections.deque[float] = collections.deque(maxlen=MEAN_OF)
         self._process: subprocess.Popen[str] | None = None
@@ -97,26 +95,26 @@ class Sampler:
             thread.start()
 
     def mean(self) -> float | None:
-        """How busy the least busy was over the last five minutes; None before they are over."""
+        """The mean use of the least busy GPU over the last five minutes; None before five minutes are over."""
         recent = list(self._recent)
         return sum(recent) / len(recent) if len(recent) == MEAN_OF else None
 
     def figures(self) -> dict[str, float]:
-        """For the next line of metrics.jsonl; an Xid error once, the newest of those since the line before."""
+        """The figures for the next line of metrics.jsonl, and the newest Xid error since the line before, once."""
         new, self._told = self.xids[self._told :], len(self.xids)
         figures = {} if self.now is None else self.now.figures()
         return {**figures, **({"gpu_xid": float(new[-1])} if new else {})}
 
     def lost(self) -> str:
-        """Why a GPU of this node is of no more use; empty: none is."""
+        """Why a GPU of this node is broken; empty if none is."""
         if self._gone is None and self._process is not None and self._process.poll() is not None:
             found = len(ask("index", timeout_s=KILL_S))
             self._gone = f"{found} of {self._count} GPUs answer" if found < self._count else ""
         return next((f"Xid {xid}, {LOST[xid]}" for xid in self.xids if xid in LOST), self._gone or "")
 
     def close(self) -> None:
-        """Ends both. An nvidia-smi that waits for a GPU that fell off the bus cannot be killed: it is left, or whoever
-        closes would wait for it too, on a node that is paid for.
+        """Ends nvidia-smi and the thread. An nvidia-smi that waits for a GPU off the bus cannot be killed: this leaves
+        it behind, because waiting for it would hold up a node that is paid for.
         """
         self._ended.set()
         if self._process is not None:
@@ -129,7 +127,7 @@ class Sampler:
                 self._process.stdout.close()
 
     def see(self, sample: Sample | None) -> None:
-        """One sample; None where nothing can be measured any more."""
+        """Takes in one sample; None if nothing can be measured any more."""
         self.now = sample
         if sample is None or sample.use is None:
             self._recent.clear()
@@ -143,16 +141,16 @@ class Sampler:
         assert self._process.stdout is not None
         while lines := list(itertools.islice(self._process.stdout, self._count)):
             self.see(sampled(rows("".join(lines))))
-        self.see(None)  # nvidia-smi is gone: its last word is not today's
+        self.see(None)  # nvidia-smi has ended: its last sample is out of date
 
     def _listen(self, nvml: Callable[[], Any]) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # no library, or one without events
+        with contextlib.suppress(OSError, AttributeError):  # there is no library, or it knows no events
             for xid in _events(nvml(), self._ended):
                 self.xids.append(xid)
 
 
 def sampled(lines: Sequence[Sequence[str]]) -> Sample:
-    """One round's lines: index, percent, MiB, degrees."""
+    """The sample from one round's lines: index, percent, MiB, degrees."""
 
     def column(at: int) -> list[float]:
         found = []
@@ -195,6 +193,6 @@ def _events(nvml: Any, ended: threading.Event) -> Iterator[int]:
         said = nvml.nvmlEventSetWait_v2(events, ctypes.byref(event), ctypes.c_uint(WAIT_MS))
         if said == 0 and event.type == XID_EVENT:
             yield event.data
-        elif said not in (0, TIMED_OUT):  # a GPU that is lost answers so for ever
+        elif said not in (0, TIMED_OUT):  # a lost GPU gives this answer for ever
             ended.wait(WAIT_MS / 1000)
     nvml.nvmlShutdown()

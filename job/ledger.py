@@ -1,4 +1,4 @@
-"""JSON Lines: a file that a stage appends its results to, so that what is in it is not done again; and any file."""
+"""JSON Lines files to which a stage appends results, so that no restart repeats them; `read` reads any such file."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def read(path: Path) -> list[Any]:
 
 
 class Ledger:
-    """<workdir>/stages/NAME.jsonl. A last line that was not written to its end is cut off when it is opened; another
-    that is no JSON object, left by a lost power supply, is passed over: its result is made again.
+    """<workdir>/stages/NAME.jsonl. Opening it cuts off a last line that was not written to its end; another line that
+    is no JSON object, after a power cut, is skipped, and its result is made again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +38,7 @@ class Ledger:
         self.entries: list[dict[str, Any]] = atomic.objects(whole)
 
     def read(self, read: Callable[[dict[str, Any]], T]) -> list[T]:
-        """The entries as `read` gives them. One that it doubts is passed over too."""
+        """The entries, converted by `read`. An entry for which `read` raises DoubtError is skipped too."""
         found = []
         for entry in self.entries:
             with suppress(DoubtError):
@@ -46,7 +46,7 @@ class Ledger:
         return found
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """On the disk when this returns."""
+        """Appends the entry, which is on the disk when this returns."""
         with self.path.open("ab") as file:
             file.write((json.dumps(entry, sort_keys=True) + "\n").encode())
             file.flush()

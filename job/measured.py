@@ -1,4 +1,4 @@
-"""What a run's own files say about its speed, and what that speed depends on. Pure: no torch, nothing of infra.
+"""What a run's own files say about its speed, and what that speed depends on. It imports neither torch nor infra.
 
 A probe (job/probe.py) and a receipt (job/supervisor/receipt.py) both leave one such *measurement*;
 infra.evidence.calibration reads it and docs/calibration.md documents its keys. Everything comes from metrics.jsonl,
@@ -19,13 +19,13 @@ from gpufleet.job.contract import metrics
 from gpufleet.job.kind import KINDS
 
 SCHEMA = 1
-# Settings that leave the time of a step, an evaluation or a save as it is: how much is done, from which seed, at which
-# rate, how often; of each kind of job its own `leaves_speed` besides. Everything else counts, a new setting too.
+# Settings that do not change the time of a step, an evaluation or a save: amount of work, seed, rate, intervals; each
+# kind of job adds its own `leaves_speed`. Every other setting counts, a new one too.
 SPEED_LEFT = ("seed", "gpus", "checkpoint", "guard", "deliver", "log", "eval.every", "data.source", "optim")
-_COUNTS = ("optim.kind",)  # although its section is free
-WARM_UP = 10  # steps after a start or a growth that no timing counts: compilation, caches, the allocator
-NEARLY = 0.995  # of a step's rows: less is no rounding of the line's figures
-_BESIDE = ("timed", "best", "stop")  # saves beside the steps: that at a phase's end has no moments and delays none
+_COUNTS = ("optim.kind",)  # counts although its section does not
+WARM_UP = 10  # steps after a start or a growth that are not timed: compilation, caches, the allocator
+NEARLY = 0.995  # of a step's rows: a smaller share is no rounding error
+_BESIDE = ("timed", "best", "stop")  # kinds of saves between steps; one at a phase's end has no time and delays no step
 
 
 def settings(experiment: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def settings(experiment: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def code_sha256(experiment: str, folder: Path | None = None) -> str:
-    """One name for the code that trains: every Python file of its folders, by path and bytes, under `folder` (job/)."""
+    """One hash of the code that trains: every Python file of its folders, by path and bytes, under `folder` (job/)."""
     root = Path(job.__file__).parent if folder is None else folder
     digest = hashlib.sha256()
     for path in sorted({path for name in KINDS[experiment].code_folders() for path in (root / name).glob("*.py")}):
@@ -45,12 +45,12 @@ def code_sha256(experiment: str, folder: Path | None = None) -> str:
 
 
 def phases(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Per phase, in order, from the lines of metrics.jsonl. A figure that they do not hold is None:
+    """What lines of metrics.jsonl tell of each phase, in order. A figure is None if the lines do not tell it:
 
-    `step_ms` {median, q1, q3} over all steps but the warm-up of each start, one with fewer rows as if it had all;
-    `evaluation_s` of one evaluation; `save` {bytes, blocks_s} of one save, and `every_steps` between two that nobody
-    asked for; `boundary_s` from the last step before the phase to its first, less that step; `memory_gb`, the peak. A
-    phase without a timed step is left out.
+    `step_ms` {median, q1, q3} over all steps except the warm-up of each start, a step with fewer rows scaled to all;
+    `evaluation_s` for one evaluation; `save` {bytes, blocks_s} for one save, and `every_steps` between two scheduled
+    ones; `boundary_s` from the last step before the phase to its first, less that step; `memory_gb`, the peak. A phase
+    without a timed step is left out.
     """
     names = list(dict.fromkeys(str(record["phase"]) for record in records))
     saves = {save.step: save for record in records for save in metrics.saves(record) if save.reason in _BESIDE}
@@ -79,7 +79,7 @@ def phases(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _save(saved: Sequence[metrics.Save]) -> dict[str, Any]:
-    """What one of a phase's saves is, in the middle: bytes, seconds, and steps between two of its interval."""
+    """The medians of a phase's saves: bytes, seconds, and steps between two scheduled ones."""
     found = {"bytes": saved[-1].bytes, "blocks_s": median(save.blocked_s for save in saved)}
     timed = sorted(save.step for save in saved if save.reason == "timed")
     apart = [after - before for before, after in itertools.pairwise(timed)]
@@ -87,7 +87,7 @@ def _save(saved: Sequence[metrics.Save]) -> dict[str, Any]:
 
 
 def step_times(own: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, int]]:
-    """(milliseconds per whole step, how many steps) of every line that has a time."""
+    """(milliseconds per whole step, number of steps) of every line that has a time."""
     before: Mapping[str, Any] = {}
     for record in own:
         if record.get("step_ms") is not None:
@@ -110,11 +110,11 @@ def document(
     finish_s: float | None = None,
     code: str | None = None,
 ) -> dict[str, Any]:
-    """A measurement as JSON. `measured` as `phases` gives it; `device`: kind, name, count, ranks, memory_gb; `code`:
-    the hash of a command's own.
+    """A measurement as JSON. `measured` is what `phases` returns; `device`: kind, name, count, ranks, memory_gb;
+    `code`: the hash of a command's own code.
 
     `start_s`: process start to first step; `setup_s`: launch of the node to first step; `finish_s`: last step to the
-    end of the process. None where it was not seen.
+    end of the process. A duration is None if it was not seen.
     """
     return {
         "schema": SCHEMA,
@@ -146,8 +146,8 @@ def _matches_any(path: str, names: Sequence[str]) -> bool:
 
 
 def _full(record: Mapping[str, Any], before: Mapping[str, Any]) -> float:
-    """How much of their rows a line's steps had. The last step of all epochs may have fewer: `tok_s` knows, `tokens`
-    counts it as a whole one.
+    """The share of their full rows that a line's steps had. The last step of all epochs may have fewer: `tok_s` shows
+    that, while `tokens` counts it as whole.
     """
     steps, tokens = ((record.get(key) or 0) - (before.get(key) or 0) for key in ("step", "tokens"))
     if not before or not record.get("tok_s") or steps <= 0 or tokens <= 0:
@@ -159,7 +159,7 @@ def _full(record: Mapping[str, Any], before: Mapping[str, Any]) -> float:
 def _intervals(
     own: Sequence[Mapping[str, Any]], middle_ms: float, saves: Mapping[int, metrics.Save]
 ) -> Iterator[tuple[Mapping[str, Any], float]]:
-    """Each line with the seconds since the one before that neither steps nor a save's blocking explain."""
+    """Each line with the seconds since the line before that neither its steps nor a save explains."""
     for before, record in itertools.pairwise(own):
         if record.get("resumed") is not None:
             continue
@@ -169,8 +169,8 @@ def _intervals(
 
 
 def _boundary_s(records: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], step_ms: float) -> float | None:
-    """Seconds between two phases; None for the first one, and where the run was interrupted in between. A phase's first
-    step has a line, as the last one has of the phase before, which may have ended before the last that was planned.
+    """Seconds between two phases; None for the first phase, and after an interruption between the two. A phase's first
+    step always has a line, and so has the last step of the phase before, which may have ended early.
     """
     index = next(index for index, record in enumerate(records) if record is own[0])
     if index == 0 or own[0].get("resumed") is not None:
@@ -180,7 +180,7 @@ def _boundary_s(records: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str,
 
 
 def _quantile(timed: Sequence[tuple[float, int]], share: float) -> float:
-    """The quantile `share` over steps, in the unit of `timed`: each line stands for the steps that it timed."""
+    """The quantile `share` over steps, in the unit of `timed`; each line counts once per step that it timed."""
     total, seen = sum(count for _, count in timed), 0
     for value, count in sorted(timed):
         seen += count

@@ -1,7 +1,7 @@
-"""A probe: the real trainer, some hundred steps, measured from outside.
+"""A probe: a few hundred steps of the real trainer, measured from outside.
 
-It is started as the supervisor starts it and driven as the supervisor drives it: by its command line and the files of
-its work folder (docs/interruptions.md). So a probe works for every experiment, and measures what a run will do.
+It starts and drives the trainer as the supervisor does: by its command line and the files of its work folder
+(docs/interruptions.md). So a probe works for every experiment, and measures what a run will do.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ class ProbeFailedError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
-    """`phases` as job.measured.phases gives them, each with what only a bystander sees: `save.write_s` and the `rung`
-    (with `micro` and `checkpointing`) it ran at. `finish_s` None: the probe was stopped before the experiment's end.
-    `stop_s`: from the request to stop to the whole checkpoint that it made; None: it made none, or was not asked.
+    """`phases` is what job.measured.phases returns, with what only an observer sees: `save.write_s` and the `rung`
+    (with `micro` and `checkpointing`) of each. `finish_s` is None if the probe was stopped before the experiment's end.
+    `stop_s` is the time from the request to stop until its checkpoint was whole; None if it made none.
     """
 
     phases: list[dict[str, Any]]
     start_s: float
     finish_s: float | None
     stop_s: float | None
-    seconds: float  # process start to its end
+    seconds: float  # from the process's start to its end
     cpu_s: float  # processor time of the trainer, all threads
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What was noticed while it ran."""
+    """What the probe noticed while the trainer ran."""
 
     began: dict[int, float] = field(default_factory=dict)  # by step: when its checkpoint's folder appeared
     written: dict[int, float] = field(default_factory=dict)  # by step: seconds until it was committed
-    stop_saves: set[int] = field(default_factory=set)  # steps that were saved because a stop was asked for
-    rungs: dict[str, UsedRung] = field(default_factory=dict)  # by phase: rung.json
+    stop_saves: set[int] = field(default_factory=set)  # steps saved because of a request to stop
+    rungs: dict[str, UsedRung] = field(default_factory=dict)  # by phase, from rung.json
     asked: set[str] = field(default_factory=set)  # phases in which a save was asked for
-    reached: float | None = None  # when the last step of the probe was told
-    stopped: float | None = None  # when it was asked to stop
-    step: int = 0  # the last that was told
+    reached: float | None = None  # when metrics.jsonl had the probe's last step
+    stopped: float | None = None  # when the trainer was asked to stop
+    step: int = 0  # the newest step in metrics.jsonl
 
 
 def run(
@@ -75,10 +75,10 @@ def run(
 ) -> ProbeResult:
     """Trains in `workdir` (run.json, data/, inputs/) to the end, or until step `stop_at` is logged.
 
-    `save_at`: by phase, the step from which on one checkpoint is asked for; `save_wait_s`: how long beyond `stop_at`
-    one is waited for. `steps`: how many there will be, for whoever shows them. `ranks`: processes that train, of
-    `module`, unless `start` starts them. When memory runs out it goes down the ladder, as a run would.
-    Raises ProbeFailedError.
+    `save_at`: by phase, the step from which on it asks for one checkpoint; `save_wait_s`: how long after `stop_at` it
+    waits for one. `steps`: the number of steps, for a progress bar. `ranks`: the number of training processes, of
+    `module`, unless `start` starts them. If memory runs out it goes down the ladder, as a run does. Raises
+    ProbeFailedError.
     """
     plan = _Plan(workdir, stop_at, save_at or {}, save_wait_s, say, steps)
     with Path(os.devnull).open("wb") as nowhere:
@@ -87,7 +87,7 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What `run` was asked for."""
+    """The arguments of `run`."""
 
     workdir: Path
     stop_at: int | None
@@ -148,9 +148,9 @@ def _run(
 def _starter(
     workdir: Path, ranks: int, module: str, environment: Mapping[str, str], nowhere: IO[bytes]
 ) -> Callable[[int], Trainer]:
-    """A function that starts the trainer on a rung as job/__main__.py does, its output in job.log alone."""
+    """A function that starts the trainer on a rung as job/__main__.py does, with its output only in job.log."""
     log = JobLog(workdir / LOG, stream=nowhere)
-    # Not this folder's modules first: it is a user's, who may have a gpufleet/ of their own.
+    # Do not search the current folder for modules: it is a user's, who may have a gpufleet/ there.
     environment = {**environment, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
     ended = workdir / ENDED if ranks > 1 else None
 
@@ -206,7 +206,7 @@ def _stop_s(seen: _Seen) -> float | None:
 
 
 def _last(workdir: Path) -> dict[str, Any] | None:
-    """The newest whole line, without reading the file from its start."""
+    """The newest whole line of metrics.jsonl, without reading the file from its start."""
     try:
         with (workdir / METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))

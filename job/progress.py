@@ -1,4 +1,4 @@
-"""How far long work is. Whoever does it tells; a command line shows it (infra/progress.py), a node nobody."""
+"""How much of a long piece of work is done. The working code reports it; commands show it (infra/progress.py)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ Advance = Callable[[int], None]
 
 
 class Gauge(Protocol):
-    """What shows one piece of work."""
+    """Shows one piece of work."""
 
     def advance(self, amount: int) -> None: ...
     def close(self) -> None: ...
 
 
-# What is done, how much there is of it (None: unknown), its unit: "B" for bytes.
+# The arguments: what is done, its amount (None: unknown), the amount's unit ("B" for bytes).
 Show = Callable[[str, int | None, str], Gauge | None]
-_show: list[Show] = []  # the last is asked
+_show: list[Show] = []  # the last one shows the work
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def shown_by(show: Show) -> Iterator[None]:
 
 @contextmanager
 def shown(what: str, total: int | None, unit: str = "B") -> Iterator[Advance]:
-    """A function to be told of each amount that is done. Work inside of other work is not shown by itself."""
+    """A function to call with each amount that is done. Work inside other work is not shown by itself."""
     meter = _show[-1](what, total, unit) if _show else None
     if meter is None:
         yield _unseen
@@ -46,4 +46,4 @@ def shown(what: str, total: int | None, unit: str = "B") -> Iterator[Advance]:
 
 
 def _unseen(amount: int) -> None:
-    """Shows nothing, where nobody looks."""
+    """Shows nothing, because nobody looks."""

@@ -104,28 +104,29 @@ class CommandCheckpoints:
         self._own = ForeignFolder(user)
         self.folder, self.newest, self.committed_at = folder, -1, clock()
         self.newest_is_on_signal = False  # whether the command made the newest commit because it was asked to leave
-        self.count = 0  # of those that this start has had committed
-        self.counted = -1  # the newest step that a checkpoint of this start tells
+        self.count = 0  # commits of this start
+        self.counted = -1  # the newest step of a checkpoint of this start
         self._config, self._user, self._kept = config, user, workdir / CHECKPOINTS
         self._digest, self._gpus = digest, gpus
         self._nodes, self._node, self._leader = nodes, node, leader
-        self._knows_parts = False  # which files one has
-        self._leaders_step: dict[Key, int] = {}  # of checkpoints that the leader has told of
+        self._knows_parts = False  # whether a part's files are known
+        self._leaders_step: dict[Key, int] = {}  # checkpoints that the leader has named
         self._alive, self._writing, self._lines = alive, writing or self._find_written, lines
         self.moment = moment
-        self._before: set[int] = set()  # its processes at the last look
+        self._before: set[int] = set()  # the command's processes at the last look
         self._say, self._clock = say, clock
         self._watched: dict[Key, Watched] = {}
-        self._put_back: dict[Key, FoundCheckpoint] = {}  # as they looked before the start
-        self._done: dict[Key, tuple[FoundCheckpoint, int]] = {}  # as they were committed or put back, and their step
-        self._number, self._offset = -1, 0  # of the newest; what makes a step of a name's number
+        self._put_back: dict[Key, FoundCheckpoint] = {}  # with their files before the start
+        # with their files when committed or put back, and the step
+        self._done: dict[Key, tuple[FoundCheckpoint, int]] = {}
+        self._number, self._offset = -1, 0  # of the newest; added to a name's number it gives the step
         self._counts_else = False  # names were seen to count something else than the run's steps
         self._told: set[str] = set()
         self._evaluated = {-1}  # steps whose evaluation is in their commit
         self._looked_at = 0.0
         self._copying: tuple[Watched, Future[None]] | None = None
         self._pool = ThreadPoolExecutor(1, "snapshot")
-        self.reason: Reason = "timed"  # of what is committed from now on
+        self.reason: Reason = "timed"  # for what is committed from now on
         self._signalled_at = math.inf  # by the disk's clock, which moves in steps of some ms; inf: no signal was sent
         self._begun_before: set[Key] = set()  # those that were not committed at the signal
 
@@ -228,7 +229,7 @@ class CommandCheckpoints:
         return next((each for each in self.find() if each.key == found.key), nothing)
 
     def _waits_for_leader(self) -> bool:
-        """Whether the leader may still tell of a checkpoint of which this node has a part."""
+        """Whether the leader may still name a checkpoint of which this node has a part."""
         if self._node == 0 or not self._config.parts.leaves:
             return False
         told = self._leader()
@@ -266,7 +267,7 @@ class CommandCheckpoints:
         self._settle()
         until = self._clock() + LEADER_S
         while self._waits_for_leader() and self._clock() < until:
-            self._take_whole(by_itself)  # of what the leader has told by now, whose last word may come late
+            self._take_whole(by_itself)  # of what the leader has named by now; its last message may come late
             time.sleep(LEAVING_S)
         self._take_whole(by_itself)
 
@@ -283,14 +284,14 @@ class CommandCheckpoints:
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, False))
                 self._settle()
                 if not self._is_new(found):
-                    return  # older ones are of no use any more
+                    return  # older ones are not needed any more
 
     def signalled(self) -> None:
         """Notes that a signal is about to be sent: a save that has begun or is whole by now is not an answer to it."""
         self._begun_before = {each.key for each in self.find() if self._done.get(each.key, (None,))[0] != each}
         self._signalled_at, mark = 0.0, self._kept.parent / ".signalled"
-        with suppress(OSError):  # a full disk: the names alone tell then
-            mark.touch()  # last: the command goes on saving while it is looked at
+        with suppress(OSError):  # a full disk: then only the names tell
+            mark.touch()  # last: the command goes on saving during this look
             self._signalled_at = mark.stat().st_mtime_ns / 1e9
 
     def unanswered(self) -> None:
@@ -309,20 +310,20 @@ class CommandCheckpoints:
                 for name in each.files:
                     self._own.remove(self.folder / name)
                 for name in each.files:
-                    with suppress(OSError):  # only empty ones
+                    with suppress(OSError):  # removes only empty ones
                         self._own.remove_empty((self.folder / name).parent)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _is_new(self, found: FoundCheckpoint) -> bool:
-        """Whether the checkpoint differs from what was committed or put back."""
+        """Whether the checkpoint differs from the one committed or put back."""
         return self._done.get(found.key, (None, 0))[0] != found
 
     def _watch(self, found: FoundCheckpoint, now: float) -> None:
         before = self._watched.get(found.key)
         number = -1 if found.number is None else found.number
-        is_before = self._node == 0 and -1 < number <= self._number  # the leader has told of a part, so it is new
+        is_before = self._node == 0 and -1 < number <= self._number  # the leader has named it, so it is new
         if is_before and self._is_new(found) and self._begins_anew(found):
             self._offset, self._number, self._counts_else, is_before = self.newest, -1, False, False
         if is_before or not self._is_new(found):
@@ -330,7 +331,7 @@ class CommandCheckpoints:
         elif before is None:
             self._watched[found.key] = Watched(found, now, now)
         elif before.found != found:
-            is_another = found.number is None and before.still  # it was whole, and is written over
+            is_another = found.number is None and before.still  # it was whole, and is being overwritten
             self._watched[found.key] = Watched(found, now, now if is_another else before.begun)
 
     def _begins_anew(self, found: FoundCheckpoint) -> bool:
@@ -347,7 +348,7 @@ class CommandCheckpoints:
             if any((look.device, look.inode) in writing for look in found.files.values()):
                 watched.still, watched.since = False, now
                 return False
-            # Closed by a process that has died amid its writing looks like closed.
+            # A process that died while it wrote leaves a file that looks closed.
             watched.doubtful = watched.doubtful or (gone and not watched.still)
             watched.still = not watched.doubtful
         if quiet < (LOOK_S if writing is not None else UNKNOWN_QUIET_S) or now < watched.not_before:
@@ -395,7 +396,7 @@ class CommandCheckpoints:
         on_signal = found.written > self._signalled_at and found.key not in self._begun_before
         reason = self.reason
         if reason == "stop" and not on_signal:
-            reason = "timed"  # it would have come anyway
+            reason = "timed"  # it would have been made anyway
         try:
             for name in {**found.files, **also}:
                 self._own.copy(self.folder / name, unfinished / FILES / name)
@@ -422,7 +423,7 @@ class CommandCheckpoints:
             )
             unfinished.mkdir(parents=True, exist_ok=True)
             atomic.write_json(unfinished / COMMIT, told.to_json())
-            if folder.exists():  # of a start before this one, which will not be gone on from
+            if folder.exists():  # an earlier start's, which will not be resumed
                 shutil.rmtree(folder)
             unfinished.replace(folder)
         except BaseException:
@@ -459,11 +460,11 @@ class CommandCheckpoints:
             return self._leaders_step[found.key], True
         number, counts_epochs = self._in_unit(found), "step" not in found.counts
         if counts_epochs and found.number == 0 and not self.count and not self._put_back:
-            # A name of 0 is that of the first epoch.
+            # A name's 0 is the first epoch.
             self._offset = 1 if self._config.unit == "epoch" else self._config.work.steps_per_epoch or 0
         if number is not None:
             number += self._offset
-            # A name cannot be of a step that lay far behind when it was begun.
+            # A name cannot mean a step long before the one at which it was begun.
             is_far = told is not None and told >= 2 * number and told - number > 2 * self._lines.spread
             self._counts_else = self._counts_else or is_far
         known = told if number is None or (self._counts_else and told is not None) else number
@@ -489,7 +490,7 @@ class CommandCheckpoints:
             return
         (watched, copying), self._copying = self._copying, None
         error = copying.exception()
-        if error is None:  # what is written over it from now on has begun now
+        if error is None:  # a later overwrite begins now
             self._watched.pop(watched.found.key, None)
         else:
             watched.since = self._clock()

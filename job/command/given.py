@@ -107,8 +107,8 @@ def variables(
     }
     some_gpus = config.device == "cuda" and config.gpus is not None
     return {
-        "PYTHONUNBUFFERED": "1",  # else what it prints into a pipe comes in blocks of 8 KB
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(config.stop.grace_s)),  # torchrun's own are 30 s
+        "PYTHONUNBUFFERED": "1",  # else its output into a pipe comes in blocks of 8 KB
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(config.stop.grace_s)),  # torchrun's default is 30 s
         "WANDB_RUN_ID": f"{stack}-{values['run']}",
         "WANDB_RESUME": "allow",
         **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(config.gpus or 0)))} if some_gpus else {}),
@@ -180,6 +180,6 @@ def _parts(value: str) -> Iterator[str]:
                 waiting += each.values() if isinstance(each, dict) else each
             elif isinstance(each, str):
                 yield from _parts(each)
-                yield from (json.dumps(each, ensure_ascii=ascii)[1:-1] for ascii in (True, False))  # printed as JSON
+                yield from (json.dumps(each, ensure_ascii=ascii)[1:-1] for ascii in (True, False))  # as JSON prints it
             else:
                 yield str(each)

@@ -39,10 +39,10 @@ from gpufleet.job.text import counted, printable
 
 TICK_S = 0.1
 CALM_S = 1.0  # between two looks at processes and watchdogs
-LEFTOVER_S = 10.0  # for what a command leaves behind when it has ended by itself
-HOLD_S = 60.0  # between two words of a node that is held
+LEFTOVER_S = 10.0  # for processes that are left after the command has ended
+HOLD_S = 60.0  # between two messages of a node that is held
 SETUP, NETWORK, COMMAND = "setup", "network", "command"
-SETUP_BEGINS, SETUP_ENDS = "the set-up begins", "the set-up has ended"  # a rehearsal shows what comes between
+SETUP_BEGINS, SETUP_ENDS = "the set-up begins", "the set-up has ended"  # a rehearsal shows the lines between
 WHAT = {SETUP: "the set-up", NETWORK: "the pre-flight", COMMAND: "the command"}
 CODES: dict[Verdict, int] = {
     "finished": TrainerExit.FINISHED,
@@ -110,14 +110,14 @@ class Host:
             clock=self.clock,
             moment=self.clock.moment,
         )
-        self.is_there = False  # its first process
+        self.is_there = False  # whether its first process exists
         self.is_set_up = not self.config.setup.strip()
         self.asks_network = nodes > 1 and self.config.device == "cuda"
         self.place: Place | None = None
 
     def run(self) -> int:
         """Runs the command, with its restarts, until it is over on this node; the exit code."""
-        # Of who writes a file while it is looked at (foreign.py); without a handler it would end this process.
+        # The signal comes from foreign.py's leases; without a handler it would end this process.
         signal.signal(signal.SIGIO, lambda *_: None)
         self.output.start()
         ends: list[End] = []
@@ -221,18 +221,18 @@ class Host:
         while True:
             now = self.clock()
             self.is_there = self.place.poll()
-            if self.is_there:  # nothing runs that nobody could watch
+            if self.is_there:  # start nothing that nobody could watch
                 self.scripts.offer()
             self.progress.poll()
             code = self.scripts.code(name) if code is None else code
             refusal = ""
-            if what == COMMAND:  # what is there once it has ended, `end` takes
+            if what == COMMAND:  # once the command has ended, `end` commits
                 refusal = start.look(commit=code is None or left_at is not None)
             if why == "":
                 why = self._why_not(start, what, watch, refusal)
                 if why:
                     self._kill()
-                    if not self.is_there or not self.scripts.began:  # nor will it
+                    if not self.is_there or not self.scripts.began:  # nor will it start
                         code = processes.KILLED
                         break
             if what == COMMAND and (observed := start.observe()) is not None:
@@ -356,7 +356,7 @@ class Host:
         """Keeps the failed command's container for `gpufleet shell`, as long as the definition says, and no longer than
         until a stop or a limit.
         """
-        if not self.config.exit.hold_minutes or self.place is None or self.config.device == "cpu":  # a rehearsal
+        if not self.config.exit.hold_minutes or self.place is None or self.config.device == "cpu":
             return
         until = self.clock() + self.config.exit.hold_minutes * 60
         minutes, clock = self.config.exit.hold_minutes, time.strftime("%H:%M", time.gmtime(until))
@@ -439,7 +439,7 @@ class Host:
         self._note(Alarm(kind=kind, text=text))
 
     def _note(self, message: Message | None) -> None:
-        """Writes a message, where there is one."""
+        """Writes a message, if there is one."""
         if message is None:
             return
         try:
@@ -449,7 +449,7 @@ class Host:
 
 
 def write(line: bytes) -> None:
-    """Passes on what the command printed."""
+    """Passes on the command's output."""
     with suppress(OSError, ValueError):
         sys.stdout.buffer.write(printable(line.decode("utf-8", "replace")).encode())
         sys.stdout.buffer.flush()

@@ -35,7 +35,7 @@ class Position:
     step: int | None = None
     epoch: int | None = None
     batch: int | None = None
-    batches: int | None = None  # of this epoch
+    batches: int | None = None  # within this epoch
 
     @classmethod
     def from_json(cls, tree: Any) -> Position | None:
@@ -56,7 +56,7 @@ class Counting:
     """What the lines have shown about how the run counts; kept with each checkpoint."""
 
     unit: Unit
-    batches: int | None = None  # of a whole epoch
+    batches: int | None = None  # in a whole epoch
     base: int | None = None  # the number of the first epoch, 0 or 1
     first: Position | None = None  # the first position in a start without a checkpoint
     newest: Position | None = None  # the last position before the checkpoint
@@ -100,7 +100,7 @@ class OutputLine:
     place: Position | None
     total: int | None
     figures: Mapping[str, float]
-    is_other: bool = False  # the bar is that of something else than training
+    is_other: bool = False  # the bar counts something other than training
     is_doubtful: bool = False  # the words before the bar do not tell what it counts
 
     @classmethod
@@ -182,6 +182,6 @@ def number(value: Any) -> float | None:
         return None
     try:
         made = float(re.sub(r"(?<=[0-9])[,_'’](?=[0-9])", "", value) if isinstance(value, str) else value)
-    except (TypeError, ValueError, OverflowError):  # of JSON, whose whole numbers have any length
+    except (TypeError, ValueError, OverflowError):  # JSON's whole numbers have any length
         return None
     return made if not math.isfinite(made) or abs(made) < 1e15 else None

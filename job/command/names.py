@@ -24,11 +24,11 @@ from gpufleet.job.contract import reading
 from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.kind.command import COUNTED, RANK, CommandConfig, filled
 
-ZIPPED = (".pt", ".pth", ".ckpt", ".bin", ".npz", ".zip")  # torch.save's, where they begin as a zip does
-PICKLED = ".metadata"  # torch.distributed.checkpoint's
+ZIPPED = (".pt", ".pth", ".ckpt", ".bin", ".npz", ".zip")  # torch.save's files, if they begin as a zip does
+PICKLED = ".metadata"  # the name of torch.distributed.checkpoint's
 MOST_STEPS = 10**8  # names in ckpt/ have eight digits
 MOST_JSON = 64 * 1024 * 1024
-MOST_HEADER = 100_000_000  # of a .safetensors file, as its library has it, and of a .metadata that is looked into
+MOST_HEADER = 100_000_000  # of a .safetensors file, as in its library, and of a .metadata that is parsed
 Key = tuple[str, int | None]
 
 
@@ -55,7 +55,7 @@ class FoundCheckpoint:
     """
 
     counts: Mapping[str, int]  # the numbers in its names, by `step` and `epoch`; may be empty
-    folder: str  # what stands for the folders that the definition names with a `*`
+    folder: str  # the text that matched each `*` in the definition's folders
     files: Mapping[str, FileState]
     inner: Mapping[str, str]
     places: frozenset[str]
@@ -120,7 +120,7 @@ class Names:
             self._has_parts or any(name.endswith("/") for name in config.names)
         )
         self._sizes: set[tuple[str, int]] = set()
-        self.learned: dict[str, tuple[int, int]] = {}  # of a kind of name: how many there are, bytes of the smallest
+        self.learned: dict[str, tuple[int, int]] = {}  # for each kind of name: number of files, bytes of the smallest
 
     def match(self, relative: str) -> tuple[dict[str, int], str, str, str] | None:
         """Reads a path below the folder of checkpoints: its counts, what stands for folders with a `*`, the file or
@@ -343,7 +343,7 @@ def _checked(file: BinaryIO, name: str) -> tuple[str, bool]:
         return ("" if whole else "it is another length than its header says"), True
     if name == PICKLED and head.startswith(b"\x80") and size < MOST_HEADER:
         try:
-            for _ in pickletools.genops(head + file.read()):  # reads, and makes nothing of it
+            for _ in pickletools.genops(head + file.read()):  # parses without making objects
                 pass
         except ValueError:
             return "its pickle has no end", True

@@ -1,4 +1,4 @@
-"""Before a command on several nodes: how fast they reach one another, by the torch and NCCL of its own image."""
+"""Measures how fast nodes reach one another before a command starts, by the torch and NCCL of its own image."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from gpufleet.job.contract.messages import Preflight
 
 PROGRAM = "between.py"
 NO_TORCHRUN = 3
-FURTHER = 500  # its port is so much beyond the command's, whose ranks must not meet those of a pre-flight
+FURTHER = 500  # added to the command's port, so that its ranks never meet those of a pre-flight
 
 
 def command(scripts: Scripts, values: Mapping[str, str | int]) -> str:
-    """What runs in the command's container, as many ranks as it has GPUs."""
+    """The command line in the command's container, with as many ranks as it has GPUs."""
     path = scripts.put(PROGRAM, Path(between.__file__).read_bytes())
     flags = f"--nnodes {values['nodes']} --node-rank {values['node_rank']} --nproc-per-node {values['gpus']}"
     flags += f" --master-addr {values['master']} --master-port {int(values['port']) + FURTHER} --max-restarts 0"
@@ -26,7 +26,7 @@ def command(scripts: Scripts, values: Mapping[str, str | int]) -> str:
 
 
 def read(code: int, lines: Sequence[str], gbps: float, say: Callable[[str], None]) -> Preflight:
-    """What it has found. That it could not look refuses nobody. `gbps`: of a node's cards; 0: not known."""
+    """The result of the measurement. If it failed, no node is refused. `gbps`: rate of its cards; 0: not known."""
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):
             told = json.loads(line.partition(between.TOLD)[2])

@@ -1,7 +1,7 @@
-"""What a command prints: bytes to lines, and of what it died.
+"""A command's output: splits its bytes into lines, and finds the cause of the command's end.
 
-The cause of an end is the first exception of the command's own that nothing followed: a launcher's is about the process
-that it has started, other ranks' are about the one that was gone.
+The cause is the first of its own exceptions that nothing followed: a launcher's exception is about the process that it
+started, other ranks' are about the rank that was gone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from gpufleet.job.command.lines import CONTROL
 
-LAST = 20  # lines that an ending tells
+LAST = 20  # lines in the message about an end
 LONGEST = 32 * 1024  # longer lines are cut
 FINISH_S = 10.0  # the longest time to read what is left in the pipe
 BAR_S = 10.0  # seconds between two states of a progress bar in the log
@@ -116,7 +116,7 @@ class Output:
         *lines, self._rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", self._rest + content)
         if len(self._rest) > LONGEST + self._overlap:
             self._rest = self._blank(self._rest)
-        if (cut := len(self._rest) - self._overlap) > LONGEST:  # what is left may be the beginning of a secret
+        if (cut := len(self._rest) - self._overlap) > LONGEST:  # the rest may begin with a secret
             lines, self._rest = [*lines, self._rest[:cut]], self._rest[cut:]
         for each in lines:
             self._take_line(each)
@@ -124,7 +124,7 @@ class Output:
     def _take_line(self, line: bytes) -> None:
         text, is_bar = self._blank(line.rstrip(b"\r\n"))[:LONGEST], not line.endswith(b"\n")
         shown = CONTROL.sub("", text.decode("utf-8", "replace"))
-        plain = self._blank(shown.encode()).decode()  # a secret may be whole now
+        plain = self._blank(shown.encode()).decode()  # only now may a secret be whole
         if not plain.strip():
             return
         tells_step = self._line(plain, self.at)

@@ -27,7 +27,7 @@ from gpufleet.job.contract.messages import Contained, Container
 from gpufleet.job.contract.workdir import CONTROL, FIRST, SCRIPTS, WATCHER
 from gpufleet.job.foreign import ForeignFolder
 
-OUT, NEXT = "out", "next"  # pipes: what is printed, what to run
+OUT, NEXT = "out", "next"  # pipes: the output, the next script
 FIRST_TEXT = """\
 exec >{folder}/out 2>&1 </dev/null
 while read -r name <{folder}/next; do
@@ -66,8 +66,8 @@ class Scripts:
     def __init__(self, workdir: Path) -> None:
         self.folder = workdir / CONTROL / SCRIPTS
         self._waiting: list[tuple[Path, bytes]] = []
-        self._pipe: int | None = None  # of the first one that waits, while it is written
-        self.began = False  # what was asked for
+        self._pipe: int | None = None  # to the first process that waits, while it is written
+        self.began = False  # names of scripts asked for
         self.folder.mkdir(parents=True, exist_ok=True)
         self._own = ForeignFolder(self.folder)
         self._own.empty(self.folder)
@@ -82,7 +82,7 @@ class Scripts:
         folder, quoted = shlex.quote(str(self.folder)), shlex.quote(str(start))
         text = STEP_TEXT.format(folder=folder, name=name, start=quoted, command=shlex.quote(command))
         self._own.write(self.folder / f"{name}.sh", text.encode())
-        self._own.write(self.folder / f"{name}.code", b"", 0o666)  # an image need not run as root
+        self._own.write(self.folder / f"{name}.code", b"", 0o666)  # an image's user need not be root
         self._own.make_pipe(self.folder / f"{name}.env")
         self.began = False
         self._let_go()
@@ -90,7 +90,7 @@ class Scripts:
         self._waiting = [(self.folder / NEXT, f"{name}\n".encode()), (self.folder / f"{name}.env", exports.encode())]
 
     def put(self, name: str, content: bytes) -> Path:
-        """A file that what runs may read; its path is the same there."""
+        """Writes a file for the scripts; its path is the same for them."""
         self._own.write(self.folder / name, content)
         return self.folder / name
 
@@ -102,12 +102,12 @@ class Scripts:
                 if self._pipe is None:
                     self._pipe = self._own.open_pipe(path, os.O_WRONLY)
                 content = content[os.write(self._pipe, content) :]
-            except BlockingIOError:  # it is full
+            except BlockingIOError:  # the pipe is full
                 return
             except BrokenPipeError:
                 content = b""
             except OSError as error:
-                if error.errno == errno.ENXIO:  # nobody reads yet
+                if error.errno == errno.ENXIO:  # nobody reads it yet
                     return
                 raise GoneError(f"{path.name}, by which it is told what to run, was replaced: {error}") from None
             self._waiting[0] = path, content
@@ -117,11 +117,11 @@ class Scripts:
                 self.began = not self._waiting
 
     def code(self, name: str) -> int | None:
-        """The exit code of what was run, as in a shell; None while it runs or has not begun."""
+        """The exit code of a script, as in a shell; None while it runs or has not begun."""
         with suppress(OSError), self._own.open(self.folder / f"{name}.code") as file:
             said = file.read(16)
             if said.endswith(b"\n"):
-                return int(said) % 256 if said.strip().isdigit() else 1  # what else is there, the command has written
+                return int(said) % 256 if said.strip().isdigit() else 1  # any other content comes from the command
         return None
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class WatchedContainer(NodeContainer):
         if answer is not None and answer.problem:
             raise GoneError(answer.problem)
         if self._watcher is None and answer is not None:
-            with suppress(OSError):  # not yet
+            with suppress(OSError):  # not there yet
                 self._watcher = processes.connect(self._place)
         return self._watcher is not None
 

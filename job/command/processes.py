@@ -24,18 +24,20 @@ from typing import NoReturn
 PROC = Path("/proc")
 KNOWN = (PROC / "self" / "stat").exists()
 ADOPT, DIE_WITH_PARENT = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG: linux/prctl.h; kept across execve
-GONE_S = 10.0  # for killed processes to be gone; who waits for a GPU that fell off the bus stays
+GONE_S = 10.0  # for killed processes to be gone; one that waits for a lost GPU stays
 KILLED = 137
-SOCKET = "socket"  # in the folder at which questions are answered
+SOCKET = "socket"  # in the folder; questions are answered at it
 ANSWER_S = 60.0
-FIRST_PROCESS = "GPUFLEET_FIRST_PROCESS"  # its id, in a rehearsal, whose containers share the machine's
-# By these variables torchrun, accelerate, DeepSpeed and Lightning, then Open MPI, MVAPICH, MPICH and Intel MPI tell a
-# rank how many there are, which one it is, and the same of its node; the first that is set counts.
+# the first process's id, in a rehearsal, whose containers share the machine's ids
+FIRST_PROCESS = "GPUFLEET_FIRST_PROCESS"
+# Variables by which torchrun, accelerate, DeepSpeed and Lightning, then Open MPI, MVAPICH, MPICH and Intel MPI give a
+# rank the number of ranks, its own, and both within its node; the first that is set counts.
 SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
 RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
 LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-BY_ACCELERATE = {"ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_MODE"}  # of the one that `accelerate launch` starts by itself
+# set in the process that `accelerate launch` starts by itself
+BY_ACCELERATE = {"ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_MODE"}
 
 
 def descendants(first: int) -> list[int]:
@@ -117,14 +119,15 @@ def addressees(first: int, number: int) -> list[int]:
             return [*([] if spared else [pid]), *(each for child in below.get(pid, []) for each in chosen(child))]
         if not any(catches(rank, number) for rank in ranks):
             return [pid]
-        is_one_of_them = any(_read(rank, "cmdline") == _read(pid, "cmdline") for rank in ranks)  # Lightning's first
+        # Lightning's first rank
+        is_one_of_them = any(_read(rank, "cmdline") == _read(pid, "cmdline") for rank in ranks)
         return [*([pid] if is_one_of_them else []), *(each for rank in ranks for each in chosen(rank))]
 
     return [each for child in sorted(below.get(first, [])) for each in chosen(child)]
 
 
 def _rank(pid: int) -> bytes | None:
-    """The rank that a launcher has given to the process; None: no launcher has."""
+    """The process's rank from its launcher; None without one."""
     found = [each for each in _read(pid, "environ").split(b"\0") if each.startswith((b"LOCAL_RANK=", b"RANK="))]
     return b" ".join(sorted(found)) or None
 
@@ -195,7 +198,7 @@ def kill(first: int) -> bool:
     while found := descendants(first):
         if time.monotonic() > until:
             return False
-        _send(found, signal.SIGSTOP)  # who stands still does not fork
+        _send(found, signal.SIGSTOP)  # a stopped process cannot fork
         _send(descendants(first), signal.SIGKILL)
         time.sleep(0.02)
     return True
@@ -267,6 +270,6 @@ def _reach(folder: Path, act: Callable[[str], object]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "watch":  # in a container of its own, the first process is that of the command's
+    if sys.argv[1] == "watch":  # in its container, process 1 is the command's
         watch(Path(sys.argv[2]), int(os.environ.get(FIRST_PROCESS, 1)))
     sys.exit(guard(int(sys.argv[1]), sys.argv[2:]))

@@ -1,8 +1,8 @@
 """Reads a command's progress: from lines to steps, and from steps to metrics.jsonl.
 
-Not every line with a step is the training's. Left out are lines of another progress bar (by its words or its total),
-lines that go back or jump, and all lines once steps have passed the last one that the definition declares. If no line
-remains, the names of whole checkpoints give the steps.
+Not every line with a step is the training's. It ignores lines of another progress bar (by its words or its total),
+lines that go back or jump, and all lines once steps have passed the declared last one. If no line remains, the names of
+whole checkpoints give the steps.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToldProgress:
-    """What the lines of a start had told by a moment. `step` is the run's; None: no line has given one."""
+    """The progress that lines had shown by a moment. `step` is the run's; None: no line has given one."""
 
     step: int | None
     counting: Counting
@@ -91,7 +91,7 @@ class StepReader:
         self._opened, self._clock = opened, clock
         self._metrics, self._config, self._note, self._alarm, self._gpus = metrics, config, note, alarm, gpus
         self._patterns = Patterns(config.patterns)
-        self._longest = 0  # total of several bars, where the definition declares none
+        self._longest = 0  # total of several bars, if the definition declares none
         self._lock = threading.Lock()
         self.step = self._began = self._offset = self._saved = 0
         self.first: Position | None = None
@@ -99,17 +99,17 @@ class StepReader:
         self.at = 0.0
         self.counting = Counting(unit=config.unit)
         self._is_fresh, self._is_begun, self._counts_else = True, False, False
-        self._is_told = False  # a line of this start has told a step of the run
+        self._is_told = False  # whether a line of this start gave a step
         self._history: deque[tuple[float, int | None, Counting]] = deque(maxlen=REMEMBERED)
         self._seen: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
         self._gaps: deque[int] = deque(maxlen=50)
         self._pending: dict[str, Any] = {}
         self._flushed = 0.0
         self._events: list[str] = []
-        self._saves: list[tuple[Save, float]] = []  # and when its last file was written
-        self._blocked_s: float | None = None  # by the newest of which that is known
-        self._timed: tuple[float, int] | None = None  # up to where lines of metrics.jsonl tell the time of steps
-        self._told_at: tuple[float, int] | None = None  # the step of the last one
+        self._saves: list[tuple[Save, float]] = []  # with the time of its last file
+        self._blocked_s: float | None = None  # for the newest save with a known duration
+        self._timed: tuple[float, int] | None = None  # up to where metrics.jsonl has step times
+        self._told_at: tuple[float, int] | None = None  # of the newest line
         self._doubted: int | None = None
         self._beyond: set[int] = set()
         self._told: set[str] = set()
@@ -145,7 +145,7 @@ class StepReader:
 
     @property
     def spread(self) -> int:
-        """How many steps may be done after the last one that was told."""
+        """How many steps may be done after the newest line."""
         told_in_epochs = self.counting.unit == "step" and "step" not in self._config.groups
         return max(1, self.interval or 0, (self.counting.batches or 0) if told_in_epochs else 0)
 
@@ -160,7 +160,7 @@ class StepReader:
 
     @property
     def is_believed(self) -> bool:
-        """Whether a line of this start has given a step, and none has shown that it counts something else."""
+        """Whether a line of this start gave a step, and none showed that it counts something else."""
         return self._is_told and not self._counts_else
 
     def told_by(self, moment: float) -> ToldProgress:
@@ -198,7 +198,7 @@ class StepReader:
         """Reads new lines of the progress file, and writes the records that are due."""
         if self._file is not None:
             with suppress(OSError), self._opened(self._file) as file:
-                if file.seek(0, os.SEEK_END) < self._offset_of_file:  # written anew
+                if file.seek(0, os.SEEK_END) < self._offset_of_file:  # the file was written anew
                     self._offset_of_file = 0
                 file.seek(self._offset_of_file)
                 new = file.read(MOST_READ)
@@ -245,15 +245,15 @@ class StepReader:
         if self._is_fresh and self.counting.base is None and place.epoch in (0, 1):
             self.counting = replace(self.counting, base=place.epoch)
         if not self._config.work.steps_per_epoch and (place.batches or 0) > (self.counting.batches or 0):
-            self.counting = replace(self.counting, batches=place.batches)  # the last epoch may be cut
+            self.counting = replace(self.counting, batches=place.batches)  # the last epoch may be shorter
         position = self.counting.position(place)
         if place.is_beginning and (position or 0) <= 0:
             return False
-        if position is None:  # only other lines can show whether it is right
+        if position is None:  # only later lines can show whether it is right
             self._remember(place, at, is_newest=True)
             return False
         if self._config.resume.check == "none" and self.first is None and position < self._began - self.spread:
-            self._offset = self._began  # the user has said that it goes on: it counts what this start does
+            self._offset = self._began  # the user declared that it resumes: it counts this start's steps
         position += self._offset
         if self._is_beyond(line, position):
             return False

@@ -10,8 +10,8 @@
 | done none of these | not shown |
 
 Names are compared with names, lines with lines; neither is converted into the other. A sign of beginning anew counts
-whenever it comes. After the last step, and in a second training of the same command, lines are about something else and
-show nothing.
+whenever it comes. After the last step, and in a second training of the same command, lines are about other things and
+prove nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ResumeCheck:
         self.why = "it has told nothing and saved nothing yet"
         self._config, self._restored, self._checkpoint, self._counting = config, restored, checkpoint, counting
         self._interval, total = counting.interval or 1, config.total
-        # A count from 0 ends with one less. After the last due line no other one comes.
+        # A count from 0 ends one lower. No line comes after the last one due.
         last = total - (config.unit == "step") if total is not None else None
         self.is_done = last is not None and (restored.step >= last or restored.step + self._interval > last + 1)
         self._reads_lines = not self.is_done and config.stages < 2
@@ -73,7 +73,7 @@ class ResumeCheck:
         elif by_lines == "goes on":
             self._settle("goes on", f"its first line tells {told}")
         elif again and again.number and self._reads_lines and (is_over or first or not self.expects_lines):
-            # Number 0 is written again by a start that goes on with the epoch it was given, too.
+            # A start that continues with its epoch writes number 0 again too.
             self._settle("begins anew", f"the command wrote {place(again)} again")
         elif again is None and after is not None:
             self._settle("goes on", f"its first checkpoint is {place(after)}")

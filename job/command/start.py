@@ -22,7 +22,7 @@ from gpufleet.job.contract.messages import Observed
 from gpufleet.job.contract.workdir import SCALARS
 from gpufleet.job.kind.command import CommandConfig
 
-LOOK_S = 1.0  # between two looks at its files once its resume is judged, and between two writings of what was seen
+LOOK_S = 1.0  # between two looks at its files once its resume is judged, and between two writes of observed.json
 
 
 class CommandStart:

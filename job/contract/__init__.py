@@ -1,1 +1,1 @@
-"""What crosses from one process to another, typed: each document's reader stands beside its writer."""
+"""Typed documents that one process writes and another reads: each reader stands beside its writer."""

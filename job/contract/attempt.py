@@ -1,10 +1,10 @@
-"""What a node says of itself: attempts/<instance>.json, once at boot and whenever something changes, and a line of
-heartbeat/<instance>.jsonl now and then.
+"""A node's reports: attempts/<instance>.json, written at boot and after each change, and lines of
+heartbeat/<instance>.jsonl.
 
-The node writes a record first, the supervisor adds to it. Another node reads both: whoever may write to the bucket may
-have written them, so what cannot be is set aside, said, and taken for missing.
+The node writes a record first, the supervisor adds to it. Another node reads both: anybody with access to the bucket
+may have written them, so impossible values are reported, set aside and count as missing.
 
-The node's own Python reads this: no newer than 3.9 here.
+The node's own Python reads this file: nothing newer than 3.9 here.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Annotated, Any
 from gpufleet.job.contract import environment, reading
 from gpufleet.job.contract.reading import DoubtError, Fields, Moment, Seconds, Step, epoch, iso
 
-SUPERSEDED = "fallback"  # the exit's reason of a node on spot whose run goes on on demand
-SLOW = "slow"  # the end of a node for which the others waited so long that replacing it is cheaper
-UNREAD = ("attempt", "supervised_at", "ranks", "machine", "compiled")  # by other nodes
-Aside = Callable[[str], None]  # is told what is set aside
+SUPERSEDED = "fallback"  # the exit's reason of a spot node whose run continues on demand
+SLOW = "slow"  # the end of a node that others wait for so long that replacing it is cheaper
+UNREAD = ("attempt", "supervised_at", "ranks", "machine", "compiled")  # fields that no other node reads
+Aside = Callable[[str], None]  # gets a sentence about each value set aside
 
 
 def _time(value: Any) -> str:
@@ -39,19 +39,19 @@ Key = Annotated[str, _key]  # of the bucket
 
 @dataclass(frozen=True)
 class Node:
-    """The machine of this attempt, as the node script names it."""
+    """This attempt's machine, as the node script describes it."""
 
     instance: str
     type: str
     zone: str
     launched_at: float
-    pulled_s: str = ""  # how long its images took; empty: not known
-    address: str = ""  # where other nodes of the run reach it; empty: there are none
+    pulled_s: str = ""  # how long pulling its images took; empty: not known
+    address: str = ""  # where the run's other nodes reach it; empty: there are none
     capacity: str = ""  # spot or on-demand; empty: the run's
 
     @classmethod
     def from_environment(cls, given: Mapping[str, str], now: float) -> Node:
-        """From the container's environment; outside one, a node called `local` that starts now."""
+        """The node in the container's environment; without one, a node called `local` that starts now."""
         launched = epoch(given.get(environment.LAUNCHED_AT, ""))
         return cls(
             instance=given.get(environment.INSTANCE_ID, "local"),
@@ -66,7 +66,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat: where training is, and what the attempt and its run have cost by then. None: not known then."""
+    """A heartbeat: the training's position, and the cost of attempt and run by then. None means not known then."""
 
     ts: str = ""  # UTC, ISO
     step: Step = 0
@@ -74,20 +74,20 @@ class Beat:
     loss: float | None = None
     tok_s: float | None = None
     step_s: Seconds | None = None
-    spent_usd: Decimal | None = None  # of the run
+    spent_usd: Decimal | None = None  # the run's cost
     attempt_usd: Decimal | None = None
-    attempt_s: Decimal = Decimal(0)  # as billed
+    attempt_s: Decimal = Decimal(0)  # billed seconds
     lived_s: Decimal | None = None
     compute_usd: Decimal | None = None
-    usd_per_hour: Decimal | None = None  # compute
-    ceiling_s: Decimal | None = None  # counted at the ceiling of a spot price
+    usd_per_hour: Decimal | None = None  # for compute
+    ceiling_s: Decimal | None = None  # seconds at the ceiling of a spot price
     gpu_util: float | None = None  # percent, of the least busy GPU
-    gpu_mem_gb: float | None = None  # of the fullest
-    gpu_temp_c: float | None = None  # of the hottest
+    gpu_mem_gb: float | None = None  # of the fullest GPU
+    gpu_temp_c: float | None = None  # of the hottest GPU
     xids: tuple[int, ...] = ()  # the driver's errors on this node
 
     def to_json(self) -> dict[str, Any]:
-        """Amounts as decimal strings."""
+        """The JSON object, with amounts as decimal strings."""
         return {key: str(value) if isinstance(value, Decimal) else value for key, value in asdict(self).items()}
 
     @classmethod
@@ -102,9 +102,9 @@ class Exit:
 
     code: int
     reason: str
-    notice: bool = False  # AWS said that it would take the machine
+    notice: bool = False  # whether AWS gave notice
     at: str | None = None  # UTC, ISO
-    ends_at: str | None = None  # when AWS said that it would
+    ends_at: str | None = None  # the time in AWS's notice
 
     def to_json(self) -> dict[str, Any]:
         tree = asdict(self)
@@ -112,7 +112,7 @@ class Exit:
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Exit | None:
-        """The `exit` of a document. None: there is none."""
+        """The `exit` of a document, or None."""
         if not fields.take("exit", reading.mapping(reading.anything), None):
             return None
         found = fields.section("exit")
@@ -127,11 +127,11 @@ class Exit:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the supervisor finds on its node. None: not known, or there is none."""
+    """What the supervisor finds on its node. None means not known, or absent."""
 
     gpu: str | None = None
     gpu_count: int = 0
-    gpu_memory_gb: float | None = None  # of the smallest
+    gpu_memory_gb: float | None = None  # of the smallest GPU
     driver: str | None = None
     cpus: int | None = None
     python: str | None = None
@@ -140,40 +140,40 @@ class Hardware:
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """attempts/<instance>.json. None, or empty: not known (yet), and not written."""
+    """attempts/<instance>.json. None, or empty, means not known (yet), and is not written."""
 
-    # The node's.
+    # Fields of the node.
     instance: str = ""
     type: str = ""
     zone: str = ""
     capacity: Market = ""  # empty: the run's
     launched_at: Time = ""
     booted_at: str = ""
-    manifest_at_boot: Key | None = None  # key of the newest checkpoint's then
-    # Of other nodes, as AWS says, which forgets; epoch seconds. When they ended; and, where one has no record, began.
+    manifest_at_boot: Key | None = None  # key of the newest manifest at boot
+    # Other nodes' ends in epoch seconds, kept because AWS forgets them. A node without a record also has its launch.
     ended: Mapping[str, Moment] = field(default_factory=dict)
     untold: Mapping[str, Moment] = field(default_factory=dict)
-    # The supervisor's.
-    attempt: int | None = None  # of the run, from 1
+    # Fields of the supervisor.
+    attempt: int | None = None  # its number in the run, from 1
     supervised_at: str = ""
-    pulled_s: Decimal | None = None  # how long the images took
-    ranks: int | None = None  # processes that train
+    pulled_s: Decimal | None = None  # how long pulling the images took
+    ranks: int | None = None  # training processes
     machine: Hardware | None = None
     resumed_step: Step | None = None
     started_s: Decimal | None = None  # from launch to the trainer's first step
     rung: int | None = None
-    floor: int | None = None  # rung to begin at: above it memory ran out
-    results: bool = False  # a later stage has left some
-    reclaimed: Mapping[str, bool] = field(default_factory=dict)  # what is known of earlier nodes, by instance
-    preflight: Mapping[str, Any] | None = None  # messages.Preflight
+    floor: int | None = None  # the rung to begin at: memory ran out on the one above
+    results: bool = False  # a later stage has left results
+    reclaimed: Mapping[str, bool] = field(default_factory=dict)  # whether AWS took each earlier node, by instance
+    preflight: Mapping[str, Any] | None = None  # as in messages.Preflight
     compiled: Mapping[str, Any] | None = None  # by phase
-    alarm: str = ""  # messages.Alarm, the newest
-    # Written by whichever of the two ends first.
+    alarm: str = ""  # the newest messages.Alarm
+    # Field of whichever of the two ends first.
     exit: Exit | None = None
 
     @property
     def launched(self) -> float:
-        """Epoch seconds; 0: unknown."""
+        """Epoch seconds of the launch; 0: unknown."""
         return epoch(self.launched_at) or epoch(self.booted_at) or 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -193,13 +193,13 @@ class AttemptRecord:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any], aside: Aside) -> AttemptRecord:
-        """The record, as far as others need it; what is doubtful is left out and told to `aside`."""
+        """The record, as far as others need it; doubtful values are left out and reported to `aside`."""
         fields = Fields(tree, aside=aside)
         return reading.filled(cls, fields, UNREAD, exit=Exit.from_fields(fields))
 
 
 def last_beat(lines: bytes | None, aside: Aside) -> Beat | None:
-    """The newest heartbeat of a file that can be believed; None without one."""
+    """The newest credible heartbeat of a file; None without one."""
     for line in reversed((lines or b"").splitlines()):
         try:
             return Beat.from_json(reading.parse(line))
@@ -209,7 +209,7 @@ def last_beat(lines: bytes | None, aside: Aside) -> Beat | None:
 
 
 def record(content: bytes | None, aside: Aside) -> AttemptRecord:
-    """What a node's record says; one that says nothing where there is none to be believed."""
+    """A node's record; an empty one if there is none that is credible."""
     try:
         tree = {} if content is None else reading.parse(content)
     except DoubtError as error:

@@ -1,6 +1,6 @@
-"""Keys in a stack's bucket: a run's objects lie below <run>/, what runs share beside that.
+"""Keys in a stack's bucket: a run's objects lie below <run>/, shared ones beside it.
 
-Names that the work folder has too are workdir.py's, those of a checkpoint's parts commit.py's.
+workdir.py has the names that the work folder shares, commit.py those of a checkpoint's parts.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from gpufleet.job.contract import workdir
 # Below the run's prefix.
 DONE = workdir.DONE  # written last of all: the run is over
 ASKED = workdir.STOP  # `gpufleet stop` asks the run to end
-FALLBACK = "fallback.json"  # the first node on demand takes the run over: nodes on spot save and leave
-MANIFEST, REJECTED = "manifest.json", "rejected.txt"  # of a published checkpoint, and of one that does not verify
+FALLBACK = "fallback.json"  # the first node on demand takes the run over: spot nodes save and leave
+MANIFEST, REJECTED = "manifest.json", "rejected.txt"  # of a published checkpoint; of one that does not verify
 ATTEMPTS, HEARTBEATS, BOOT_LOGS = "attempts/", "heartbeat/", "boot/"
-GANG = "gang/"  # of a run on several nodes: who is there, and who trains together
-FLEETS = "known_fleet/"  # written by the program once it has made the fleet: the one that the stack's state knows
+GANG = "gang/"  # for a run on several nodes: which exist, and which train together
+FLEETS = "known_fleet/"  # written once the program has made the fleet, which the stack's state then names
 CHECKPOINTS, EXPORTS, FINAL, STAGES, SCALARS = (
     f"{folder}/" for folder in (workdir.CHECKPOINTS, workdir.EXPORTS, workdir.FINAL, workdir.STAGES, workdir.SCALARS)
 )
@@ -29,7 +29,7 @@ LET_GO_KEY = re.compile(rf"{GANG}(\d{{6}})\.let_go_(\d{{3}})\.json")
 PRESENCE_KEY = re.compile(rf"{GANG}nodes/([\w.-]+)\.json")
 _NODE_KEY = re.compile(rf"{ATTEMPTS}([\w.-]+)\.json|{HEARTBEATS}([\w.-]+)\.jsonl")
 
-# Beside the runs: no run may be called so.
+# Beside the runs: no run may have these names.
 INPUTS, GRAPHS = workdir.INPUTS, workdir.GRAPHS
 ARCHIVE, CODE = "job.tar.gz", "code.tar.gz"  # gpufleet's job package and a command's code, below inputs/<its sha256>/
 
@@ -50,40 +50,40 @@ def boot_log_key(instance: str) -> str:
 
 
 def node_log_key(instance: str) -> str:
-    """The key of what a node printed that did not lead its generation."""
+    """The key of the log of a node that did not lead its generation."""
     return f"log/{instance}.log"
 
 
 def presence_key(instance: str) -> str:
-    """The key under which a node says that it is there."""
+    """The key of a node's presence."""
     return f"{GANG}nodes/{instance}.json"
 
 
 def generation_key(number: int) -> str:
-    """The key of who trains together, the first time, the second, and so on."""
+    """The key of a generation's members, by its number."""
     return f"{GANG}{number:06d}.json"
 
 
 def let_go_key(number: int, count: int) -> str:
-    """The key that says that those who waited after this generation let go the first time, the second, and so on."""
+    """The key of the message that waiting nodes let go, by generation and count."""
     return f"{GANG}{number:06d}.let_go_{count:03d}.json"
 
 
 def fleet_key(fleet: str) -> str:
-    """The key that says that a state knows of this fleet."""
+    """The key of a fleet that the stack's state names."""
     return f"{FLEETS}{fleet}"
 
 
 def node_of(key: str) -> str | None:
-    """The instance whose record or heartbeats lie at `key`; None: no node is called so."""
+    """The instance whose record or heartbeats lie at `key`; None for any other key."""
     found = _NODE_KEY.fullmatch(key)
     return found and (found[1] or found[2])
 
 
 class CheckpointPlace(NamedTuple):
-    """Where the files of a checkpoint lie. Of several nodes each generation has a folder of its own below the step's,
-    so that none writes over another's files. Of one node it is 0, the step's own folder, or one more than that of a
-    node which has published the same step before.
+    """The place of a checkpoint's files. With several nodes, each generation has its own folder below the step's, so
+    that none overwrites another's files. With one node the number is 0, the step's own folder, or one more than that of
+    a node that published the same step before.
     """
 
     step: int
@@ -91,39 +91,39 @@ class CheckpointPlace(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """What its keys begin with."""
+        """The prefix of its keys."""
         inner = f"g{self.generation:06d}/" if self.generation else ""
         return f"{CHECKPOINTS}{workdir.step_folder(self.step)}/{inner}"
 
     @property
     def manifest(self) -> str:
-        """The key of its manifest, with which it is published."""
+        """The key of the manifest that publishes it."""
         return self.prefix + MANIFEST
 
     def part_prefix(self, node: int) -> str:
-        """What the keys begin with of the files that a node of several, by its rank, has written of it."""
+        """The prefix of the keys of files that one of several nodes, by its rank, wrote."""
         return f"{self.prefix}node_{node:03d}/" if node else self.prefix
 
     def part(self, node: int) -> str:
-        """The key of the list of those files, with which they are whole."""
+        """The key of the list that makes those files complete."""
         return f"{self.prefix}node_{node:03d}.json"
 
 
 def checkpoint_place(key: str) -> CheckpointPlace | None:
-    """The place of the checkpoint that an object belongs to; None where it belongs to none."""
+    """The place of the checkpoint that an object belongs to; None if it belongs to none."""
     found = _CHECKPOINT_KEY.fullmatch(key)
     return found and CheckpointPlace(int(found[1]), int(found[2] or 0))
 
 
 def published(keys: Iterable[str]) -> list[CheckpointPlace]:
-    """The checkpoints that have a manifest, lowest step first, and of one step the lowest generation."""
+    """The checkpoints with a manifest, lowest step first, and within a step the lowest generation."""
     found = filter(None, map(MANIFEST_KEY.fullmatch, keys))
     return sorted(CheckpointPlace(int(each[1]), int(each[2] or 0)) for each in found)
 
 
 def has_one_writer(key: str) -> bool:
-    """Whether only one node writes such a key, unconditionally: it holds that node's name, or is a file of a checkpoint
-    in the folder of a generation, which one node leads.
+    """Whether only one node writes such a key, so that it needs no condition: it has that node's name, or is in the
+    folder of a generation, which one node leads.
     """
     place = checkpoint_place(key)
     is_file = place is not None and place.generation > 0 and key != place.manifest
@@ -131,7 +131,5 @@ def has_one_writer(key: str) -> bool:
 
 
 def input_key(sha256: str, file: str = "") -> str:
-    """In the bucket: where an input lies, by its content, so that the same one is one object for every run. Without
-    `file`: the prefix of all its files.
-    """
+    """The key of an input, by its hash, so that runs share one object. Without `file`: the prefix of all its files."""
     return f"{INPUTS}/{sha256}/{file}"

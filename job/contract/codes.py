@@ -4,23 +4,23 @@ from __future__ import annotations
 
 
 class TrainerExit:
-    """How the process that trains ends. Any other code is a crash."""
+    """Exit codes of the training process. Any other code is a crash."""
 
     FINISHED = 0
-    CRASHED = 1  # or another trainer at work in the folder; or torchrun's, where no rank has said how it ended
-    FATAL = 65  # cannot succeed on any node: fatal.json says why
+    CRASHED = 1  # or another trainer works in the folder; or torchrun's, if no rank said how it ended
+    FATAL = 65  # no node can succeed: fatal.json has the reason
     OUT_OF_MEMORY = 69  # rung.json names the next rung
-    REFUSED = 71  # this node: preflight.json says why
-    UNREADABLE = 72  # the newest checkpoint: unreadable.json names it
+    REFUSED = 71  # this node is refused: preflight.json has the reason
+    UNREADABLE = 72  # unreadable.json names the newest checkpoint
     STOPPED = 75  # on request
 
 
 class AttemptExit:
-    """`python -m gpufleet.job`, and the `exit` of attempts/<instance>.json. Any other is a crash."""
+    """Exit codes of `python -m gpufleet.job`, in the `exit` of attempts/<instance>.json. Any other is a crash."""
 
-    FINISHED = 0  # or at a limit of the run: done.json says which
-    CRASHED = 1  # the next attempt goes on from the newest checkpoint
+    FINISHED = 0  # or at a limit of the run: done.json names it
+    CRASHED = 1  # the next attempt resumes from the newest checkpoint
     FAILED = 70  # for good
-    REFUSED = 71  # this node: another may go on
-    INTERRUPTED = 75  # go on elsewhere, not here
-    TERMINATED = 143  # the node, before or after the job
+    REFUSED = 71  # this node is refused: another may continue
+    INTERRUPTED = 75  # continue elsewhere, not here
+    TERMINATED = 143  # the node ended, before or after the job

@@ -1,7 +1,7 @@
-"""A checkpoint as it is told: commit.json on the disk, manifest.json and best.json in the bucket.
+"""A checkpoint's documents: commit.json on the disk, manifest.json and best.json in the bucket.
 
-The trainer writes commit.json last of a folder. The supervisor publishes it with sha256, run and money as
-manifest.json, and makes commit.json of a manifest where it stages one.
+commit.json is the last file that the trainer writes into a folder. The supervisor publishes it with sha256, run and
+cost as manifest.json, and turns a manifest back into commit.json when it downloads one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from gpufleet.job.contract.workdir import step_folder
 
 Reason = Literal["timed", "best", "stop", "boundary", "final"]
 COMMIT, BEST = "commit.json", "best.json"
-HELD = ".uploading"  # the supervisor's mark in a checkpoint's folder that it is sending: the trainer leaves it alone
+HELD = ".uploading"  # the supervisor's mark in a checkpoint's folder while it uploads: the trainer leaves it alone
 SCHEMA = 1
-OF_COMMANDS = ("lines", "node", "borrowed", "named_by")  # left out where they hold nothing
+OF_COMMANDS = ("lines", "node", "borrowed", "named_by")  # left out if empty
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retry:
-    """Training was lost at one step, and went on from the checkpoint of another at lower rates."""
+    """Training diverged at one step, and resumed from another step's checkpoint at lower rates."""
 
     lost_at: Step
     from_step: Step
@@ -36,28 +36,29 @@ class Retry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """commit.json. `val_loss` only where exactly this step was evaluated."""
+    """commit.json. `val_loss` only if exactly this step was evaluated."""
 
     step: int
     config_sha256: str
-    files: tuple[tuple[str, int], ...] = ()  # names below the checkpoint's folder, and their bytes
+    files: tuple[tuple[str, int], ...] = ()  # names below the checkpoint's folder, with bytes
     reason: Reason = "timed"
     phase: str = ""
-    goes_on_from: int  # the same step but where the phase ended early: the last one that it could have had
+    goes_on_from: int  # the same step, or if the phase ended early, the last one it could have had
     tokens: int = 0
     val_loss: float | None = None
     determinism: dict[str, Any] = field(default_factory=dict)
     dataset: dict[str, str] = field(default_factory=dict)  # sha256, source
-    requires: tuple[Name, ...] = ()  # what must be uploaded before this counts
+    requires: tuple[Name, ...] = ()  # exports to upload before this counts
     base_weights: str | None = None
-    retries: tuple[Retry, ...] = ()  # of the run so far, oldest first
+    retries: tuple[Retry, ...] = ()  # in the run so far, oldest first
     torch: str = ""
     world_size: int = 1
-    lines: dict[str, Any] = field(default_factory=dict)  # of a command: what its output had told, job/command/lines.py
-    # Of a command on several nodes.
-    node: int = 0  # the rank of the node whose part this is; 0: the leader's, or all of it
-    borrowed: tuple[Name, ...] = ()  # names of its files that other nodes have written
-    named_by: str = ""  # one of the leader's files, by whose name the others know theirs
+    # for a command: what its output had shown, job/command/lines.py
+    lines: dict[str, Any] = field(default_factory=dict)
+    # For a command on several nodes.
+    node: int = 0  # rank of the node whose part this is; 0: the leader's, or all of it
+    borrowed: tuple[Name, ...] = ()  # names of files that other nodes wrote
+    named_by: str = ""  # one of the leader's files; by its name the others find theirs
 
     @property
     def folder(self) -> str:
@@ -66,7 +67,7 @@ class Commit:
 
     @property
     def changing(self) -> tuple[Any, ...]:
-        """What may change after its files are written."""
+        """The fields that may change after its files are written."""
         return self.val_loss, self.retries
 
     @property
@@ -98,7 +99,7 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
-    """What a manifest tells people: which attempt wrote it, when, and what the run had cost by then."""
+    """Facts in a manifest for people: which attempt wrote it, when, and the run's cost by then."""
 
     code_sha256: str | None
     attempt: int
@@ -110,17 +111,17 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """manifest.json of a published checkpoint, as far as a resume needs it."""
+    """The parts of a published checkpoint's manifest.json that a resume needs."""
 
     commit: Commit
     run: str
     files: tuple[InputFile, ...]
-    parts: tuple[tuple[InputFile, ...], ...] = ()  # what the other nodes have written, by their ranks from 1 on
-    generation: int = 0  # in whose folder it lies: bucket.CheckpointPlace
+    parts: tuple[tuple[InputFile, ...], ...] = ()  # the other nodes' files, by their ranks from 1 on
+    generation: int = 0  # which wrote its folder: bucket.CheckpointPlace
 
     @property
     def place(self) -> CheckpointPlace:
-        """Where it lies."""
+        """Its place in the bucket."""
         return CheckpointPlace(self.commit.step, self.generation)
 
     @property
@@ -130,8 +131,8 @@ class Manifest:
         return {self.place.part_prefix(node) + file.name: file for node, files in parts for file in files}
 
     def read_by(self, node: int, of_rank: Callable[[str], bool]) -> dict[str, InputFile]:
-        """The files that a node needs, by their keys: its own, and of the others' what no rank writes for itself
-        alone. Of one name it gets its own.
+        """The files that a node needs, by key: its own, and those of other nodes that are not for their rank alone. Of
+        two files with one name it gets its own.
         """
         own = node if node <= len(self.parts) else 0
         found: dict[str, tuple[str, InputFile]] = {}
@@ -142,7 +143,7 @@ class Manifest:
         return dict(found.values())
 
     def to_json(self, published: Published, required: Iterable[tuple[str, int]]) -> dict[str, Any]:
-        """The JSON object, with its publisher and the bytes of the exports that it relies on."""
+        """The JSON object, with its publisher and the bytes of the exports that it needs."""
         parts = [{"files": [asdict(file) for file in files]} for files in self.parts]
         return {
             **self.commit.to_json(),
@@ -184,7 +185,7 @@ class Best:
 
     @classmethod
     def from_bytes(cls, content: bytes | None) -> Best | None:
-        """None where there is no such object, or one that says nothing: the next better step replaces it."""
+        """The document; None if it is missing or damaged: the next better step replaces it."""
         try:
             tree = reading.parse(content or b"")
             fields = Fields(tree)
@@ -200,7 +201,7 @@ class Best:
 
 
 def read(folder: Path) -> Commit | None:
-    """The commit of a checkpoint's folder. None: there is none to be believed, so that checkpoint does not exist."""
+    """The commit of a checkpoint's folder. None if there is no credible one: then the checkpoint does not exist."""
     try:
         return Commit.from_json(atomic.read_object(folder / COMMIT) or {})
     except DoubtError:

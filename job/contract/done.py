@@ -1,7 +1,7 @@
-"""done.json: the run is over, and why. Written last of all, by the supervisor, or by the node where no job could.
-Before that, stop.json of the bucket: `gpufleet stop` asks the run to end.
+"""done.json: that the run is over, and why. The supervisor writes it last, or the node does if no job could. Before it,
+`gpufleet stop` may write stop.json, which asks the run to end.
 
-The node's own Python reads this: no newer than 3.9 here.
+The node's own Python reads this file: nothing newer than 3.9 here.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from gpufleet.job import atomic
 
 SCHEMA = 1
 
-# Reasons. The supervisor's:
+# Reasons. From the supervisor:
 FINISHED = "finished"
 FAILED = "failed"  # for good
-MAX_USD, MAX_HOURS, DEADLINE = "max_usd", "max_hours", "deadline"  # limits of the run
-EXPIRY = "expiry"  # of the fleet: AWS ends the node then, with or without a notice
+MAX_USD, MAX_HOURS, DEADLINE = "max_usd", "max_hours", "deadline"  # the run's limits
+EXPIRY = "expiry"  # the fleet's: AWS then ends the node, with or without a notice
 STOPPED = "stopped"  # by hand
-# The node's, where no job could say so:
+# From the node, if the job could not write it:
 BOOT_LOOP = "boot-loop"  # boots in a row without progress
-TIMER = "timer"  # the node's own, whatever job and supervisor do
-# Concluded by commands where nobody wrote done.json:
+TIMER = "timer"  # the node's own timer, whatever job and supervisor do
+# Concluded by commands if nobody wrote done.json:
 FLEET_GONE = "fleet-gone"  # nothing launches a node any more
 
 FAILURES = (FAILED, BOOT_LOOP)
 NODE_ENDED = (BOOT_LOOP, TIMER)
-EARLY = (MAX_USD, MAX_HOURS, DEADLINE, EXPIRY, STOPPED, FLEET_GONE)  # ends before the plan's that are no failure
-GRADED = (FINISHED, MAX_USD, MAX_HOURS)  # ends that the bill's p10 and p90 speak of
+EARLY = (MAX_USD, MAX_HOURS, DEADLINE, EXPIRY, STOPPED, FLEET_GONE)  # ends before the planned one that are no failure
+GRADED = (FINISHED, MAX_USD, MAX_HOURS)  # ends to which the bill's p10 and p90 apply
 
 
 @dataclass(frozen=True)
 class Done:
-    """How the run ended. `instance`: the node that said so; `at`: UTC, ISO."""
+    """How the run ended. `instance`: the node that wrote it; `at`: UTC, ISO."""
 
     reason: str
     detail: str
@@ -47,7 +47,7 @@ class Done:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Done:
-        """What cannot be believed is empty: that the object is there says enough."""
+        """The document; doubtful fields are empty: that the object exists is enough."""
         return cls(*_texts(tree, "reason", "detail", "instance", "at"))
 
 
@@ -64,7 +64,7 @@ class Asked:
 
 
 def read(content: bytes | None) -> Done | None:
-    """done.json; None where there is none, or what is there is not (yet) JSON."""
+    """done.json; None if it is missing, or not (yet) JSON."""
     tree = atomic.parse_object(content)
     return None if tree is None else Done.from_json(tree)
 

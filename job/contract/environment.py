@@ -1,22 +1,21 @@
-"""What the node gives the container's process besides run.json, and job/command a command: names of environment
-variables.
-"""
+"""Names of environment variables: from the node to the container's process, and from job/command to a command."""
 
 from __future__ import annotations
 
-RUN_URI = "GPUFLEET_RUN_URI"  # s3://BUCKET/RUN, or a folder: what is kept lies there
+RUN_URI = "GPUFLEET_RUN_URI"  # s3://BUCKET/RUN, or a folder, for the run's files
 INSTANCE_ID, INSTANCE_TYPE = "GPUFLEET_INSTANCE_ID", "GPUFLEET_INSTANCE_TYPE"
 ZONE = "GPUFLEET_ZONE"
-CAPACITY = "GPUFLEET_CAPACITY"  # spot or on-demand, of this node, where the run may use both
+CAPACITY = "GPUFLEET_CAPACITY"  # this node's market, spot or on-demand, if the run may use both
 LAUNCHED_AT = "GPUFLEET_LAUNCHED_AT"  # UTC, ISO
-NODE_UPTIME = "GPUFLEET_NODE_UPTIME"  # seconds since the machine booted, when the node's program began
-BOOTED_AT = "GPUFLEET_BOOTED_AT"  # from the supervisor to what it starts: epoch seconds of that boot, by its clock
+NODE_UPTIME = "GPUFLEET_NODE_UPTIME"  # the machine's uptime in seconds when the node's program began
+# from the supervisor to its children: the machine's boot in epoch seconds, by its clock
+BOOTED_AT = "GPUFLEET_BOOTED_AT"
 PULLED_S = "GPUFLEET_PULLED_S"  # how long the node took to pull the images
-GBPS = "GPUFLEET_GBPS"  # of the cards by which they meet
-ADDRESS = "GPUFLEET_ADDRESS"  # of a run on several nodes: where the others reach this one
-JOB_CONTAINER = "GPUFLEET_JOB_CONTAINER"  # 1: the node starts a container for what trains when it is asked to
-USER_PATH = "GPUFLEET_USER_PATH"  # without containers: where a command's own programs are, its Python first of all
-COMMAND = {  # what a command is told, each as GPUFLEET_<name>
+GBPS = "GPUFLEET_GBPS"  # rate of the cards between nodes
+ADDRESS = "GPUFLEET_ADDRESS"  # with several nodes: where the others reach this one
+JOB_CONTAINER = "GPUFLEET_JOB_CONTAINER"  # 1: the node starts a container for the training process on request
+USER_PATH = "GPUFLEET_USER_PATH"  # without containers: the folders of a command's own programs, its Python first
+COMMAND = {  # for a command, each as GPUFLEET_<name>
     "run": "GPUFLEET_RUN",
     "attempt": "GPUFLEET_ATTEMPT",
     "gpus": "GPUFLEET_GPUS",
@@ -33,5 +32,5 @@ COMMAND = {  # what a command is told, each as GPUFLEET_<name>
     "master": "GPUFLEET_MASTER",
     "port": "GPUFLEET_PORT",
 }
-INPUT = "GPUFLEET_INPUT_"  # and the input's name in capitals
-SECRET = "GPUFLEET_SECRET_"  # in a rehearsal, and a secret's name: its value
+INPUT = "GPUFLEET_INPUT_"  # followed by the input's name in capitals
+SECRET = "GPUFLEET_SECRET_"  # in a rehearsal, followed by a secret's name: its value

@@ -1,5 +1,5 @@
-"""Of a run on several nodes, in its bucket: who is there (gang/nodes/<instance>.json, written anew every few seconds),
-and who trains together (gang/<number>.json, a generation, written once). What is doubtful counts as not there.
+"""Documents of a run on several nodes: which nodes exist (gang/nodes/<instance>.json, rewritten every few seconds), and
+which train together (gang/<number>.json, a generation, written once). A doubtful document counts as missing.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ Several = Annotated[int, reading.several]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Presence:
-    """What a node says of itself: "staging" while it fetches what it needs, "busy" while it trains or still publishes,
-    "gone" last of all. `generation`: the newest that it took part in; `ended`: how its trainer ended then
-    (codes.TrainerExit; negative for a signal), None while it runs.
+    """A node's state: "staging" while it downloads, "busy" while it trains or still publishes, "gone" at its end.
+    `generation`: the newest that it took part in; `ended`: its trainer's exit code then (codes.TrainerExit; negative
+    for a signal), None while it runs.
     """
 
     instance: str
     address: str
     launched_at: float  # epoch seconds
     state: State = "ready"
-    since: float = 0.0  # epoch seconds by its own clock, as these two
-    at: float = 0.0  # when it said all this
+    since: float = 0.0  # epoch seconds by its own clock, like the next two
+    at: float = 0.0  # when it wrote this
     notice: float | None = None  # when AWS ends it
     generation: int = 0
     ended: Integer | None = None
-    said: str = ""  # why, where its end is the run's
-    stopping: bool = False  # this node leads, and its ranks are to save and end
+    said: str = ""  # the reason, if its end is the run's
+    stopping: bool = False  # this node leads, and tells its ranks to save and end
     rung: int = 0  # the rung of the ladder to begin at
-    saved: Integer = -1  # the newest step whose checkpoint, or part of one, is whole on its disk and to be published
-    named_by: str = ""  # of that one, where this node leads: commit.Commit.named_by
-    own_s: Seconds = 0.0  # the usual time of a step before it needs the other nodes; 0: not known
-    look_s: Seconds = 0.0  # the least time that one of its last looks at the others took
-    first_in: int = 0  # the newest generation in which rank 0 was seen among this node's
+    saved: Integer = -1  # the newest step whose checkpoint, or part of one, is whole on its disk and ready to publish
+    named_by: str = ""  # Commit.named_by of that checkpoint, if this node leads
+    own_s: Seconds = 0.0  # the usual time of a step before it needs the others; 0: not known
+    look_s: Seconds = 0.0  # the shortest of its last looks at the others
+    first_in: int = 0  # the newest generation in which this node had rank 0
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object."""
@@ -53,10 +53,9 @@ class Presence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GangGeneration:
-    """Nodes that train together, in the order of their ranks: the first one leads. All of them begin from the
-    checkpoint of `step` that the generation `source` published (0: the step's own folder has it), or from nothing where
-    `step` is -1. `tries`: how often the same ones have begun there to no avail. `is_last`: once too often; its members
-    leave instead.
+    """Nodes that train together, by rank: the first one leads. All begin from the checkpoint of `step` that the
+    generation `source` published (0: in the step's own folder), or from nothing if `step` is -1. `tries`: how often the
+    same nodes have failed there. `is_last`: once too often, so its members leave instead.
     """
 
     number: Several
@@ -70,7 +69,7 @@ class GangGeneration:
 
     @property
     def origin(self) -> CheckpointPlace | None:
-        """Where the checkpoint lies that they begin from; None: they begin anew."""
+        """The place of the checkpoint that they begin from; None to begin from nothing."""
         return None if self.step < 0 else CheckpointPlace(self.step, self.source)
 
     @property

@@ -1,9 +1,9 @@
-"""Files that a run takes in, as dataset.json, weights.json, run.json and a checkpoint's manifest name them.
+"""A run's input files, as dataset.json, weights.json, run.json and a checkpoint's manifest list them.
 
     dataset.json   schema, kind, source, facts, files [{name, bytes, sha256}], train [file..], validation [file..]
     weights.json   schema, name, files [{name, bytes, sha256}]
 
-Each lies beside its files, and names every one of them but itself.
+Each manifest lies beside its files, and lists all of them except itself.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import DoubtError, Fields, Name
 
 DATASET, WEIGHTS = "dataset.json", "weights.json"
-_HEAD = ("schema", "kind", "source", "files", "train", "validation")  # of dataset.json
+_HEAD = ("schema", "kind", "source", "files", "train", "validation")  # keys of dataset.json that are no facts
 M = TypeVar("M", bound="InputManifest")
-Checks = Mapping[str, Callable[[Fields], object]]  # by kind of dataset: reads its facts, and raises DoubtError
+Checks = Mapping[str, Callable[[Fields], object]]  # by kind of dataset: reads its facts, or raises DoubtError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputFile:
-    """A file, its name relative to the place of them all."""
+    """A file, with its name relative to the folder of all."""
 
     name: Name
     bytes: int
-    sha256: str  # empty: nobody has hashed it, as of what lies in a bucket of the user's
+    sha256: str  # empty: not hashed, because it lies in a user's bucket
 
     @classmethod
     def from_file(cls, path: Path, folder: Path, advance: progress.Advance = lambda count: None) -> InputFile:
@@ -47,21 +47,19 @@ def hashed(paths: Sequence[Path], folder: Path) -> list[InputFile]:
 
 
 def digest(files: Iterable[tuple[str, int, str]]) -> str:
-    """One name for files as (name, bytes, what tells their content: a sha256, or S3's ETag), in whatever order they
-    come.
-    """
+    """One hash for files as (name, bytes, hash of the content: a sha256, or S3's ETag), in any order."""
     text = json.dumps(sorted(files), separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def is_file(key: str) -> bool:
-    """Whether an object is a file, not the mark of a folder as S3's console leaves one."""
+    """Whether an object is a file, not the mark of a folder that S3's console makes."""
     return not key.endswith("/") and key != ""
 
 
 def files(fields: Fields) -> tuple[InputFile, ...]:
-    """The `files` of a document. Raises DoubtError, also where a name would lead out of their folder or is there twice:
-    whoever wrote it may be a stranger.
+    """The `files` of a document. Raises DoubtError, also for a name that leads out of the folder or comes twice: a
+    stranger may have written the document.
     """
     found = tuple(reading.filled(InputFile, each) for each in fields.sections("files"))
     if len({file.name for file in found}) < len(found):
@@ -71,9 +69,7 @@ def files(fields: Fields) -> tuple[InputFile, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputManifest:
-    """`files` are all that a node must have, the manifest itself included; `sha256` is the manifest's, which names the
-    others by hash.
-    """
+    """`files` are all that a node needs, the manifest too; `sha256` is the manifest's, which lists the others'."""
 
     sha256: str
     files: tuple[InputFile, ...]
@@ -91,7 +87,7 @@ class WeightsManifest(InputManifest):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetManifest(InputManifest):
-    """A prepared dataset. `facts`: numbers and words of its kind; in a file without them, all that it says besides."""
+    """A prepared dataset. `facts`: numbers and texts of its kind; in a file without them, all other keys."""
 
     source: str
     kind: str
@@ -101,8 +97,8 @@ class DatasetManifest(InputManifest):
 
 
 def read_dataset(folder: Path, checks: Checks) -> DatasetManifest:
-    """What dataset.json in `folder` says, which is of a kind in `checks`; one that names none is of the first. Raises
-    ValueError when there is none or it is damaged. Hashes no other file.
+    """The content of dataset.json in `folder`; its kind must be in `checks`, and a file without one is of the first
+    kind. Raises ValueError if it is missing or damaged. Hashes no other file.
     """
 
     def manifest(fields: Fields, listed: tuple[InputFile, ...], own: InputFile) -> DatasetManifest:
@@ -126,9 +122,7 @@ def read_dataset(folder: Path, checks: Checks) -> DatasetManifest:
 
 
 def read_weights(folder: Path) -> WeightsManifest:
-    """What weights.json in `folder` says. Raises ValueError when there is none, it is damaged, or a file has another
-    size.
-    """
+    """The content of weights.json in `folder`. Raises ValueError if it is missing or damaged, or a size differs."""
 
     def manifest(fields: Fields, listed: tuple[InputFile, ...], own: InputFile) -> WeightsManifest:
         return WeightsManifest(sha256=own.sha256, files=(*listed, own))
@@ -141,7 +135,7 @@ def read_weights(folder: Path) -> WeightsManifest:
 
 
 def other_size(folder: Path, manifest: InputManifest) -> str | None:
-    """The first file that is not there in the size that the manifest says; None: they all are. Hashes none."""
+    """The first file that is missing or has another size than in the manifest; None without one. It hashes none."""
     for file in manifest.files:
         place = folder / file.name
         if not place.is_file() or place.stat().st_size != file.bytes:
@@ -161,7 +155,7 @@ def verify(folder: Path, manifest: DatasetManifest) -> None:
 
 
 def _read(path: Path, manifest: Callable[[Fields, tuple[InputFile, ...], InputFile], M], absent: str, remedy: str) -> M:
-    """What `manifest` makes of the document, the files that it lists, and itself as one of them. Raises ValueError."""
+    """What `manifest` makes of the document, its listed files, and itself as a file. Raises ValueError."""
     try:
         content = path.read_bytes()
     except PermissionError as error:

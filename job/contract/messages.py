@@ -1,8 +1,8 @@
-"""What supervisor and trainer tell each other in small files of the work folder, each kind a class.
+"""Messages between supervisor and trainer: small files of the work folder, one class per kind.
 
-A message is written whole or not at all. One that cannot be read counts as not there.
+A message is written whole or not at all. An unreadable message counts as missing.
 
-The node's own Python reads this: no newer than 3.9 here.
+The node's own Python reads this file: nothing newer than 3.9 here.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Message:
     FILE: ClassVar[str]
 
     def write(self, folder: Path) -> None:
-        """Replaces the one that is there. Raises OSError."""
+        """Replaces the file. Raises OSError."""
         tree = {key: str(value) if isinstance(value, Decimal) else value for key, value in asdict(self).items()}
         atomic.write_json(folder / self.FILE, tree)
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """The message; None where there is none that can be believed."""
+        """The message; None if there is no credible one."""
         tree = atomic.read_object(folder / cls.FILE)
         try:
             return None if tree is None else reading.filled(cls, Fields(tree))
@@ -51,14 +51,14 @@ class Message:
 
 @dataclass(frozen=True)
 class Start(Message):
-    """A trainer that waits begins, at this rung of the ladder."""
+    """Lets a waiting trainer begin, at this rung of the ladder."""
 
     FILE = workdir.START
     rung: int
 
 
 def await_start(workdir: Path) -> int:
-    """The rung of start.json, once it is there. Raises SystemExit when whoever started this process is gone."""
+    """The rung of start.json, once it is there. Raises SystemExit when the parent process is gone."""
     parent = os.getppid()
     while (start := Start.read(workdir)) is None:
         if os.getppid() != parent:
@@ -69,7 +69,7 @@ def await_start(workdir: Path) -> int:
 
 @dataclass(frozen=True)
 class Stop(Message):
-    """End after the step that is under way; `save` it first. `ends`: the run ends with it, no other start follows."""
+    """Asks the trainer to end after the current step, and to `save` it first. `ends`: no other start follows."""
 
     FILE = workdir.STOP
     reason: str = "asked to"
@@ -80,7 +80,7 @@ class Stop(Message):
 
 @dataclass(frozen=True)
 class SaveRequest(Message):
-    """A checkpoint is wanted now. The trainer removes the file."""
+    """Asks for a checkpoint now. The trainer removes the file."""
 
     FILE = workdir.SAVE
     reason: str
@@ -88,15 +88,15 @@ class SaveRequest(Message):
 
 @dataclass(frozen=True)
 class Spent(Message):
-    """What the run has cost by `at`, for the log and the node's timer; and for a command which attempt this is, and the
-    newest step that is in the bucket, -1 before the first. `trained_at`: when it last told of a step, 0 before that.
-    `switch_at`: when the run has to begin on demand, 0 without a fallback; `switch_is_paid`: whether its limits allow.
-    `waits_since`: when this node became the oldest of several that wait for others, 0 where it is not.
+    """The run's cost by `at`, for the log and the node's timer; for a command also the attempt's number, and the newest
+    step in the bucket, -1 before the first. `trained_at`: when the newest step came, 0 before the first. `switch_at`:
+    when the run must begin on demand, 0 without a fallback; `switch_is_paid`: whether its limits allow that.
+    `waits_since`: when this node became the oldest of several waiting ones, 0 if it is not.
     """
 
     FILE = workdir.SPENT
     spent_usd: Decimal
-    spent_s: Decimal  # billed
+    spent_s: Decimal  # billed seconds
     at: float
     attempt: int = 1
     published: Integer = -1
@@ -108,9 +108,7 @@ class Spent(Message):
 
 @dataclass(frozen=True)
 class AskAgain(Message):
-    """For the node: those that waited let go. `name`: of this time, the same for all of them; `pause_s`: for how long
-    AWS is asked for no node.
-    """
+    """Tells the node that waiting nodes let go. `name`: of this time, for all; `pause_s`: how long AWS is not asked."""
 
     FILE = workdir.ASK_AGAIN
     name: str
@@ -119,15 +117,15 @@ class AskAgain(Message):
 
 @dataclass(frozen=True)
 class Accept(Message):
-    """Enough nodes were refused for what they are: this one trains, whatever it is."""
+    """Tells the trainer to train whatever this node is, because enough nodes were refused."""
 
     FILE = workdir.ACCEPT
 
 
 @dataclass(frozen=True)
 class LeaderSaved(Message):
-    """The newest checkpoint that is whole on the leader's disk, of several nodes, of which this node's ranks may have
-    written a part. `ended`: the leader's ranks have ended, and there will be none after it.
+    """The newest whole checkpoint on the disk of the leader of several nodes; this node's ranks may have written a part
+    of it. `ended`: the leader's ranks have ended, so it is the last.
     """
 
     FILE = workdir.LEADER_SAVED
@@ -150,7 +148,7 @@ class Fatal(Message):
 
 @dataclass(frozen=True)
 class UsedRung(Message):
-    """The rung that a phase runs at, and the one to take where memory runs out there; None: there is none lower."""
+    """The rung that a phase runs at, and the next one if memory runs out there; None if there is none lower."""
 
     FILE = workdir.RUNG
     rung: int
@@ -162,7 +160,7 @@ class UsedRung(Message):
 
 @dataclass(frozen=True)
 class Ended(Message):
-    """The exit code of several ranks, which torchrun does not pass on."""
+    """The ranks' exit code, which torchrun does not pass on."""
 
     FILE = workdir.ENDED
     code: int
@@ -171,7 +169,7 @@ class Ended(Message):
 
 @dataclass(frozen=True)
 class Unreadable(Message):
-    """The newest checkpoint cannot be read."""
+    """Names the newest checkpoint, which cannot be read."""
 
     FILE = workdir.UNREADABLE
     step: Step
@@ -180,23 +178,23 @@ class Unreadable(Message):
 
 @dataclass(frozen=True)
 class Preflight(Message):
-    """What the checks before training have measured on each rank, and why this node is refused, if it is."""
+    """What the checks before training measured on each rank, and why this node is refused, if it is."""
 
     FILE = workdir.PREFLIGHT
     ranks: tuple[Any, ...] = ()
     problems: tuple[str, ...] = ()
-    between_gb_s: float | None = None  # of a node to the others; None: there are none, or it was not measured
-    transport: str | None = None  # the transport as NCCL's log names it; None: nobody asked
+    between_gb_s: float | None = None  # from a node to the others; None: there are none, or it was not measured
+    transport: str | None = None  # as NCCL's log names it; None: not measured
 
     def write(self, folder: Path) -> None:
-        """As any, without what there is only between several nodes."""
+        """Writes it like any message; without fields for several nodes on one node."""
         tree = asdict(self)
         atomic.write_json(folder / self.FILE, {key: tree[key] for key in tree if tree[key] is not None})
 
 
 @dataclass(frozen=True)
 class CommandEnd(Message):
-    """How a command ended: `how` in a sentence (exit code or signal, step), and what it printed last."""
+    """How a command ended: `how` as a sentence (exit code or signal, step), and its last lines."""
 
     FILE = workdir.LEFT
     how: str
@@ -210,25 +208,25 @@ class CommandEnd(Message):
 
 @dataclass(frozen=True)
 class Observed(Message):
-    """What was seen of a command's newest start so far, for its supervisor and for who rehearses it."""
+    """What was seen of a command's newest start so far, for its supervisor and its rehearsal."""
 
     FILE = workdir.OBSERVED
-    lines: int = 0  # that it has printed
-    told: bool = False  # one of them told a step
-    unread: tuple[str, ...] = ()  # the last ones with numbers that told none
-    begun: int = 0  # checkpoints that are there
-    checkpoints: int = 0  # whole ones
+    lines: int = 0  # printed lines
+    told: bool = False  # whether one gave a step
+    unread: tuple[str, ...] = ()  # the last lines with numbers that gave none
+    begun: int = 0  # checkpoints that exist
+    checkpoints: int = 0  # whole checkpoints
     restored: Step | None = None  # the step of the checkpoint that it was given
     resumes: str = ""  # goes on, begins anew, not shown; empty: it was given none
     why: str = ""
-    elsewhere: str = ""  # what it has written where nobody looks, and the line to add
-    met: str = ""  # the ranks of several nodes that train together; empty: they were not seen
-    has_first: bool = False  # rank 0 is one of this node's
+    elsewhere: str = ""  # files at places that nobody reads, and the line to add for them
+    met: str = ""  # the ranks of several nodes that train together; empty: not seen
+    has_first: bool = False  # whether rank 0 is on this node
 
 
 @dataclass(frozen=True)
 class Alarm(Message):
-    """What people should hear while a run trains: a loss that is no number, a node that is held. Of each kind once."""
+    """A warning for people while a run trains: a loss that is no number, a held node. Each kind is sent once."""
 
     FILE = workdir.ALARM
     kind: Name
@@ -240,7 +238,7 @@ class Alarm(Message):
 
 @dataclass(frozen=True)
 class Container(Message):
-    """What trains wants a container, another one for each number; or not `wanted`: none any more."""
+    """Asks for a training container, a new one for each number; without `wanted`, for none any more."""
 
     FILE = workdir.CONTAINER
     number: int
@@ -249,7 +247,7 @@ class Container(Message):
 
 @dataclass(frozen=True)
 class Contained(Message):
-    """The node's answer to a number: the first process of its container, or why there is none, and how it ended."""
+    """The node's answer to a number: its container's first process or why there is none, and how it ended."""
 
     FILE = workdir.CONTAINED
     number: int

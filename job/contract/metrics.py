@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line per logged step, appended by the trainer, read by the supervisor, later attempts and bills."""
+"""metrics.jsonl: one line per logged step; the trainer appends, and supervisor, later attempts and bills read it."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from gpufleet.job.contract import reading
 from gpufleet.job.contract.commit import Reason
 from gpufleet.job.contract.reading import DoubtError, Fields, Seconds, Step
 
-# The order of the keys; None where a figure does not exist. Experiments add figures of their own.
+# The keys in their order; None if a figure does not exist. Experiments add figures.
 KEYS = (
     "ts", "phase", "step", "tokens", "loss", "val_loss", "lr", "step_ms", "tok_s", "mfu", "mem_gb", "gpu_util",
     "spent_usd", "grad_norm", "router_load", "router_entropy", "resumed", "saves", "event",
 )  # fmt: skip
 _NUMBERS = (
     "ts", "tokens", "loss", "val_loss", "lr", "step_ms", "tok_s", "mfu", "mem_gb", "grad_norm", "gpu_util",
-    "gpu_mem_gb", "gpu_temp_c", "gpu_xid",  # where there is a driver
+    "gpu_mem_gb", "gpu_temp_c", "gpu_xid",  # only with a driver
 )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Save:
-    """A checkpoint that is on the disk, in the `saves` of the line after it."""
+    """A checkpoint on the disk, listed in the `saves` of the next line."""
 
     step: Step
     reason: Reason
     bytes: int
-    blocked_s: Seconds  # how long it kept training waiting
+    blocked_s: Seconds  # how long training waited for it
     took_s: Seconds | None = None  # until it was on the disk
 
 
 def saves(record: Mapping[str, Any]) -> list[Save]:
-    """The saves that a line of metrics.jsonl has. Raises DoubtError."""
+    """The saves in a line of metrics.jsonl. Raises DoubtError."""
     listed = Fields(dict(record)).sections("saves") if record.get("saves") is not None else []
     return [reading.filled(Save, each) for each in listed]
 
@@ -45,7 +45,7 @@ def write(record: Mapping[str, Any]) -> bytes:
 
 
 def line(content: bytes) -> dict[str, Any] | None:
-    """The object of a line, with every key of KEYS; None for what is no line: torn, or a figure of it is none."""
+    """The object of a line, with every key of KEYS; None for a line that is torn or has an invalid figure."""
     try:
         fields = Fields(reading.parse(content))
         fields.need("step", reading.step)
@@ -53,7 +53,7 @@ def line(content: bytes) -> dict[str, Any] | None:
             fields.take(key, reading.number, None)
         for key in ("phase", "event"):
             fields.take(key, reading.text, None)
-        fields.take("resumed", reading.step, None)  # the step that training went on from since the line before
+        fields.take("resumed", reading.step, None)  # the step that training resumed from since the line before
         saves(fields.tree)
     except DoubtError:
         return None
@@ -61,8 +61,8 @@ def line(content: bytes) -> dict[str, Any] | None:
 
 
 def scalars(record: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """A line's figures by name as TensorBoard has them: a number each, and one for each entry of a list of numbers."""
-    beside = ("ts", "step", "resumed")  # each scalar has time and step already
+    """A line's figures by name for TensorBoard: one per number, and one per entry of a list of numbers."""
+    beside = ("ts", "step", "resumed")  # each scalar already has time and step
     return [pair for key, value in record.items() if key not in beside for pair in _numbers(key, value)]
 
 
@@ -73,6 +73,6 @@ def _numbers(key: str, value: Any) -> list[tuple[str, float]]:
 
 
 def records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """The lines that say when and in which phase they were written. What is no line is passed over."""
+    """The valid lines that have a time and a phase."""
     found = [record for each in lines if (record := line(each)) is not None]
     return [record for record in found if record["phase"] is not None and record["ts"] is not None]

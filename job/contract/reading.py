@@ -1,12 +1,12 @@
-"""JSON that another process wrote, read with doubt: every value is asked for by key, kind and range.
+"""Reads JSON that another process wrote, and trusts none of it: every value is asked for by key, kind and range.
 
-A kind is a function that gives the typed value or raises DoubtError. `Fields` adds where in the document the value
-stands. What must be there is `need`ed; of what may be missing, a wrong value is an error too, unless the reader was
-given `aside`: then it is told, and the value counts as missing.
+A kind is a function that returns the typed value or raises DoubtError. `Fields` adds the value's path in the document.
+`need` reads a required value; `take` an optional one, for which a wrong value is an error too, unless the reader has
+`aside`: then that is called, and the value counts as missing.
 
-A document that has a dataclass of its own is read by `filled`: its fields' types say of what kind each value is.
+`filled` reads a document with a dataclass of its own: the fields' types give each value's kind.
 
-The node's own Python reads with this: no newer than 3.9 here.
+The node's own Python uses this file: nothing newer than 3.9 here.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ T = TypeVar("T")
 D = TypeVar("D")
 Kind = Callable[[Any], T]
 
-MOST = 2**53  # larger whole numbers are not the same in every reader of JSON
-MOST_USD = Decimal(10) ** 9  # more than any run costs, or has seconds; arithmetic on such amounts is exact
-NAME_BYTES = 255  # of one part of a path, on every Linux file system
-KEY_BYTES = 1024  # of an S3 key
+MOST = 2**53  # JSON readers differ on larger whole numbers
+MOST_USD = Decimal(10) ** 9  # more USD or seconds than any run has; arithmetic on such amounts is exact
+NAME_BYTES = 255  # for one part of a path, on every Linux file system
+KEY_BYTES = 1024  # for an S3 key
 
 
 class DoubtError(ValueError):
-    """A document says what cannot be. The message names the place, the value and what is allowed."""
+    """A document has an impossible value. The message gives the place, the value and what is allowed."""
 
 
 def parse(content: bytes) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def parse(content: bytes) -> dict[str, Any]:
 
 
 def show(value: Any) -> str:
-    """A value as an error shows it: short, without anything that a terminal would obey."""
+    """A value for an error message: short, without terminal escapes."""
     if isinstance(value, (dict, list)):
         return "a list" if isinstance(value, list) else "an object"
     said = ascii(value)
@@ -56,7 +56,7 @@ def show(value: Any) -> str:
 
 
 class Fields:
-    """The values of one JSON object, which stands at `path` of its document. Raises DoubtError for what is none."""
+    """The values of one JSON object, which is at `path` of its document. Raises DoubtError for anything else."""
 
     def __init__(self, tree: Any, path: str = "", aside: Callable[[str], None] | None = None) -> None:
         if not isinstance(tree, dict):
@@ -65,7 +65,7 @@ class Fields:
         self._path, self._aside = path, aside
 
     def need(self, key: str, kind: Kind[T]) -> T:
-        """The value of `key`. Raises DoubtError where it is missing or of another kind."""
+        """The value of `key`. Raises DoubtError if it is missing or of another kind."""
         if key not in self.tree:
             raise DoubtError(f"{self._key_path(key)} is missing")
         try:
@@ -74,7 +74,7 @@ class Fields:
             raise DoubtError(f"{self._key_path(key)} {error}") from None
 
     def take(self, key: str, kind: Kind[T], default: D) -> T | D:
-        """The value of `key`; `default` where it is missing or null, or wrong and set aside."""
+        """The value of `key`; `default` if it is missing or null, or wrong and set aside."""
         if self.tree.get(key) is None:
             return default
         try:
@@ -95,12 +95,12 @@ class Fields:
         return [Fields(each, f"{self._key_path(key)}[{index}]", self._aside) for index, each in enumerate(found)]
 
     def table(self, key: str) -> dict[str, Fields]:
-        """The objects by name below `key`."""
+        """The objects below `key`, by name."""
         section = self.section(key)
         return {name: section.section(name) for name in section.tree}
 
     def schema(self, known: int) -> None:
-        """Raises DoubtError for a document of another schema than this code reads."""
+        """Raises DoubtError if the document has another schema than this code reads."""
         if self.tree.get("schema") != known or isinstance(self.tree.get("schema"), bool):
             raise DoubtError(f"it has schema {show(self.tree.get('schema'))}, this code reads {known}")
 
@@ -142,7 +142,7 @@ def several(value: Any) -> int:
 
 
 def step(value: Any) -> int:
-    """A count of optimizer steps, as names of checkpoints hold it: eight digits."""
+    """A number of optimizer steps with at most eight digits, as in checkpoints' names."""
     if type(value) is not int or not 0 <= value < 10**8:
         raise DoubtError(f"is {show(value)}, not a number of steps")
     return value
@@ -169,7 +169,7 @@ def seconds(value: Any) -> float:
 
 
 def amount(value: Any) -> Decimal:
-    """Money or time exactly: a decimal text, or a number."""
+    """An exact amount of money or time: a decimal text, or a number."""
     said = value if isinstance(value, str) else repr(value) if type(value) in (int, float) else ""
     try:
         found = Decimal(said) if len(said) <= 40 else None
@@ -189,7 +189,7 @@ def unsigned(value: Any) -> Decimal:
 
 
 def moment(value: Any) -> float:
-    """Epoch seconds of an ISO time with a zone."""
+    """An ISO time with a zone, as epoch seconds."""
     found = epoch(value)
     if found is None:
         raise DoubtError(f"is {show(value)}, not a time with its zone")
@@ -197,9 +197,7 @@ def moment(value: Any) -> float:
 
 
 def name(value: Any) -> str:
-    """A file's name below a folder, `/` between its parts, such that none of them leads anywhere else. The one check
-    for every name that comes from outside.
-    """
+    """A file's name below a folder, whose parts lead nowhere else. Every name from outside passes this one check."""
     said = text(value)
     parts = said.split("/")
     if any(part in ("", ".", "..") or len(part.encode()) > NAME_BYTES for part in parts) or not said.isprintable():
@@ -222,7 +220,7 @@ def choice(*allowed: T) -> Kind[T]:
 
 
 def listed(kind: Kind[T]) -> Kind[tuple[T, ...]]:
-    """A list, every value of one kind."""
+    """A list of values of one kind."""
 
     def read(value: Any) -> tuple[T, ...]:
         if not isinstance(value, list):
@@ -233,7 +231,7 @@ def listed(kind: Kind[T]) -> Kind[tuple[T, ...]]:
 
 
 def mapping(kind: Kind[T]) -> Kind[dict[str, T]]:
-    """An object, every value of one kind."""
+    """An object with values of one kind."""
 
     def read(value: Any) -> dict[str, T]:
         if not isinstance(value, dict):
@@ -246,7 +244,8 @@ def mapping(kind: Kind[T]) -> Kind[dict[str, T]]:
 def epoch(value: Any) -> float | None:
     """Epoch seconds of an ISO time with a zone; None for anything else."""
     try:
-        time = datetime.fromisoformat(f"{value[:-1]}+00:00" if value[-1:] == "Z" else value)  # 3.9 knows no Z
+        # Python 3.9 does not know Z
+        time = datetime.fromisoformat(f"{value[:-1]}+00:00" if value[-1:] == "Z" else value)
         return time.timestamp() if time.tzinfo else None
     except (TypeError, ValueError, OverflowError):
         return None
@@ -258,17 +257,17 @@ def iso(at: float) -> str:
 
 
 def _is_exact(found: Decimal) -> bool:
-    """Finite, no more than any run costs, and with no more digits than arithmetic keeps."""
+    """Whether the amount is finite, below the limit, and short enough for exact arithmetic."""
     exponent = found.as_tuple().exponent
     return isinstance(exponent, int) and -28 <= exponent <= 9 and abs(found) <= MOST_USD
 
 
 def anything(value: Any) -> Any:
-    """Whatever JSON holds."""
+    """Any JSON value."""
     return value
 
 
-# Types of a dataclass's fields that say more than Python's own do.
+# Types of dataclass fields that restrict Python's own.
 Amount = Annotated[Decimal, amount]
 Integer = Annotated[int, integer]
 Moment = Annotated[float, moment]
@@ -286,8 +285,8 @@ KINDS: dict[str, Kind[Any]] = {
 
 
 def filled(cls: type[T], document: Fields, but: Collection[str] = (), **given: Any) -> T:
-    """The dataclass of a document, whose keys are its fields. A field without a default has to be there. Neither what
-    is `given` nor what stands in `but` is asked for. Raises DoubtError.
+    """The dataclass of a document whose keys are its fields. A field without a default is required. Fields in `given`
+    or `but` are not read. Raises DoubtError.
     """
     for each in fields(cls):  # type: ignore[arg-type]  # of dataclasses alone
         required = each.default is MISSING and each.default_factory is MISSING
@@ -305,8 +304,8 @@ def filled(cls: type[T], document: Fields, but: Collection[str] = (), **given: A
 
 @functools.cache
 def _kind_of(module: str, hint: str) -> tuple[Kind[Any], type[Any] | None]:
-    """What reads a field of a type that the module names; of a list of dataclasses the class. The type is text, of
-    which Python 3.9 cannot make more.
+    """The reader of a field whose type the module names; for a list of dataclasses also the class. The type comes as
+    text, which Python 3.9 cannot evaluate.
     """
     hint = hint.removesuffix(" | None")
     if parts := re.fullmatch(r"tuple\[(.*), \.\.\.\]", hint):

@@ -1,7 +1,7 @@
-"""receipt.json: what a run cost against its bill, line by line and node by node, and why the two differ.
+"""receipt.json: a run's cost next to its bill, line by line and node by node, and why the two differ.
 
-The supervisor writes it last but done.json, `gpufleet results` where no supervisor could. Commands, later bills and
-rehearsals read it. Amounts are written to a hundredth of a cent, seconds to a thousandth.
+The supervisor writes it just before done.json; if no supervisor could, `gpufleet results` does. Commands, later bills
+and rehearsals read it. Amounts are written to a hundredth of a cent, seconds to a thousandth.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from gpufleet.job.contract.spent import CENT_100
 from gpufleet.job.text import printable
 
 SCHEMA = 1
-CAUSES = ("price", "runtime", "interruptions", "other")  # job/supervisor/receipt.py says what each is
+CAUSES = ("price", "runtime", "interruptions", "other")  # job/supervisor/receipt.py explains each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReceiptLine:
-    """One line of the bill, in USD, and what became of it."""
+    """One line of the bill in USD, estimated and actual."""
 
     name: str
     estimate: Amount
@@ -41,27 +41,27 @@ class ReceiptLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptCost:
-    """One node of the run, as it was paid."""
+    """One node's share of the run's cost."""
 
     instance: str
     type: str
     zone: str
     capacity: str = ""  # spot or on-demand; empty: the run's
-    seconds: Decimal  # as billed
+    seconds: Decimal  # billed seconds
     lived_s: Decimal
-    started_s: Decimal | None = None  # from launch to the trainer's first step; None: never got there
-    pulled_s: Decimal | None = None  # the part that pulling its images took; None: not known
+    started_s: Decimal | None = None  # from launch to the trainer's first step; None: it never came
+    pulled_s: Decimal | None = None  # the part for pulling its images; None: not known
     interrupted: bool = False
-    reclaimed: bool | None = None  # AWS took it; False: its owner did; None: no notice, or nobody knows
+    reclaimed: bool | None = None  # AWS took it; False: its owner did; None: no notice, or not known
     usd: Decimal = Decimal(0)
-    ceiling_s: Decimal = Decimal(0)  # counted at the ceiling of a spot price, which AWS did not tell
+    ceiling_s: Decimal = Decimal(0)  # seconds at the ceiling of a spot price, because AWS gave no price
     free_usd: Decimal = Decimal(0)  # compute that AWS does not charge
     resumed_step: Step = 0
     last_step: Step = 0
     rung: int | None = None
-    exit: Exit | None = None  # None: gone without notice
-    alarm: str = ""  # what people were warned of
-    network: str = ""  # how fast it reached the other nodes, and by which transport
+    exit: Exit | None = None  # None: it ended without notice
+    alarm: str = ""  # the warning that people got
+    network: str = ""  # its speed to the other nodes, and the transport
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -88,23 +88,23 @@ class AttemptCost:
 
     @classmethod
     def from_json(cls, fields: Fields) -> AttemptCost:
-        """Raises DoubtError. An earlier version wrote no `lived_s`."""
+        """Reads the JSON object; raises DoubtError. Earlier versions wrote no `lived_s`."""
         lived_s = fields.need("lived_s" if "lived_s" in fields.tree else "seconds", reading.unsigned)
         return reading.filled(cls, fields, lived_s=lived_s, exit=Exit.from_fields(fields))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Receipt:
-    """One run, graded. Money in USD; `causes`, by CAUSES, add up to actual - estimate."""
+    """One run's cost, compared with its bill. Money is in USD; `causes`, by CAUSES, add up to actual - estimate."""
 
     run: str
     stack: str
     reason: str  # why the run ended: job/contract/done.py
     detail: str = ""
-    at: str  # until when it is counted: UTC, ISO
+    at: str  # until when costs count: UTC, ISO
     device: str
     capacity: str
-    estimate: Decimal  # p50 of the bill
+    estimate: Decimal  # the bill's p50
     actual: Decimal
     p10: Decimal
     p90: Decimal
@@ -112,16 +112,16 @@ class Receipt:
     actual_h: Decimal = Decimal(0)
     lines: tuple[ReceiptLine, ...]
     causes: Mapping[str, Decimal]
-    free_usd: Decimal = Decimal(0)  # first hours that AWS does not charge
-    expected: float | None = None  # interruptions
+    free_usd: Decimal = Decimal(0)  # of first hours, which AWS does not charge
+    expected: float | None = None  # number of interruptions
     with_notice: int = 0
     without_notice: int = 0
     attempts: tuple[AttemptCost, ...]  # oldest first
-    measured: Mapping[str, Any] | None = field(default=None, compare=False)  # of its own speed: job/measured.py
+    measured: Mapping[str, Any] | None = field(default=None, compare=False)  # its own speed: job/measured.py
 
     @property
     def difference(self) -> Decimal:
-        """Positive: it cost more than was said."""
+        """Positive if the run cost more than estimated."""
         return self.actual - self.estimate
 
     @property
@@ -131,8 +131,8 @@ class Receipt:
 
     @property
     def within_range(self) -> bool | None:
-        """Whether it ended in the range that eight runs in ten were promised to end in. None for a bill without a
-        range, to a hundredth of a cent: on demand, and where eight runs in ten meet no interruption.
+        """Whether the cost lies in the range that the bill gives for eight runs in ten. None for a bill without a
+        range, to a hundredth of a cent: on demand, or if eight runs in ten have no interruption.
         """
         return None if self.p10 == self.p90 else self.p10 <= self.actual <= self.p90
 
@@ -178,7 +178,9 @@ class Receipt:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Receipt:
-        """Raises DoubtError. What earlier versions did not write, and no figure stands on, may be missing."""
+        """Reads the JSON object; raises DoubtError. Values that earlier versions lacked and no figure needs may be
+        absent.
+        """
         fields = Fields(tree)
         fields.schema(SCHEMA)
         usd, span, causes = (fields.section(key) for key in ("usd", "range_usd", "causes"))
@@ -210,23 +212,23 @@ def parse(content: bytes) -> Receipt:
 
 
 def network(preflight: Mapping[str, Any] | None) -> str:
-    """What a node's record says of the network between the nodes; empty: nothing was measured."""
+    """What a node's record has of the network between nodes; empty: nothing was measured."""
     gb_s, transport = ((preflight or {}).get(key) for key in ("between_gb_s", "transport"))
     over = f" over {printable(transport)}" if transport and isinstance(transport, str) else ""
     return f"{gb_s:.1f} GB/s to the other nodes{over}" if isinstance(gb_s, int | float) else ""
 
 
 def start_up(started_s: Decimal | None, pulled_s: Decimal | None) -> str:
-    """How long a node took to its first step, in words; empty: not known."""
+    """How long a node took to its first step, as text; empty: not known."""
     parts = [f"set-up {started_s / 60:.1f} min"] if started_s is not None else []
     return ", ".join([*parts, *([f"image pull {pulled_s / 60:.1f} min"] if pulled_s is not None else [])])
 
 
 def money(amount: Decimal) -> str:
-    """USD as the receipt writes them."""
+    """USD as in the receipt."""
     return f"{amount.quantize(CENT_100) + 0:f}"  # + 0: no minus zero
 
 
 def seconds(amount: Decimal) -> str:
-    """Seconds as the receipt writes them."""
+    """Seconds as in the receipt."""
     return f"{amount:.3f}"

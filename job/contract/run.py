@@ -1,7 +1,7 @@
-"""run.json: all that the job is told, known before the first resource and the same bytes on every machine.
+"""run.json: everything the job gets to know, fixed before the first resource and with the same bytes on every machine.
 
 `document` writes it, once per run; `load` reads it for the supervisor, `Task` for the trainer. It holds no bucket name:
-the node gives the container its own address.
+the node gives its container the address.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LINE_KINDS = ("compute", "hourly", "fixed", "interruptions")  # how the meter co
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputData:
-    """A dataset, base weights, a command's code or one of its inputs. `uri` None: under inputs/<sha256>/ beside the
-    run. No files: an s3:// prefix whose dataset.json (weights.json) names them; of a command's input all that lies
+    """A dataset, base weights, a command's code or one of its inputs. `uri` None: below inputs/<sha256>/ beside the
+    run. Without files: an s3:// prefix whose dataset.json (weights.json) lists them; for a command's input everything
     there, and `sha256` is the listing's.
     """
 
@@ -43,21 +43,19 @@ class InputData:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BillLine:
-    """A line of the bill. `unit_price` and `quantity` are those of compute, in node-hours, and of what does not depend
-    on hours, where `item` says what it is of; 0 elsewhere.
-    """
+    """A line of the bill. `unit_price` and `quantity` are set for compute, and for lines with an `item`; else 0."""
 
     name: str
     kind: str
     amount: Decimal
     unit_price: Decimal = Decimal(0)
     quantity: Decimal = Decimal(0)
-    item: str = ""  # of the catalog's services; empty: an earlier version's bill, or none
+    item: str = ""  # an item of the catalog's services; empty: an earlier version's bill, or none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseEstimate:
-    """A phase at the bill's pace. `steps` None: as the job's parameters say."""
+    """A phase at the bill's pace. `steps` None: as in the job's parameters."""
 
     phase: str
     step_ms: float
@@ -66,7 +64,7 @@ class PhaseEstimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoticeEstimate:
-    """How long a stop takes in a phase on a type of node; None: the bill does not say."""
+    """How long a stop takes in a phase on a type of node; None: the bill does not tell."""
 
     type: str
     phase: str
@@ -75,21 +73,21 @@ class NoticeEstimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BillEstimate:
-    """What forecast and receipt take from the bill; money in USD."""
+    """What forecast and receipt use of the bill; money in USD."""
 
     p10: Decimal
     p50: Decimal
     p90: Decimal
     hours: Decimal  # p50
-    interruptions: float | None = None  # expected
+    interruptions: float | None = None  # the expected number
     lines: tuple[BillLine, ...] = ()
-    kept_days: int = 0  # for which the bill has objects stored; 0: they go with the stack
+    kept_days: int = 0  # how long the bill stores objects; 0: they are deleted with the stack
     phases: tuple[PhaseEstimate, ...] = ()
     notice: tuple[NoticeEstimate, ...] = ()
 
     @classmethod
     def from_json(cls, estimate: Fields, hourly: Mapping[str, Decimal]) -> BillEstimate:
-        """Raises DoubtError. `hourly`: the price of each hourly line."""
+        """Reads the estimate; raises DoubtError. `hourly`: the price of each hourly line."""
         usd, hours = estimate.section("usd"), estimate.section("hours")
         lines = tuple(_line(each, hourly) for each in estimate.sections("lines"))
         compute = [line for line in lines if line.kind == "compute"]
@@ -110,7 +108,7 @@ class BillEstimate:
         )
 
     def of_kind(self, kind: str) -> list[BillLine]:
-        """The lines that the meter counts so."""
+        """The lines of this kind."""
         return [line for line in self.lines if line.kind == kind]
 
 
@@ -123,17 +121,17 @@ class RunFile(Terms):
     experiment: str
     parameters: dict[str, Any]
     config: JobConfig  # of these parameters
-    image: str | None  # of a command
+    image: str | None  # a command's image
     config_sha256: str
     dataset: InputData | None  # None for a command
     weights: InputData | None  # base weights; None for a job that starts from nothing
-    code: InputData | None  # of a command: one archive; None: its image has all
+    code: InputData | None  # a command's archive; None: its image has everything
     folders: dict[str, InputData]  # a command's inputs, by name
-    code_sha256: str | None  # of the job's archive, which every node of the run unpacks; None: none was named
+    code_sha256: str | None  # hash of the job's archive, which every node unpacks; None: not named
     estimate: BillEstimate
 
     def gpus(self, instance_type: str) -> int:
-        """The GPUs of a node of this type, as the bill knows it; 0: unknown."""
+        """The GPUs of a node of this type, from the bill; 0: unknown."""
         listed = self.prices.get(instance_type)
         return listed.gpus if listed else 0
 
@@ -149,7 +147,7 @@ class Task:
 
     @classmethod
     def read(cls, workdir: Path) -> Task:
-        """Raises ValueError."""
+        """Reads run.json; raises ValueError."""
         tree = atomic.read_object(workdir / RUN)
         if tree is None:
             raise ValueError(f"{workdir / RUN}: missing or not JSON")
@@ -161,7 +159,7 @@ class Task:
 
     @property
     def predicted(self) -> list[dict[str, Any]]:
-        """What the bill says of each phase; nothing in a probe."""
+        """The bill's estimate of each phase; empty in a probe."""
         return self.tree.get("predicted") or []
 
 
@@ -221,17 +219,17 @@ def document(
 
 
 def probe_document(experiment: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """What a trainer needs of run.json where no run is behind it."""
+    """The part of run.json that a trainer needs without a run."""
     return {"schema": SCHEMA, "job": {"experiment": experiment, "parameters": dict(parameters)}, "predicted": []}
 
 
 def encode(tree: Mapping[str, Any]) -> bytes:
-    """The bytes of run.json: the node compares their sha256."""
+    """The bytes of run.json, whose sha256 the node compares."""
     return (json.dumps(tree, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
 
 
 def load(path: Path) -> RunFile:
-    """Raises ValueError with what is wrong."""
+    """Reads run.json; raises ValueError with the problem."""
     tree = _document(path)
     try:
         return _typed(Fields(with_kinds(tree)))
@@ -240,7 +238,7 @@ def load(path: Path) -> RunFile:
 
 
 def with_kinds(tree: dict[str, Any]) -> dict[str, Any]:
-    """run.json with a kind for each line of its bill; one written before 2026-11-26 named disks and address apart."""
+    """run.json with a kind for each line of its bill; before 2026-11-26 disks and address had keys of their own."""
     extras, estimate = tree.get("extras"), tree.get("estimate")
     if not isinstance(extras, dict) or not isinstance(estimate, dict) or "disk_usd_per_hour" not in extras:
         return tree
@@ -326,6 +324,6 @@ def _inputs(entry: Fields) -> InputData:
 
 
 def config_digest(experiment: str, parameters: Mapping[str, Any]) -> str:
-    """One name for what is trained: checkpoints of another config are never resumed."""
+    """One hash of what is trained: a checkpoint of another config is never resumed."""
     text = json.dumps({"experiment": experiment, "parameters": parameters}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

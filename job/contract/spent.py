@@ -1,12 +1,12 @@
-"""What the run has spent: from what each node has left of itself and AWS's word on its end to the cost of each, the
-total, and the moment at which nothing is left. Pure.
+"""What the run has spent: computes each node's cost, the total, and the moment at which nothing is left, from the
+nodes' records and AWS's word on their ends. Pure functions.
 
-A node never counts for less than it cost. One that was killed says nothing after its last heartbeat; the fleet's
-history says when AWS ended it. Until AWS has answered the node counts until the next one's launch, as a fleet of one
-launches none before; where AWS knows only that it is gone, for GONE_S after its last heartbeat. A node that was told of
-its end is billed until that end. A fleet's history is late by a minute or so, and tells of the last two days.
+A node never counts for less than it cost. A killed node writes nothing after its last heartbeat; the fleet's history
+has the time at which AWS ended it. Until AWS answers, a node counts until the next one's launch, because a fleet of one
+launches none before; if AWS knows only that it is gone, until GONE_S after its last heartbeat. A node with a notice is
+billed until the end that the notice gives. A fleet's history lags by a minute or so, and covers two days.
 
-The node's own Python reads this: no newer than 3.9 here.
+The node's own Python reads this file: nothing newer than 3.9 here.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from gpufleet.job.contract.terms import RunLimits, Terms
 CENT_100 = Decimal("0.0001")
 MINIMUM_S = Decimal(aws.MINIMUM_S)
 HOUR_S = Decimal(3600)
-GONE_S = 120.0  # two heartbeats: one that was due, and one that may have been on its way
-BOOT_S = 480.0  # the newest node, before its first heartbeat: what the bills take for a small one's set-up
+GONE_S = 120.0  # two heartbeats: one was due, and one may have been on its way
+BOOT_S = 480.0  # for the newest node, before its first heartbeat: the bill's set-up of a small one
 KEPT_S = 48 * 3600.0  # AWS keeps a fleet's events for two days (EC2 API reference, DescribeFleetHistory)
-LATE_S = 300.0  # an event that has not come by then does not come
+LATE_S = 300.0  # a later event never comes
 
 
 def hours(seconds: Decimal) -> Decimal:
@@ -37,7 +37,7 @@ def hours(seconds: Decimal) -> Decimal:
 
 @dataclass(frozen=True)
 class History:
-    """One answer of AWS. Times are epoch seconds. `there`: nodes that have not ended; None: not known."""
+    """One answer of AWS. Times are epoch seconds. `there`: nodes that have not ended; None if not known."""
 
     changes: tuple[float, ...] = ()  # when its owner changed the fleet
     launched: Mapping[str, float] = field(default_factory=dict)
@@ -59,16 +59,16 @@ UNKNOWN = Lives()
 
 @dataclass(frozen=True)
 class Attempt:
-    """One node of the run: what it has left of itself, and what it has cost. `usd` is compute, disks and address."""
+    """One node of the run: its records, and its cost. `usd` is compute, disks and address."""
 
     record: AttemptRecord
-    beat: Beat  # its last one; an empty one where it has left none
-    seconds: Decimal  # as billed: 60 at least
+    beat: Beat  # its last one, or an empty one
+    seconds: Decimal  # billed seconds, at least 60
     lived_s: Decimal
     usd: Decimal
     compute_usd: Decimal
-    ceiling_s: Decimal = Decimal(0)  # counted at the ceiling of a spot price, which AWS did not tell
-    reclaimed: bool | None = None  # AWS took it, or its owner did; None: it had no notice, or nobody knows
+    ceiling_s: Decimal = Decimal(0)  # seconds at the ceiling of a spot price, because AWS gave no price
+    reclaimed: bool | None = None  # whether AWS, and not its owner, took it; None: it had no notice, or nobody knows
 
     @property
     def instance(self) -> str:
@@ -76,12 +76,12 @@ class Attempt:
 
     @property
     def noticed(self) -> bool:
-        """AWS said that it would take the node away."""
+        """Whether AWS gave the node a notice."""
         return self.record.exit is not None and self.record.exit.notice
 
     @property
     def interrupted(self) -> bool:
-        """With a notice, and not by the owner's own hand as far as anybody knows."""
+        """Whether it had a notice, and as far as known its owner did not end it."""
         return self.noticed and self.reclaimed is not False
 
     @property
@@ -95,26 +95,26 @@ class Attempt:
 
     @property
     def idle_s(self) -> Decimal:
-        """For how long it waited for AWS to end it after it was told that AWS would."""
+        """Seconds from the notice to its end, in which it only waited."""
         ending = self.record.exit
         told, gone = (epoch(ending.at), epoch(ending.ends_at)) if ending else (None, None)
         return Decimal(f"{max(0.0, gone - told):.3f}") if told and gone else Decimal(0)
 
 
-Left = tuple[AttemptRecord, "Beat | None"]  # what a node has left of itself: its record and its last heartbeat
+Left = tuple[AttemptRecord, "Beat | None"]  # a node's record and its last heartbeat
 
 
 def count_node(
     terms: Terms, node: AttemptRecord, beat: Beat | None, lives: Lives = UNKNOWN, until: float | None = None
 ) -> Attempt:
-    """What a node has cost, whose record names it. `until`: the launch of the next one; None: there is none."""
+    """The cost of the node that this record names. `until`: the launch of the next node; None without one."""
     rates, last = terms.rates(node.type, node.zone, node.capacity), beat or Beat()
     lived = _lived_s(node, beat, lives, until)
     seconds = max(lived, MINIMUM_S)
     metered = last.attempt_s
     compute = rates.ceiling * hours(metered) if last.compute_usd is None else last.compute_usd
     tail = max(seconds - metered, Decimal(0))
-    # The hour of the last heartbeat has its price; a later one's is not known here.
+    # The hour of the last heartbeat has a known price; later ones do not.
     known = Decimal(0) if last.usd_per_hour is None else min(tail, HOUR_S - metered % HOUR_S)
     compute += hours(known) * (last.usd_per_hour or 0) + hours(tail - known) * rates.ceiling
     unknown = tail - known + (metered if last.compute_usd is None else last.ceiling_s or Decimal(0))
@@ -145,7 +145,7 @@ def _lived_s(node: AttemptRecord, beat: Beat | None, lives: Lives, until: float 
 
 
 def count_nodes(terms: Terms, nodes: Iterable[Left], lives: Lives, *launches: float) -> list[Attempt]:
-    """What each of these has cost, the oldest first. `launches`: of other nodes, or the end of the run."""
+    """The cost of each of these nodes, the oldest first. `launches`: of other nodes, or the end of the run."""
     left = sorted(nodes, key=lambda each: each[0].launched)
     every = [*launches, *(node.launched for node, _ in left)]
     reclaimed = {name: taken for node, _ in left for name, taken in node.reclaimed.items()}
@@ -159,30 +159,30 @@ def count_nodes(terms: Terms, nodes: Iterable[Left], lives: Lives, *launches: fl
 
 
 class OtherNodes:
-    """The run's nodes but `own`: what they have left, and what AWS has said of those without an end, or a record."""
+    """The run's nodes except `own`: their records, and AWS's word on those without an end or a record."""
 
     def __init__(self, own: Node, nodes: Iterable[Left] = ()) -> None:
         self.own, self.nodes = own, list[Left]()
         self.ended: dict[str, float] = {}  # this and `_launched` are replaced as a whole: another thread may read them
         self._launched: dict[str, float] = {}
         self._seen: dict[str, float] = {}
-        self._missing: dict[str, float] = {}  # since when, of those without an end
-        self._is_asked, self._asked_at = False, 0.0  # AWS, and it has answered
+        self._missing: dict[str, float] = {}  # since when each has been without an end
+        self._is_asked, self._asked_at = False, 0.0  # whether AWS was asked, and has answered
         self.hear(nodes)
 
     def hear(self, nodes: Iterable[Left]) -> None:
-        """Takes what each has left by now, in place of what it had before, and what AWS has said to it of others."""
+        """Takes the nodes' newest records instead of earlier ones, with what AWS told them of other nodes."""
         self.nodes = list(nodes)
         for each, _ in self.nodes:
             self.know(each)
 
     def know(self, record: AttemptRecord) -> None:
-        """Takes what AWS has said to the node of this record, which may be this one."""
+        """Takes what AWS told the node of this record, which may be this one."""
         self._launched = {**record.untold, **self._launched}
         self.ended = {**record.ended, **self.ended}
 
     def take(self, told: History, now: float) -> None:
-        """Takes an answer of AWS."""
+        """Takes AWS's answer."""
         self._is_asked, self._asked_at = True, now
         self._launched, self.ended = {**self._launched, **told.launched}, {**self.ended, **told.ended}
         for name in self._doubtful_names() if told.there is not None else ():
@@ -190,7 +190,7 @@ class OtherNodes:
                 self._seen[name] = now
             elif name not in self._missing:
                 self._missing[name] = now
-                if name in self._seen:  # the node was there until now at most
+                if name in self._seen:  # the node ended by now at the latest
                     self._seen[name] = now
 
     @property
@@ -200,35 +200,35 @@ class OtherNodes:
 
     @property
     def untold(self) -> dict[str, float]:
-        """When those were launched that have left no record: they ended before they could."""
+        """Launch times of nodes without a record: they ended before they could write one."""
         names = {self.own.instance, *(node.instance for node, _ in self.nodes)}
         return {name: at for name, at in self._launched.items() if name not in names}
 
     @property
     def doubtful(self) -> bool:
-        """Whether AWS may have more to say."""
+        """Whether AWS may know more."""
         return not self._is_asked or bool(self._doubtful_names())
 
     def _doubtful_names(self) -> set[str]:
-        """The nodes without an end of which AWS still knows."""
+        """The nodes without an end that AWS still knows."""
         since = self.own.launched_at - KEPT_S
         recent = {node.instance for node, _ in self.nodes if node.launched >= since}
         return {*recent, *self._launched} - {self.own.instance, *self.ended, *self.lives.gone}
 
     def count(self, terms: Terms, gone: Collection[str] = ()) -> list[Attempt]:
-        """What each that has left something has cost, the oldest first. `gone`: nodes that are known to have ended."""
+        """The cost of each node with a record, the oldest first. `gone`: nodes known to have ended."""
         lives = replace(self.lives, gone={*self.lives.gone, *gone})
         return count_nodes(terms, self.nodes, lives, self.own.launched_at)
 
     def total(self, terms: Terms) -> tuple[Decimal, Decimal]:
-        """USD and billed seconds of all together, with those that have left no record, at the dearest price."""
+        """USD and billed seconds of all other nodes, those without a record at the highest price."""
         untold = [(AttemptRecord(instance=name, launched_at=iso(at)), None) for name, at in self.untold.items()]
         launches = [self.own.launched_at, *(node.launched for node, _ in self.nodes)]
         paid = [*self.count(terms), *count_nodes(terms, untold, self.lives, *launches)]
         return sum((each.usd for each in paid), Decimal(0)), sum((each.seconds for each in paid), Decimal(0))
 
     def means(self, terms: Terms) -> Means:
-        """What is left for this node and those that train with it."""
+        """What this node, and those that train with it, may still spend."""
         rates, (usd, seconds) = terms.rates(self.own.type, self.own.zone, self.own.capacity), self.total(terms)
         return Means(
             terms=terms,
@@ -241,9 +241,9 @@ class OtherNodes:
 class Means:
     """The run's terms, and what its nodes can cost at the most; `before`: all that was spent at this one's launch.
 
-    The job's meter knows what has been spent; this knows what there can be left of it should the meter fall silent:
-    from its last word on every hour counts at the dearest price that there is. So the moment at which nothing is left
-    moves away as long as the meter speaks, and stands still once it does not.
+    The job's meter knows what was spent; this bounds it if the meter falls silent: from its last report on every hour
+    counts at the highest price. So the moment at which nothing is left moves on while the meter reports, and stays once
+    it does not.
     """
 
     terms: Terms
@@ -251,7 +251,7 @@ class Means:
     before: Spent
 
     def when_over(self, told: Spent | None) -> tuple[float, str]:
-        """The moment (epoch seconds) after which nothing is left, and of which limit. `told`: by the meter."""
+        """The moment (epoch seconds) at which nothing is left, and the limit that sets it. `told`: by the meter."""
         known = told or self.before
         hours = min(self._hours_over(each) for each in (self.before, known))
         usd = known.at + float((self.terms.limits.max_usd - known.spent_usd) / self.usd_per_hour) * 3600
@@ -262,7 +262,7 @@ class Means:
 
 
 def passed_limit(limits: RunLimits, usd: Decimal, seconds: Decimal, at: float) -> str | None:
-    """The limit of which nothing is left with so much spent by that moment: dollars, hours, deadline, expiry."""
+    """The limit that is used up with so much spent at that moment: dollars, hours, deadline, expiry."""
     if usd >= limits.max_usd:
         return done.MAX_USD
     if hours(seconds) >= limits.max_hours:

@@ -1,6 +1,6 @@
-"""What of run.json money depends on: the run's limits, and what its nodes cost. Supervisor and node both count with it.
+"""The parts of run.json on which money depends: the run's limits, and its nodes' prices. For supervisor and node.
 
-The node's own Python reads this: no newer than 3.9 here.
+The node's own Python reads this file: nothing newer than 3.9 here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from decimal import Decimal
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import DoubtError, Fields, Moment, Seconds
 
-MOST_NODES = 16  # of one run
+MOST_NODES = 16  # in one run
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class RunLimits:
 
 @dataclass(frozen=True)
 class Rates:
-    """USD per node-hour of one type in one zone. `spot` is the bill's price, which may be old."""
+    """USD per node-hour of one type in one zone. `spot` is the bill's price, which may be out of date."""
 
     capacity: str
     on_demand: Decimal
     spot: Decimal | None
-    hourly: Mapping[str, Decimal]  # beside compute, by line of the bill
+    hourly: Mapping[str, Decimal]  # without compute, by line of the bill
 
     @property
     def ceiling(self) -> Decimal:
-        """Compute at the most: a fleet that sets no maximum pays no spot price above the on-demand price."""
+        """The highest price of compute: a fleet without a maximum pays no spot price above on-demand."""
         return max(self.on_demand, self.spot or self.on_demand) if self.moves else self.on_demand
 
     @property
@@ -72,8 +72,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class TypePrices:
-    """The prices of a type that the run may use: USD per node-hour, spot by zone. `gpus` 0: unknown. `gbps`: of the
-    network cards by which several nodes meet, by EFA; 0: not known, or without. `efa`: how many of these cards.
+    """The prices of a type that the run may use: USD per node-hour, spot by zone. `gpus` 0 means unknown. `gbps`: rate
+    of the EFA cards between nodes; 0: not known, or none. `efa`: number of these cards.
     """
 
     on_demand: Decimal
@@ -85,8 +85,8 @@ class TypePrices:
 
 @dataclass(frozen=True)
 class FallbackTerms:
-    """What a run knows that goes on on demand once spot would be late, in seconds: all of its work on demand, the
-    training in it, a node's start, and how long before the last moment it switches.
+    """For a run that continues on demand once spot would be late, in seconds: all of its work on demand, the training
+    in it, a node's start, and the time between its switch and the last possible moment.
     """
 
     work_s: Seconds
@@ -97,12 +97,12 @@ class FallbackTerms:
 
 @dataclass(frozen=True)
 class Terms:
-    """Limits, and prices by type, at least one."""
+    """Limits, and the prices of at least one type."""
 
     limits: RunLimits
     capacity: str
     prices: Mapping[str, TypePrices]
-    hourly: Mapping[str, Decimal]  # USD per node-hour beside compute, by line of the bill
+    hourly: Mapping[str, Decimal]  # USD per node-hour without compute, by line of the bill
     fixed_usd: Decimal
     nodes: int = 1  # that train together
     gather_s: float | None = None  # how long they wait for others before they let go; None: for ever
@@ -123,8 +123,8 @@ class Terms:
         return self.fallback is not None and HABITS.get(capacity, Habits()).gives_way
 
     def rates(self, instance_type: str, zone: str, capacity: str = "") -> Rates:
-        """Rates of a type. One that run.json does not name is metered at the dearest on-demand price listed.
-        `capacity`: the node's own market, empty: the run's.
+        """Rates of a type. A type that run.json does not name has the highest on-demand price listed. `capacity`: the
+        node's market; empty: the run's.
         """
         listed = self.prices.get(instance_type)
         spot = None
@@ -143,7 +143,7 @@ UNKNOWN = Terms(
 
 
 def read(run: Fields) -> Terms:
-    """The terms that run.json has. Raises DoubtError."""
+    """The terms in run.json. Raises DoubtError."""
     extras = run.section("extras")
     return Terms(
         limits=reading.filled(RunLimits, run.section("limits")),

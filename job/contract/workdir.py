@@ -1,6 +1,6 @@
-"""Names in the work folder of a run: what supervisor and trainer tell each other, and what they leave.
+"""Names in a run's work folder: of messages between supervisor and trainer, and of results.
 
-What is sent to the bucket has the same name there, below the run's prefix (bucket.py).
+Uploaded files have the same names below the run's prefix (bucket.py).
 """
 
 from __future__ import annotations
@@ -10,53 +10,54 @@ import re
 RUN = "run.json"
 
 # From the supervisor to the trainer.
-START = "start.json"  # the rung at which a trainer that waits begins
+START = "start.json"  # the rung at which a waiting trainer begins
 STOP = "stop.json"
 SAVE = "save.json"
-ACCEPT = "accept.json"  # enough nodes were refused: this one trains
-LEADER_SAVED = "leader_saved.json"  # of several nodes: which checkpoint of the leader's is whole
+ACCEPT = "accept.json"  # enough nodes were refused: train on this one
+LEADER_SAVED = "leader_saved.json"  # with several nodes: the leader's newest whole checkpoint
 
 # From the trainer to the supervisor.
 FATAL = "fatal.json"
 RUNG = "rung.json"
-ENDED = "ended.json"  # several ranks leave here the exit code that torchrun cannot pass on
+ENDED = "ended.json"  # the ranks' exit code, which torchrun cannot pass on
 UNREADABLE = "unreadable.json"
 PREFLIGHT = "preflight.json"
 COMPILED = "compiled.json"
-STEPPED = "stepped"  # of several nodes, by each one's first rank: steps done, seconds of one before the others
-ASK_AGAIN = "ask_again.json"  # of several nodes, for the node: they let go, and AWS is to be asked later
+# with several nodes, from each one's first rank: steps done, seconds per step before it needs others
+STEPPED = "stepped"
+ASK_AGAIN = "ask_again.json"  # with several nodes, for the node: they let go, and AWS is asked later
 LEFT = "left.json"  # how a command ended
 OBSERVED = "observed.json"  # what was seen of a command's start
-ALARM = "alarm.json"  # what people should hear while it trains
-LOCK = "lock"  # held by the trainer that is at work
+ALARM = "alarm.json"  # a warning for people
+LOCK = "lock"  # held by the working trainer
 
-# What the run leaves.
+# Results of the run.
 METRICS = "metrics.jsonl"
 LOG = "job.log"
 RESULTS = "results.json"
 RECEIPT = "receipt.json"
-DONE = "done.json"  # how it ended: the node sends it where the supervisor could not
+DONE = "done.json"  # how it ended: the node sends it if the supervisor could not
 
 # Folders.
 DATA = "data"  # the dataset
 INPUTS = "inputs"  # base weights
 CHECKPOINTS = "ckpt"
-STAGES = "stages"  # *.jsonl, a line per finished piece of work
-EXPORTS, FINAL = "exports", "final"  # models: at each phase's start and end, and the last one
-SCALARS = "tb"  # TensorBoard's
+STAGES = "stages"  # *.jsonl, one line per finished piece of work
+EXPORTS, FINAL = "exports", "final"  # models: at each phase's start and end; the final one
+SCALARS = "tb"  # for TensorBoard
 GRAPHS = "compile_cache"
-PACKAGES = "packages"  # what the image lacks
-USER = "user"  # of a command: all that its container sees, and CODE, KEPT, OUTPUTS, STATE, NAMED below it
+PACKAGES = "packages"  # that the image lacks
+USER = "user"  # a command's folders, all that its container sees: CODE, KEPT, OUTPUTS, STATE, NAMED
 CODE, KEPT, OUTPUTS, STATE, NAMED = "code", "checkpoints", "outputs", "state", "inputs"
-CONTROL = "control"  # what the supervisor's container tells and asks the node, and its answers; what trains reads it
+CONTROL = "control"  # requests of the supervisor's container and the node's answers; the training process reads them
 SPENT = "control/spent.json"  # for the log, the node's timer and its messages
 CONTAINER, CONTAINED = "container.json", "contained.json"  # below it
-SCRIPTS, FIRST = "job", "first.sh"  # below it, and seen by the command's container: scripts and pipes
-WATCHER = "control/watcher"  # and by the container that watches the command's processes: a socket
+SCRIPTS, FIRST = "job", "first.sh"  # below CONTROL, seen by the command's container: scripts and pipes
+WATCHER = "control/watcher"  # seen by the container that watches the command's processes: a socket
 
-STEPS = "step_*"  # folders of checkpoints, as step_folder names them
+STEPS = "step_*"  # checkpoints' folders, as step_folder names them
 
-# Files at the top of the folder that are no results of the run.
+# Files in the folder that are no results.
 OWN = frozenset(
     {RUN, START, STOP, SAVE, ACCEPT, LEADER_SAVED, RUNG, ENDED, UNREADABLE, COMPILED, RECEIPT, LEFT, DONE, OBSERVED}
     | {ALARM, ASK_AGAIN}
@@ -69,6 +70,6 @@ def step_folder(step: int) -> str:
 
 
 def step_of(folder: str) -> int | None:
-    """The step of a checkpoint by the name of its folder; None: it is no checkpoint's."""
+    """The step in the name of a checkpoint's folder; None for another name."""
     found = re.fullmatch(r"step_(\d{8})", folder)
     return int(found[1]) if found else None

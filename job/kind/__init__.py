@@ -1,8 +1,8 @@
-"""What a kind of job is before it runs. Pure: no torch, no AWS, nothing of infra, so that the bill can import it.
+"""What a kind of job is before it runs. It imports no torch, AWS or infra, so that the bill can use it.
 
-`job` has the questions that each kind answers, `common` what kinds share, `command` the kind that is the user's own.
-The ready-made jobs lie in job/experiments/, whose own table names them: without that folder everything works that is
-not about one of them. User mistakes raise ValueError with the choice to make.
+`job` has the questions that each kind answers, `common` what kinds share, `command` the kind for a user's own script.
+The ready-made jobs lie in job/experiments/, whose own table names them; everything else works without that folder. User
+mistakes raise ValueError with the choice to make.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from gpufleet.job.kind.job import JobConfig, named
 
 __all__ = ["COMMAND", "EXPERIMENTS", "KINDS", "Checkpoint", "Guard", "JobConfig", "Log", "bounded", "from_json"]
 
-COMMAND = "command"  # in run.json, where ready-made jobs have the name of their experiment
-_READY_MADE = "gpufleet.job.experiments:CONFIGS"  # the one place by which they are found
+COMMAND = "command"  # in run.json, where a ready-made job has its experiment's name
+_READY_MADE = "gpufleet.job.experiments:CONFIGS"  # the only reference to them
 
 
 class Kinds(Mapping[str, type[JobConfig]]):
-    """The config of each kind, by its name. Imported when it is asked for: a bill is of one kind."""
+    """The config of each kind, by its name. A config is imported when it is asked for, because a bill has one kind."""
 
     def __init__(self, places: Mapping[str, str]) -> None:
         self.places = places
@@ -38,7 +38,7 @@ class Kinds(Mapping[str, type[JobConfig]]):
 
 
 def _ready_made() -> Mapping[str, str]:
-    """Where the config of each ready-made job is, by its name; without their folder there are none."""
+    """The place of each ready-made job's config, by its name; empty without their folder."""
     try:
         places: Mapping[str, str] = named(_READY_MADE)
     except ModuleNotFoundError as error:
@@ -49,12 +49,12 @@ def _ready_made() -> Mapping[str, str]:
 
 
 EXPERIMENTS = Kinds(_ready_made())
-KINDS = Kinds({**EXPERIMENTS.places, COMMAND: "gpufleet.job.kind.command:CommandConfig"})  # as run.json names them
+KINDS = Kinds({**EXPERIMENTS.places, COMMAND: "gpufleet.job.kind.command:CommandConfig"})  # by their names in run.json
 
 
 def from_json(experiment: str, tree: dict[str, Any]) -> JobConfig:
     """The typed config of `run.json`'s job.parameters. Raises ValueError naming an unknown experiment, or every unknown
-    key and every value of another type or beyond its field's bounds, which are those that the loader checks.
+    key and every value of a wrong type or outside its field's bounds, which the loader checks too.
     """
     if experiment not in KINDS:
         raise ValueError(f"job.experiment: {experiment!r:.80} is not one of {', '.join(sorted(KINDS))}")

@@ -1,4 +1,4 @@
-"""What follows from a job's answers: how a batch is cut over ranks and micro-batches, and which cut fits a GPU."""
+"""Computes from a job's answers how a batch is split over ranks and micro-batches, and which split fits a GPU."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ def total_steps(config: JobConfig) -> int:
 
 
 def is_endless(config: JobConfig) -> bool:
-    """Whether nobody says how long it is: it trains until a limit."""
+    """Whether the job has no declared length: it trains until a limit."""
     last = config.phases()[-1]
     return last.counts == "seconds" and last.steps == ENDLESS_S
 
 
 def launched(config: JobConfig, ranks: int) -> int:
-    """Processes that the supervisor starts where `ranks` train: a program of the user's own is started by its host."""
+    """The processes that the supervisor starts for `ranks`: a user's own program is started by its host."""
     return 1 if config.processes == "own" else ranks
 
 
 def rows_per_rank(config: JobConfig, ranks: int) -> int:
-    """The rows that each rank takes in a step, the same number on every rank; 1 where nobody knows."""
+    """The rows of each rank in a step, the same for every rank; 1 if not known."""
     return -(-(config.rows() or 1) // ranks)
 
 
 def empty_rows(config: JobConfig, ranks: int) -> int:
-    """The empty rows of a step over all ranks, taken where its rows run out; none that anybody knows of without any."""
+    """The empty rows of a step over all ranks, which fill up the last ones; 0 if not known."""
     rows = config.rows()
     return 0 if rows is None else rows_per_rank(config, ranks) * ranks - rows
 
@@ -39,14 +39,14 @@ def micro_batches(config: JobConfig, rung: Rung, ranks: int) -> int:
 
 
 def peak_gb(config: JobConfig, phase_index: int, rung: Rung, ranks: int = 1) -> float:
-    """What a GPU must have for a phase: the predicted peak, 0 where nobody knows, and the reserve."""
+    """The memory that a GPU needs for a phase: the predicted peak (0 if not known) and the reserve."""
     memory = config.memory(phase_index, rung, ranks)
     return (0.0 if memory is None else memory.total_gb) + DEVICE_RESERVE_GB
 
 
 @remembered
 def choose_rung(config: JobConfig, gpu_memory_gb: float, phase_index: int | None = None, ranks: int = 1) -> Rung | None:
-    """The highest rung predicted to fit (in every phase when `phase_index` is None). None: nothing fits."""
+    """The highest rung predicted to fit (in every phase when `phase_index` is None). None if nothing fits."""
     chosen = range(len(config.phases())) if phase_index is None else (phase_index,)
     for rung in config.ladder(ranks):
         if all(peak_gb(config, index, rung, ranks) <= gpu_memory_gb for index in chosen):
@@ -55,8 +55,8 @@ def choose_rung(config: JobConfig, gpu_memory_gb: float, phase_index: int | None
 
 
 def lower_rung(config: JobConfig, rung: Rung, phase_index: int, ranks: int = 1) -> Rung | None:
-    """Where to go after a real out-of-memory: the next rung that is predicted to need less, so that a cut which starts
-    to accumulate, and therefore keeps gradients beside activations, is passed over. None: the end.
+    """The rung after a real out-of-memory: the next one predicted to need less, so that it skips a split that starts to
+    accumulate, and therefore keeps gradients beside activations. None if there is none.
     """
     rungs = config.ladder(ranks)
     now = peak_gb(config, phase_index, rung, ranks)

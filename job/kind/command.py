@@ -1,8 +1,8 @@
-"""command: a training script of the user's own, in any container image, under the same promises as the ready-made jobs.
+"""command: a user's own training script, in any container image, under the same promises as the ready-made jobs.
 
-Nothing of the script is known but what the file says of it: how it is started, what one of its checkpoints is, how it
-tells its step. One phase; no shapes, no FLOP: its speed is measured or declared, its memory declared or not predicted.
-What a format fills in stands in FORMATS, with what its framework does (docs/own-training.md).
+Only the file tells what the script is: how it is started, what one of its checkpoints is, how it reports its step. It
+has one phase and no shapes or FLOP: its speed is measured or declared, its memory declared or not predicted. FORMATS
+has what each format fills in, with what its framework does (docs/own-training.md).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gpufleet.job.kind.common import (
 from gpufleet.job.kind.job import JobConfig, Probed, Processes, changed
 
 PHASE = "train"
-PROBE_SAVE_S = 600.0  # of a probe beyond its steps, for the command to save by itself
+PROBE_SAVE_S = 600.0  # how long a probe waits after its steps for the command to save by itself
 STEP, EPOCH, RANK = "{step}", "{epoch}", "{rank}"
 MINUTE_MS = 60_000.0
 GPUS_NAMED = re.compile(r"(?P<gpus>[1-9][0-9]{0,2}) ?x ?(?P<gpu>\S.*)")
@@ -49,15 +49,15 @@ Signal = Literal["TERM", "INT", "USR1", "USR2"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """What a framework's checkpoints and output look like. Read in the frameworks' sources, 2026-11."""
+    """What a framework's checkpoints and output look like. Taken from the frameworks' sources, 2026-11."""
 
     each: tuple[str, ...] = ()  # names of one checkpoint below {checkpoints}; a folder ends in /
-    complete: str = ""  # a file of it that is written last
+    complete: str = ""  # the file that is written last
     unless: str = ""  # a file whose presence means unfinished
     progress: tuple[str, ...] = ()  # regular expressions with the groups that Progress names
-    also: tuple[str, ...] = ()  # kept with each
-    is_sharded: bool = False  # each rank writes files of its own
-    of_rank: str = ""  # a regular expression for the names of files that only the rank reads which wrote them
+    also: tuple[str, ...] = ()  # kept with each checkpoint
+    is_sharded: bool = False  # whether each rank writes its own files
+    of_rank: str = ""  # a regular expression for names of files that only the writing rank reads
 
 
 FORMATS: dict[str, Format] = {
@@ -66,7 +66,7 @@ FORMATS: dict[str, Format] = {
         complete="trainer_state.json",  # rank 0 writes it after weights and optimizer
         unless="checkpoint-is-incomplete.txt",
         progress=(
-            r"^\s*\d+%\|[^|]*\| *(?P<step>\d+)/(?P<total>\d+) \[",  # the training's bar alone has no words before it
+            r"^\s*\d+%\|[^|]*\| *(?P<step>\d+)/(?P<total>\d+) \[",  # only the training's bar has no words before it
             r"'loss': '?(?P<loss>[\d.]+(e[+-]?\d+)?)",
             r"'eval_loss': '?(?P<val>[\d.]+)",
         ),
@@ -86,34 +86,34 @@ FORMATS: dict[str, Format] = {
         is_sharded=True,
         of_rank=r"optim_\d+_rank\d+\.pt",
     ),
-    # Rank 0 writes .metadata when all ranks have written theirs; a rank may read what another wrote.
+    # Rank 0 writes .metadata after all ranks wrote theirs; a rank may read another's files.
     "dcp": Format(each=("step-{step}/",), complete=".metadata", is_sharded=True),
     "deepspeed": Format(
         each=("global_step{step}/",),
         progress=(r"\[Rank 0\] step=(?P<step>\d+),",),
-        also=("latest",),  # names the newest
+        also=("latest",),  # it names the newest checkpoint
         is_sharded=True,
         of_rank=r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_.*\.pt",
     ),
     "file": Format(),
     "none": Format(),  # it saves nothing
 }
-COUNTED = re.compile(r"\{(step|epoch)(?::[0-9a-z]+)?\}")  # what counts in a checkpoint's names
+COUNTED = re.compile(r"\{(step|epoch)(?::[0-9a-z]+)?\}")  # the counts in a checkpoint's names
 GROUPS = ("step", "loss", "val", "step_ms", "total", "epoch", "batch", "batches")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resume:
-    """What the command gets where a checkpoint was restored, and nothing of it where none was."""
+    """What the command gets if a checkpoint was restored, and only then."""
 
     args: str = ""  # with {checkpoint}, {step} and {epoch}
     env: dict[str, str] | None = None
-    check: Literal["step", "none"] = "step"  # none: nobody looks whether it goes on from there
+    check: Literal["step", "none"] = "step"  # none: whether it resumes is not checked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Every:
-    """How often the command saves by itself: what a loss repeats."""
+    """How often the command saves by itself: a loss repeats at most that."""
 
     steps: int | None = bounded(None, 1, 100_000_000)
     minutes: float | None = bounded(None, 0.01, 10_000.0)
@@ -126,26 +126,26 @@ class CommandCheckpoint:
     nothing.
     """
 
-    WORDS: ClassVar[dict[str, dict[str, str]]] = {"none": {"format": "none"}}  # texts that stand for the section
+    WORDS: ClassVar[dict[str, dict[str, str]]] = {"none": {"format": "none"}}  # texts that stand for a whole section
 
     format: FormatName | None = None
     folder: str = "{checkpoints}"
     each: tuple[str, ...] = one_or_more()
     complete: str | None = None
     unless: str | None = None
-    rewritten: bool = False  # one file that is overwritten: its step comes from the progress
-    also: tuple[str, ...] = ()  # kept with each: a tokenizer, say
+    rewritten: bool = False  # one file that is overwritten: the progress gives its step
+    also: tuple[str, ...] = ()  # kept with each checkpoint: a tokenizer, for example
     every: Every = Every()
     size_gb: float | None = bounded(None, 0.0001, 10_000.0)
     same_gpus: bool = True  # what 8 GPUs wrote needs 8 again
-    keep_on_disk: int | None = bounded(None, 1, 10_000)  # of the command's own; None: it sees to that itself
+    keep_on_disk: int | None = bounded(None, 1, 10_000)  # of the command's own files; None: it removes them itself
     heartbeat_s: float = bounded(60.0, 0.5, 3600.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How the command tells its step: regular expressions on its output with the groups of GROUPS, or a file of JSON
-    lines.
+    """How the command reports its step: by regular expressions on its output with the groups in GROUPS, or by a file of
+    JSON lines.
     """
 
     format: FormatName | None = None
@@ -156,7 +156,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hours:
-    """p10, p50 and p90 of the work, as the user sees it."""
+    """p10, p50 and p90 of the work, as the user estimates it."""
 
     low: float = bounded(0.0, 0.0, 10_000.0)
     likely: float = bounded(0.0, 0.0, 10_000.0)
@@ -165,37 +165,37 @@ class Hours:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandWork:
-    """How long the command is: steps, or epochs, or hours, or nobody knows."""
+    """The command's length: steps, epochs, hours, or unknown."""
 
     steps: int | None = bounded(None, 1, 1_000_000_000)
     epochs: int | None = added_later(None, 1, 1_000_000)
-    steps_per_epoch: int | None = added_later(None, 1, 1_000_000_000)  # with it epochs are counted in steps
+    steps_per_epoch: int | None = added_later(None, 1, 1_000_000_000)  # with it, epochs are counted in steps
     # By GPU as the catalog names it, or by `8 x H100`; declared, not measured.
     step_ms: dict[str, float] | None = None
-    epoch_minutes: dict[str, float] | None = added_later(None)  # the same of an epoch
-    from_: Literal["own", "page"] = added_later("own")  # whose figure that is: the user's, or somebody's page
+    epoch_minutes: dict[str, float] | None = added_later(None)  # the same for an epoch
+    from_: Literal["own", "page"] = added_later("own")  # the figure's source: the user, or a web page
     hours: Hours | None = None
-    early: bool = False  # it may end by itself before its last step
+    early: bool = False  # whether it may end by itself before its last step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopRules:
-    """How the command is asked to leave."""
+    """How the command is asked to end."""
 
     signal: Signal = "TERM"
     saves: Literal["true", "false", "unknown"] = "unknown"  # on that signal
     grace_s: float = bounded(90.0, 0.1, 3600.0)
-    request: Signal | None = None  # saves and goes on
+    request: Signal | None = None  # the signal on which it saves and continues
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExitRules:
     """What the command's exit codes mean, beyond 0."""
 
-    fatal: tuple[int, ...] = ()  # no node can do better
-    again: tuple[int, ...] = ()  # another node may
-    restarts: int = bounded(2, 0, 100)  # in place, from the last whole checkpoint
-    hold_minutes: float = added_later(0.0, 0.0, 1440.0)  # that a node stays after a failure, for `gpufleet shell`
+    fatal: tuple[int, ...] = ()  # no node can succeed
+    again: tuple[int, ...] = ()  # another node may succeed
+    restarts: int = bounded(2, 0, 100)  # on the node, from the last whole checkpoint
+    hold_minutes: float = added_later(0.0, 0.0, 1440.0)  # how long a node stays after a failure, for `gpufleet shell`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,10 +211,10 @@ class CommandConfig(JobConfig):
     )  # fmt: skip
 
     command: str = ""  # for sh -ec
-    setup: str = ""  # once per node, before it
-    workdir: str = added_later("{code}")  # the folder that it starts in, below that of the code
+    setup: str = ""  # runs once per node, before it
+    workdir: str = added_later("{code}")  # the folder that it starts in, below the code's
     code: Code | None = None
-    registry: str | None = None  # ssm:/name of user:password, for an image that is private and not in ECR
+    registry: str | None = None  # ssm:/name of user:password, for a private image that is not in ECR
     resume: Resume = Resume()
     env: dict[str, str] | None = None
     secrets: dict[str, str] | None = None  # NAME: ssm:/name or secretsmanager:name
@@ -231,11 +231,11 @@ class CommandConfig(JobConfig):
     log: Log = Log()
 
     def __hash__(self) -> int:
-        return hash(repr(self))  # it holds maps, which have none of their own
+        return hash(repr(self))  # it holds maps, which cannot be hashed
 
     @property
     def format(self) -> Format:
-        """What the format fills in; nothing without one."""
+        """The declared format's texts; empty without one."""
         return FORMATS[self.checkpoint.format or "file"]
 
     @property
@@ -250,7 +250,7 @@ class CommandConfig(JobConfig):
 
     @property
     def unless(self) -> str:
-        """The file that says a checkpoint is unfinished; empty: there is none."""
+        """The file that marks a checkpoint as unfinished; empty: there is none."""
         return self.format.unless if self.checkpoint.unless is None else self.checkpoint.unless
 
     @property
@@ -262,7 +262,7 @@ class CommandConfig(JobConfig):
 
     @property
     def parts(self) -> NodeParts:  # type: ignore[override]
-        """Parts of a checkpoint: one of each node, but of a file that is overwritten only the leader's counts."""
+        """Which parts of a checkpoint nodes write: each its own, but of an overwritten file only the leader."""
         own = [re.sub(r"\\\{.*?\\\}|\\\*", "[^/]*", re.escape(each)) for each in self.names if RANK in each]
         of_rank = (self.format.of_rank, *(each + ".+" if each.endswith("/") else each for each in own))
         leaves = self.saves and not self.checkpoint.rewritten
@@ -275,7 +275,7 @@ class CommandConfig(JobConfig):
 
     @property
     def groups(self) -> frozenset[str]:
-        """The groups of its patterns, none of one that is no regular expression."""
+        """The groups in its patterns; a pattern that is no regular expression has none."""
         found: set[str] = set()
         for pattern in self.patterns:
             with suppress(re.error):
@@ -284,7 +284,7 @@ class CommandConfig(JobConfig):
 
     @property
     def steps(self) -> int | None:
-        """Steps of the whole run; None: they are not declared."""
+        """The steps of the whole run; None if not declared."""
         work = self.work
         if work.epochs is not None and work.steps_per_epoch is not None:
             return work.epochs * work.steps_per_epoch
@@ -292,7 +292,7 @@ class CommandConfig(JobConfig):
 
     @property
     def unit(self) -> Unit:
-        """What the run counts, in its bill, its metrics and its checkpoints: epochs where nothing counts steps."""
+        """The unit of the run's bill, metrics and checkpoints: epochs if nothing counts steps."""
         if self.steps is None and self.work.epochs is not None:
             return "epoch"
         says_epochs = "epoch" in self.groups and not self.groups & {"step", "batch"}
@@ -300,12 +300,12 @@ class CommandConfig(JobConfig):
 
     @property
     def total(self) -> int | None:
-        """How many of `unit` the whole run is; None: they are not declared."""
+        """The whole run in `unit`; None if not declared."""
         return self.steps if self.unit == "step" else self.work.epochs
 
     @property
     def stages(self) -> int:
-        """Trainings that the command runs one after another, as far as its text tells; 1 where it does not."""
+        """How many trainings the command runs one after another, as far as its text shows; else 1."""
         parts = re.split(r"&&|;|\n", self.command)
         scripts = [match[0] for each in parts if (match := TRAINING.search(each)) and not EVALUATION.search(match[0])]
         return max(1, len(scripts))
@@ -340,12 +340,12 @@ class CommandConfig(JobConfig):
 
     @property
     def counts_steps(self) -> bool:
-        """Whether `phases` counts what the command does, steps or epochs, not seconds."""
+        """Whether `phases` counts the command's steps or epochs, not seconds."""
         return self.total is not None
 
     @property
     def demands(self) -> Demands:  # type: ignore[override]
-        """What the command asks of a node. It may install with a set-up, or where its text says `install`."""
+        """What the command needs of a node. A set-up, or `install` in its text, means that it may install packages."""
         return Demands(
             apart=self._trains_apart(),
             like_nodes=self.checkpoint.same_gpus and self.gpus is None,
@@ -360,7 +360,7 @@ class CommandConfig(JobConfig):
         )
 
     def steps_between_saves(self) -> int | None:
-        """The interval between saves, in `unit`; None where it is not declared in one that can be counted."""
+        """The interval between saves, in `unit`; None if it is not declared in a countable unit."""
         every = self.checkpoint.every
         if self.unit == "epoch":
             return every.epochs
@@ -388,7 +388,7 @@ class CommandConfig(JobConfig):
 
     def save_interval_s(self, step_s: float) -> float:
         if not self.saves:
-            return ENDLESS_S  # a loss repeats all that there is
+            return ENDLESS_S  # a loss repeats everything
         every = self.checkpoint.every
         if every.minutes is not None:
             return every.minutes * 60
@@ -404,7 +404,7 @@ class CommandConfig(JobConfig):
         save_steps: int | None = None,
         saves_on_stop: bool = False,
     ) -> CommandConfig:
-        """The size measured goes before the one declared; the rest counts where nothing is declared."""
+        """A measured size wins over the declared one; the rest counts only if nothing is declared."""
         if hours:
             bought = Hours(low=hours, likely=hours, high=hours)
             return changed(self, work=replace(self.work, hours=bought)) if is_endless(self) else self
@@ -417,8 +417,8 @@ class CommandConfig(JobConfig):
         return changed(self, checkpoint=saved, stop=replace(self.stop, saves=saves))
 
     def probed(self, steps: int) -> Probed:
-        """Stopped, not shortened: it saves when it does, which is waited for unless a stop or a request makes it save,
-        and nobody waits once it has failed.
+        """A probe is stopped, not shortened: it waits for the command's own save, unless a stop or a request makes it
+        save, but not after a failure.
         """
         stop_at = min(steps, total_steps(self))
         log = replace(self.log, every=max(1, min(self.log.every, stop_at // LINES_PROBED)), tensorboard=False)
@@ -433,7 +433,7 @@ class CommandConfig(JobConfig):
         return in_gb(weights=self.memory_gb * GB, gradients=0, moments=0, activations=0, logits=0)
 
     def sizes(self) -> Sizes:
-        """A checkpoint as declared, and outputs as large as one."""
+        """A checkpoint as declared; outputs count as large as one."""
         held = round((self.checkpoint.size_gb or 0.0) * GB)
         return Sizes(
             checkpoints=(held,),
@@ -443,7 +443,7 @@ class CommandConfig(JobConfig):
             final_if_cut=(0,),
             dataset=0,
             staged_in_memory=False,  # snapshots go from disk to disk
-            results=False,  # its outputs are its own
+            results=False,  # it leaves only its own outputs
         )
 
     def rows(self) -> None:
@@ -453,7 +453,7 @@ class CommandConfig(JobConfig):
         return (Rung(micro=1),)
 
     def ranks(self, gpu_count: int, nodes: int = 1) -> int:
-        """GPUs that the command uses: as many as it is told, or all where something in it starts a process for each."""
+        """The GPUs that the command uses: those that it is told, or all if it starts a process for each."""
         several = any(word in self.command for word in LAUNCHERS) or any(
             each.counts and each.gpus and each.gpus > 1 for each in self._told_times()
         )
@@ -467,7 +467,7 @@ class CommandConfig(JobConfig):
         return self.stop.grace_s
 
     def problems(self) -> list[tuple[str, str]]:
-        """What no field's own range can say, as (path under job, sentence)."""
+        """Problems beyond a field's range, as (path under job, sentence)."""
         return list(self._problems())
 
     def _problems(self) -> Iterator[tuple[str, str]]:
@@ -603,7 +603,7 @@ class CommandConfig(JobConfig):
             )
 
     def _counts_batches(self, groups: frozenset[str]) -> bool:
-        """Whether epochs of the output can be told in steps."""
+        """Whether epochs in the output can be counted in steps."""
         return "epoch" in groups and ({"batch", "batches"} <= groups or self.work.steps_per_epoch is not None)
 
     def _environment_problems(self) -> Iterator[tuple[str, str]]:
@@ -663,17 +663,17 @@ class CommandConfig(JobConfig):
 
 
 def _leaves(folder: str) -> bool:
-    """Whether a folder, as seen from the code's, is none of the run's own."""
+    """Whether a folder, relative to the code's, is outside of the run's own."""
     return os.path.normpath(folder).startswith(("/", "../")) or os.path.normpath(folder) == ".."
 
 
-# A program of a command that trains, by its name, up to its script; and one that does something else.
+# A training program of a command, by its name, up to its script; and one that does something else.
 TRAINING = re.compile(
     r"\b(?:python[0-9.]*|torchrun|accelerate\s+launch|deepspeed)\s(?:\S+\s+)*?\S*(?:\.py\b|(?<=-m\s)[\w.]+)|\byolo\b"
 )
 EVALUATION = re.compile(r"eval|test|valid|predict|infer|generat|export|convert|merge|prepare|preprocess|download|data")
 
-# What scripts call these settings. A name counts with - for _ and in any case.
+# The names that scripts give these settings. Case, and - for _, do not matter.
 STEP_COUNTS = (
     "max_iters",
     "max_steps",
@@ -700,8 +700,8 @@ SAVE_INTERVALS = (
 
 
 def setting(command: str, names: Iterable[str]) -> re.Match[str] | None:
-    """The first of these settings that a command gives a whole number, as `--max_steps 5000` or `--max_iters=600`: all
-    of it, with the group `value`. None: it gives none.
+    """The first of these settings to which a command gives a whole number, as `--max_steps 5000` or `--max_iters=600`:
+    the whole match, with the group `value`. None without one.
     """
     found = (
         re.search(rf"(?<!\S)--{name.replace('_', '[-_]')}(?:=|\s+)(?P<value>[0-9]+)(?![\w.])", command, re.IGNORECASE)
@@ -718,7 +718,7 @@ KEY_LIKE = re.compile(r"\bhf_[A-Za-z0-9]{20,}|\bAKIA[A-Z0-9]{16}\b|\bgh[pousr]_[
 
 
 def without_keys(text: str) -> str:
-    """The text, to be shown: in the place of what looks like a key stands that it does."""
+    """The text for display, with whatever looks like a key replaced."""
     return KEY_LIKE.sub("(looks like a key)", text)
 
 
@@ -726,8 +726,8 @@ PLACEHOLDERS = (
     *("{code}", "{checkpoints}", "{outputs}", "{state}", "{inputs.NAME}", "{gpus}", "{run}"),
     *("{nodes}", "{node_rank}", "{ranks}", "{master}", "{port}"),
 )
-NODE_RANK = "GPUFLEET_NODE_RANK"  # contract/environment.py has it
-STATIC = "--nnodes {nodes} --node-rank {node_rank} --master-addr {master} --master-port {port}"  # torchrun's
+NODE_RANK = "GPUFLEET_NODE_RANK"  # as in contract/environment.py
+STATIC = "--nnodes {nodes} --node-rank {node_rank} --master-addr {master} --master-port {port}"  # torchrun's options
 ALONE = re.compile(r"(?<!\S)(--standalone\b|\S*(localhost|127\.0\.0\.1):0\b)")
 GIVES_RANKS = re.compile(r"(?<!\S)--rdzv[-_]backend[= ]+(?!static)\S+")
 INPUT = re.compile(r"(?<![{$])\{inputs\.([A-Za-z0-9_-]+)\}(?!\})")
@@ -738,8 +738,8 @@ PLACEHOLDER_NAMES = re.compile(
 
 
 def unknown_placeholders(text: str, *, extra: bool = False) -> str:
-    """The first {word} of a text that stands for nothing, or empty. `extra`: {checkpoint}, {step}, {epoch} are known.
-    Braces that hold no plain name (${HOME}, {1..3}, {"json": 1}) are the shell's.
+    """The first {word} of a text that is no placeholder, or empty. `extra`: {checkpoint}, {step}, {epoch} are known
+    too. Braces that hold no plain name (${HOME}, {1..3}, {"json": 1}) are the shell's.
     """
     for match in PLACEHOLDER.finditer(text):
         known = PLACEHOLDER_NAMES.fullmatch(match[1]) or (extra and match[1] in ("checkpoint", "step", "epoch"))
@@ -749,7 +749,7 @@ def unknown_placeholders(text: str, *, extra: bool = False) -> str:
 
 
 def filled(text: str, values: dict[str, str | int]) -> str:
-    """The text with its placeholders replaced, {step:06d} too, and {{ }} as braces. What stands for nothing stays."""
+    """The text with its placeholders replaced, {step:06d} too, and {{ }} as braces. Unknown placeholders stay."""
 
     def replaced(match: re.Match[str]) -> str:
         if match[0] in ("{{", "}}"):

@@ -1,5 +1,5 @@
-"""What kinds of job share: sections of parameters with their bounds, and the words in which a job says its work,
-memory and bytes. 1 GB = 1e9 bytes throughout.
+"""What kinds of job share: sections of parameters with their bounds, and the classes for a job's work, memory and
+bytes. 1 GB = 1e9 bytes throughout.
 
 A field's `metadata` holds its allowed values (`minimum`, `maximum`), so that the loader of the definition file and the
 job check the same bounds.
@@ -13,22 +13,22 @@ from dataclasses import dataclass, field
 from functools import lru_cache, wraps
 from typing import Any, Literal, TypeVar, cast
 
-Say = Callable[[str], None]  # one line for who watches
+Say = Callable[[str], None]  # gets one line for people
 GB = 1e9
 PART_BYTES = 64 * 1024 * 1024  # of an upload to S3: each part is a billed request
 DEVICE_RESERVE_GB = 1.0  # CUDA context, cuBLAS workspace, fragmentation: an estimate, on top of what torch allocates
-# Whose weights final/ holds: of the last phase's best evaluation, or those after the last step.
+# Which weights final/ holds: those of the last phase's best evaluation, or those after the last step.
 Deliver = Literal["best", "last"]
-EVALUATIONS_PROBED = 3  # per phase of a job that is shortened to be measured, where it evaluates at all
-LINES_PROBED = 10  # of metrics.jsonl per phase there, at least: each is one figure of the spread
-ENDLESS_S = 10 * 365 * 24 * 3600  # of a run that declares nothing: it trains until a limit
+EVALUATIONS_PROBED = 3  # per phase of a shortened job, if it evaluates at all
+LINES_PROBED = 10  # lines of metrics.jsonl per phase of a shortened job, at least: each is one sample
+ENDLESS_S = 10 * 365 * 24 * 3600  # for a run without a declared length: it trains until a limit
 F = TypeVar("F", bound=Callable[..., Any])
-_KEPT = 4096  # answers
+_KEPT = 4096  # cached answers
 
 
 def remembered(function: F) -> F:
-    """The function with its answers kept, for frozen parameters, which a comparison asks thousands of times: the same
-    object by its identity, as hashing parameters takes longer than finding the answer.
+    """The function with a cache for frozen parameters, which a comparison passes thousands of times: objects are found
+    by identity first, because hashing parameters takes longer than the lookup.
     """
     of_equal, kept = lru_cache(maxsize=_KEPT)(function), dict[tuple[Any, ...], tuple[Any, Any]]()
 
@@ -38,7 +38,7 @@ def remembered(function: F) -> F:
         if key not in kept:
             if len(kept) >= _KEPT:
                 kept.clear()
-            kept[key] = config, of_equal(config, *rest, **named)  # while it stands here its identity is no other's
+            kept[key] = config, of_equal(config, *rest, **named)  # while it is kept, no other object has its identity
         return kept[key][1]
 
     return cast(F, answer)
@@ -52,20 +52,20 @@ def bounded(default: Any, minimum: float | None = None, maximum: float | None = 
 def added_later(
     default: Any, minimum: float | None = None, maximum: float | None = None, *, version: str = "0.2.0"
 ) -> Any:
-    """A field that came with this version, with its range. A run that began before has its default: what tells runs
-    apart (infra/program/run_guard.py) leaves it out while it is that.
+    """A field that came with this version, with its range. An older run has its default: what tells runs apart
+    (infra/program/run_guard.py) leaves the field out while it has that value.
     """
     return field(default=default, metadata={"added": version, "minimum": minimum, "maximum": maximum})
 
 
 def one_or_more() -> Any:
-    """A field for a list of texts that a single one may stand for; empty by default."""
+    """A field for a list of texts, or a single text; empty by default."""
     return field(default=(), metadata={"one": True})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """Cadence is time, not steps. `heartbeat_s` is the supervisor's, here because both read this file."""
+    """When checkpoints are saved: by time, not steps. `heartbeat_s` is the supervisor's, here because both read it."""
 
     interval_s: float = bounded(300.0, 0.5, 86400.0)
     heartbeat_s: float = bounded(60.0, 0.5, 3600.0)
@@ -73,22 +73,23 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Log:
-    """Console and metrics.jsonl; TensorBoard scalars of the same keys when asked."""
+    """Console and metrics.jsonl; on request TensorBoard scalars with the same keys."""
 
-    every: int = bounded(10, 1, 1_000_000)  # steps
+    every: int = bounded(10, 1, 1_000_000)  # in steps
     tensorboard: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guard:
-    """When a run counts as lost (NaN and infinity always are), and how often it then goes on from before."""
+    """When a run counts as diverged (NaN and infinity always do), and how often it then resumes from before."""
 
-    divergence: bool = True  # False: a loss that rises and stays up is nobody's business
-    rise: float = bounded(1.0, 0.001, 1000.0)  # nats above the lowest upper tenth that `window` logged losses had
+    divergence: bool = True  # False: a loss that rises and stays high has no consequence
+    # nats above the lowest upper decile among windows of `window` logged losses
+    rise: float = bounded(1.0, 0.001, 1000.0)
     window: int = bounded(50, 10, 10_000)  # logged losses
-    in_a_row: int = bounded(10, 2, 10_000)  # logged losses that high, then the validation loss is asked
-    retries: int = bounded(2, 0, 100)  # from the last good checkpoint, before the run ends as failed
-    lr_factor: float = bounded(0.5, 0.01, 1.0)  # of every rate, at each retry
+    in_a_row: int = bounded(10, 2, 10_000)  # so many high logged losses in a row start an evaluation
+    retries: int = bounded(2, 0, 100)  # resumes from the last good checkpoint before the run fails
+    lr_factor: float = bounded(0.5, 0.01, 1.0)  # multiplies every rate at each retry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,10 +101,10 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Code:
-    """The folder of the user's repository that is shipped, as a hashed archive."""
+    """The folder of the user's repository to ship as a hashed archive."""
 
     folder: str = "."
-    exclude: tuple[str, ...] = ()  # patterns beside what git ignores
+    exclude: tuple[str, ...] = ()  # patterns in addition to git's ignored files
     max_mib: int = bounded(200, 1, 5000)
 
 
@@ -111,14 +112,14 @@ class Code:
 class PhaseSize:
     """One phase in numbers. `flops_per_token` is useful work of training: forward and backward, no recompute.
 
-    Work beside the optimizer steps: `evaluations` of `evaluation_tokens` each and `forward_tokens` once, forward only;
-    `decode_steps` tokens generated one after another in each of `decode_sequences`, which the ranks share and of which
-    one takes `decode_at_once` side by side; `cpu_core_s` spread over the node's vCPUs, `gpu_s` over `workers`: where
-    nobody says how many, as many as the node has GPUs.
+    Work besides the optimizer steps: `evaluations` of `evaluation_tokens` each and `forward_tokens` once, forward only;
+    `decode_steps` tokens generated one after another in each of `decode_sequences`, which the ranks share, each rank
+    `decode_at_once` at a time; `cpu_core_s` spread over the node's vCPUs, `gpu_s` over `workers` (0: as many as the
+    node has GPUs).
     """
 
     name: str
-    kind: str = ""  # whose speeds tell of its own: from scratch, all weights, adapter, mixture; empty: none of them
+    kind: str = ""  # the kind of training whose speeds apply: from scratch, all weights, adapter, mixture; empty: none
     params_total: int
     params_active: int
     params_trained: int  # with gradients and moments
@@ -129,38 +130,38 @@ class PhaseSize:
     evaluations: int = 0
     evaluation_tokens: int = 0
     forward_tokens: int = 0
-    forward_share: float = 1 / 3  # of flops_per_token: what a token costs that is only passed forward
+    forward_share: float = 1 / 3  # share of flops_per_token for a token that only passes forward
     decode_steps: int = 0
     decode_sequences: int = 1
     decode_at_once: int = 1
     cpu_core_s: float = 0.0
     gpu_s: float = 0.0
     workers: int | None = None
-    launch_ms: float = 0.0  # of the host, launching a step's kernels beside the GPU: a step takes the longer of both
-    micro_launch_ms: float = 0.0  # more of it for each micro-batch, where the node decides how many of these there are
-    row_host_ms: float = 0.0  # of the host for each row that a rank takes: what nobody has prepared
-    slower: float = 1.0  # times as long as work of its kind, with a setting off that makes it faster
-    growth_s: float = 0.0  # before its first step: a model that changes shape there is made and checked
-    sharded: bool = False  # trained state cut over the ranks (FSDP2), else a copy on each
-    gathered_bytes: int = 0  # of weights that each micro-batch brings together from the ranks that they are cut over
-    attention: Literal["causal", "full"] | None = "causal"  # as flops_per_token counts it; None: there is none
-    counts: Literal["steps", "epochs", "seconds"] = "steps"  # seconds: of a run whose steps nobody knows, each a second
-    validation: str | None = "val"  # what its validation figure, lower is better, is called; None: nothing is held out
+    launch_ms: float = 0.0  # host time to launch a step's kernels, beside the GPU: a step takes the longer of both
+    micro_launch_ms: float = 0.0  # the same per micro-batch, if the node decides their number
+    row_host_ms: float = 0.0  # host time per row of a rank: preparation at run time
+    slower: float = 1.0  # factor on the time of its kind of work if a setting that speeds it up is off
+    growth_s: float = 0.0  # before its first step: making and checking a model that changes shape
+    sharded: bool = False  # trained state split over the ranks (FSDP2), else a copy on each
+    gathered_bytes: int = 0  # bytes of split weights that each micro-batch gathers from the ranks
+    attention: Literal["causal", "full"] | None = "causal"  # as counted in flops_per_token; None: there is none
+    counts: Literal["steps", "epochs", "seconds"] = "steps"  # seconds: for a run of unknown steps, one second each
+    validation: str | None = "val"  # the name of its validation figure, lower is better; None: no data are held out
     may_stop_early: bool = False  # by itself, before its last step
     waits_for_saves: bool = False  # training stands still until a save is written
 
     def evaluation_s(self, step_s: float) -> float:
-        """Seconds of one evaluation, where a step takes `step_s`."""
+        """Seconds of one evaluation, if a step takes `step_s`."""
         return step_s / self.tokens_per_step * self.forward_share * self.evaluation_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes one GPU holds, in GB. `total_gb` is the peak, not the sum: without accumulation the gradients appear in
-    backward while the activations go, so the two share room; with accumulation all of them are live at once.
+    """Bytes one GPU holds, in GB. `total_gb` is the peak, not the sum: without accumulation gradients appear in
+    backward while activations go, so the two share room; with accumulation all of them exist at once.
     """
 
-    weights_gb: float  # master weights, and their copy in the compute dtype where that differs
+    weights_gb: float  # master weights, and their copy if the compute dtype differs
     gradients_gb: float
     moments_gb: float
     activations_gb: float
@@ -170,26 +171,26 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Bytes that a job reads and leaves. By phase: one entry for each, in order."""
+    """Bytes that a job reads and leaves. By phase means one entry for each, in order."""
 
     checkpoints: tuple[int, ...]  # by phase: trained weights and their moments, over all ranks
-    phase_ends: tuple[int, ...]  # by phase: the checkpoint at its end, whose moments nobody needs any more
-    exports: dict[str, int]  # weights-only files kept beside the checkpoints, in order
-    final: dict[str, int]  # what a run is for and `gpufleet results` brings, in the order it is written
-    final_if_cut: tuple[int, ...]  # by phase: final/ where a limit ends the run in it
-    dataset: int  # of the prepared dataset, estimated before there is one
-    base_weights: int = 0  # that a node stages before the first step
-    staged_in_memory: bool = True  # the host holds a checkpoint in memory while it is written
-    results: bool = True  # a finished run leaves results.json
+    phase_ends: tuple[int, ...]  # by phase: the checkpoint at its end, without moments, which nothing needs any more
+    exports: dict[str, int]  # weights-only files beside the checkpoints, in order
+    final: dict[str, int]  # the run's product, which `gpufleet results` downloads, in the order of writing
+    final_if_cut: tuple[int, ...]  # by phase: final/ if a limit ends the run in it
+    dataset: int  # of the prepared dataset, estimated before it exists
+    base_weights: int = 0  # that a node downloads before the first step
+    staged_in_memory: bool = True  # whether the host keeps a checkpoint in memory while it is written
+    results: bool = True  # whether a finished run leaves results.json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rung:
-    """One way to cut the global batch: micro-batches of `micro` per rank and forward, the last one smaller if need be.
+    """One way to split the global batch: micro-batches of `micro` per rank and pass, the last one maybe smaller.
 
-    `micro` counts windows, packed rows or queries, whatever the experiment's batch is made of. With `checkpointing` a
-    block keeps the results of its products and makes the rest again in backward; with `products_too` it keeps its input
-    alone.
+    `micro` counts whatever the experiment's batch consists of: windows, packed rows or queries. With `checkpointing` a
+    block keeps the results of its products and recomputes the rest in backward; with `products_too` it keeps only its
+    input.
     """
 
     micro: int
@@ -199,63 +200,63 @@ class Rung:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demands:
-    """What a job asks of what is around it."""
+    """What a job needs of its surroundings."""
 
-    one_node: str = ""  # why several do not help it; empty: they do
-    apart: str = ""  # what to write where each of several nodes would train alone; empty: they train together
-    like_nodes: bool = False  # only a node with equally many GPUs resumes what one has saved
-    interval: bool = False  # nobody says how often it saves, which only matters where nodes are taken away
-    container_options: str = ""  # words for `docker run`; {app}: the job archive's folder
-    code: Code | None = None  # the user's, that a node gets beside gpufleet's own
-    installs: bool = False  # it may put packages where it runs
+    one_node: str = ""  # why several nodes do not help; empty: they do
+    apart: str = ""  # what to write if each of several nodes would train alone; empty: they train together
+    like_nodes: bool = False  # only a node with as many GPUs can resume its checkpoints
+    interval: bool = False  # the interval between saves is unknown, which matters only if nodes are interrupted
+    container_options: str = ""  # options for `docker run`; {app}: the job archive's folder
+    code: Code | None = None  # the user's code, which a node gets beside gpufleet's own
+    installs: bool = False  # it may install packages where it runs
     inputs: tuple[tuple[str, str], ...] = ()  # entries of storage.inputs that it uses, as (path of the key, name)
-    # What a node may read of Parameter Store (ssm:/name) and Secrets Manager (secretsmanager:name), by what the
-    # parameters call it; and where user:password for the image's registry are kept.
+    # What a node may read of Parameter Store (ssm:/name) and Secrets Manager (secretsmanager:name), by the parameters'
+    # name for it; and the place of user:password for the image's registry.
     secrets: Mapping[str, str] = field(default_factory=dict)
     login: str | None = None
-    node_role: bool = False  # the job itself may do what its node may
-    held_minutes: float = 0.0  # that a node stays after its run has failed
+    node_role: bool = False  # the job itself has its node's rights
+    held_minutes: float = 0.0  # how long a node stays after its run has failed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToldTime:
-    """How long a step, or an epoch, takes on a GPU."""
+    """How long a step, or an epoch, takes on a GPU, as declared."""
 
-    section: str  # the path of the section that says it, and its key there
+    section: str  # the path of the section that declares it, and its key there
     key: str
     gpu: str
-    gpus: int | None  # None: not said
+    gpus: int | None  # None: not declared
     ms: float
-    counts: bool  # it is of what the run counts
+    counts: bool  # whether it is in the run's unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToldSpeed:
-    """How long a step takes where the parameters say it."""
+    """How long a step takes, if the parameters declare it."""
 
-    key: str  # the path of the section in which they say it
+    key: str  # the path of the section that declares it
     times: tuple[ToldTime, ...] = ()
-    from_page: bool = False  # somebody's page has them, not the user
-    hours: tuple[float, float, float] | None = None  # p10, p50 and p90 of the whole work; None: they are not said
+    from_page: bool = False  # from a web page, not from the user
+    hours: tuple[float, float, float] | None = None  # p10, p50 and p90 of the whole work; None: not declared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeParts:
-    """What each of several nodes has of a checkpoint, beside the leader, which has all that it writes."""
+    """What the nodes besides the leader have of a checkpoint; the leader has all that it writes."""
 
     reads: bool = False  # each needs it on its own disk
     leaves: bool = False  # each writes a part of it to its own disk
-    of_rank: tuple[str, ...] = ()  # regular expressions for names of files that only the rank reads which wrote them
+    of_rank: tuple[str, ...] = ()  # regular expressions for names of files that only the writing rank reads
 
     def is_of_rank(self, name: str) -> bool:
-        """Whether a file of a checkpoint is read by that rank alone which has written it."""
+        """Whether only the rank that wrote this file of a checkpoint reads it."""
         return any(re.search(f"(^|/)({pattern})$", name) for pattern in self.of_rank)
 
 
 def in_gb(
     *, weights: float, gradients: float, moments: float, activations: float, logits: float, peak: float | None = None
 ) -> Memory:
-    """Bytes, which are all alive at the peak unless that is given."""
+    """Memory from bytes, which all exist at the peak unless that is given."""
     return Memory(
         weights_gb=weights / GB,
         gradients_gb=gradients / GB,
@@ -267,6 +268,6 @@ def in_gb(
 
 
 def processes(device: str, gpus: int | None, gpu_count: int, most: int) -> int:
-    """Processes: one per GPU used; on a CPU as many as asked for; never more than there are pieces of a batch."""
+    """The number of processes: one per GPU used; on a CPU as many as asked for; at most `most`."""
     wanted = (gpus or 1) if device == "cpu" else min(gpus or gpu_count, gpu_count)
     return max(1, min(wanted, most))

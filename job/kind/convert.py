@@ -1,7 +1,7 @@
-"""From text to the dataclasses of a definition or of a kind of job: what a field may hold, and the words for it.
+"""Turns text into the dataclasses of a definition or of a kind of job: the values that a field may hold.
 
-A field's rule is its metadata (`minimum`, `maximum`) or a `Rule`. JSON is read here; infra.definition.schema
-reads YAML, where all is text with a line, by the same rules and in the same words.
+A field's rule is its metadata (`minimum`, `maximum`) or a `Rule`. This module reads JSON; infra.definition.schema reads
+YAML, where every value is text with a line, by the same rules and in the same words.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """What one key may hold beyond its type: a closed range in `unit`, a pattern in words, or so many items."""
+    """The allowed values of a key beyond its type: a closed range in `unit`, a pattern, or a number of items."""
 
     minimum: float | None = None
     maximum: float | None = None
     unit: str = ""
     pattern: str = ""
     allowed: str = ""  # the pattern in words
-    hint: str | Callable[[str], str] = ""  # what to do when it does not match; made from the text that was written
+    hint: str | Callable[[str], str] = ""  # what to do if it does not match; made from the text as written
     most: int | None = None  # items of a list or section
-    one: bool = False  # a single text stands for a list of it
-    moment: bool = False  # of a time: no span such as `in 10 h`
+    one: bool = False  # a single text counts as a list of one
+    moment: bool = False  # for a time: no span such as `in 10 h`
 
     def includes(self, value: float | Decimal) -> bool:
         """Whether the value is within the range."""
@@ -41,24 +41,24 @@ class Rule:
 
 
 def key_of(name: str) -> str:
-    """What a definition file calls the field: `from`, which Python keeps for itself, of `from_`."""
+    """The field's key in a definition file: `from` for `from_`, because Python keeps `from` for itself."""
     return name.rstrip("_")
 
 
 @functools.cache
 def hints(cls: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)  # slow, and asked again for every scenario
+    return typing.get_type_hints(cls)  # slow, and needed again for every scenario
 
 
 def unwrap(hint: Any) -> tuple[Any, bool]:
-    """The type without `| None`, and whether None is allowed. Of a deadline's two types the first, read by _time."""
+    """The type without `| None`, and whether None is allowed. For a deadline it is the first of its two types."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return next(arm for arm in typing.get_args(hint) if arm is not types.NoneType), True
     return hint, False
 
 
 def rule_of(spec: Field[Any]) -> Rule:
-    """What its field's metadata says."""
+    """The rule in a field's metadata."""
     of = spec.metadata
     return Rule(minimum=of.get("minimum"), maximum=of.get("maximum"), one=of.get("one", False))
 
@@ -89,8 +89,8 @@ def describe(hint: Any, rule: Rule) -> str:
 
 
 def from_json(cls: type[T], tree: Any, path: str, default: T) -> T:
-    """The dataclass that JSON holds at `path`; what `tree` does not name is as in `default`. Raises ValueError naming
-    every unknown key and every value that is not allowed.
+    """The dataclass in the JSON at `path`; keys missing from `tree` are as in `default`. Raises ValueError naming every
+    unknown key and every value that is not allowed.
     """
     problems: list[str] = []
     found: T = _build(cls, tree, path, problems, default)
@@ -116,7 +116,7 @@ def _build(cls: type[Any], tree: Any, path: str, problems: list[str], default: A
 
 
 def _value(hint: Any, value: Any, path: str, rule: Rule, problems: list[str], default: Any = None) -> Any:
-    """The typed value; where it is not allowed, a problem, and what was given."""
+    """The typed value; for a value that is not allowed, adds a problem and returns the value as it is."""
     inner, optional = unwrap(hint)
     if value is None and optional:
         return None
@@ -128,7 +128,7 @@ def _value(hint: Any, value: Any, path: str, rule: Rule, problems: list[str], de
     if typing.get_origin(inner) is dict and isinstance(value, dict):
         arm = typing.get_args(inner)[1]
         return {key: _value(arm, item, f"{path}.{key}", rule, problems) for key, item in value.items()}
-    if inner is float and type(value) is int and abs(value) < 2**53:  # larger ones are refused as what they are
+    if inner is float and type(value) is int and abs(value) < 2**53:  # larger ones are refused as integers
         value = float(value)
     if not _is_allowed(inner, value, rule):
         problems.append(f"{path}: {value!r:.80} is not {describe(inner, rule)}")

@@ -1,6 +1,4 @@
-"""The data that a kind of job trains on, as whoever prepares and declares a run asks for it. Nothing of it is asked on
-a node.
-"""
+"""The data that a kind of job trains on, for the commands that prepare and declare a run. Nodes do not use it."""
 
 from __future__ import annotations
 
@@ -17,38 +15,38 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """What `gpufleet prepare` was given beside the definition."""
+    """Arguments of `gpufleet prepare` besides the definition."""
 
-    text: Path | None = None  # in place of data.source
+    text: Path | None = None  # instead of data.source
     tokenizer: Path | None = None
     weights: Path | None = None  # the folder of base weights
     say: Say = lambda line: None
 
 
 class Dataset(ABC, Generic[C]):
-    """The dataset of one kind of job, and the base weights beside it, for the parameters `config`."""
+    """The dataset of one kind of job, and its base weights, for the parameters `config`."""
 
     takes_tokenizer: ClassVar[bool] = True
-    generated: str = ""  # the data.source that is made, not fetched or the user's
+    generated: str = ""  # the data.source that is generated, neither downloaded nor the user's
 
     def __init__(self, config: C) -> None:
         self.config = config
 
     @abstractmethod
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        """The dataset in `folder`, made now from the text given or data.source, or found there. Raises ValueError."""
+        """The dataset in `folder`, made now from the given text or data.source, or found there. Raises ValueError."""
 
     @abstractmethod
     def accept(self, folder: Path, given: Given) -> DatasetManifest:
-        """The dataset that is in `folder`, every file of it checked, and says what it is. Raises ValueError."""
+        """Checks every file of the dataset in `folder`, and prints what it is. Raises ValueError."""
 
     def is_own(self, made_from: str) -> bool:
-        """Whether a dataset whose manifest says `made_from` is of a file of the user's, which is not named again."""
+        """Whether a dataset whose manifest has this `made_from` comes from a user's file, which is not named again."""
         return True
 
     def argument(self, *, own: bool = False) -> str:
-        """What `gpufleet prepare` takes beside the stack, where the source, or the data at hand (`own`), is a file of
-        the user's; empty: nothing.
+        """A further argument of `gpufleet prepare` if the source, or the data at hand (`own`), is a user's file; or
+        empty.
         """
         return ""
 
@@ -59,27 +57,25 @@ class Dataset(ABC, Generic[C]):
         return ""
 
     def check(self, folder: Path, say: Say) -> None:
-        """Warns of a prepared dataset. Raises ValueError for one that leaves nothing to learn."""
+        """Warns of a prepared dataset. Raises ValueError if it leaves nothing to learn."""
 
     def read_by_steps(self, manifest: DatasetManifest) -> tuple[int, str, str] | None:
-        """For a run whose length is given in steps: the units it trains on, what a unit is, and the setting. None: its
-        length is given in epochs.
-        """
+        """For a run with its length in steps: number of units, what a unit is, and the setting. None for epochs."""
         return None
 
     def weights_differ(self, folder: Path) -> str:
-        """What base weights in `folder` have against the parameters, as a phrase to put after their name; or empty."""
+        """How base weights in `folder` contradict the parameters, as a phrase to put after their name; or empty."""
         return ""
 
     def check_weights(self, folder: Path, say: Say) -> None:
-        """Raises ValueError where a node could not read the base weights in `folder`, or would refuse them."""
+        """Raises ValueError if a node could not read the base weights in `folder`, or would refuse them."""
 
     def list_weights(self, folder: Path, say: Say) -> None:
-        """Writes weights.json into `folder`, and says what is in it. Raises ValueError."""
+        """Writes weights.json into `folder`, and prints its content. Raises ValueError."""
 
 
 class NoDataset(Dataset[C]):
-    """What is asked of a job whose inputs are taken as they are."""
+    """The answers of a job whose inputs are taken as they are."""
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
         raise ValueError("a command's inputs are not prepared: storage.inputs names them as they are")

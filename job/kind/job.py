@@ -1,8 +1,8 @@
-"""One kind of job before it runs: what its parameters are, and all that follows from them. Pure: no torch, no AWS.
+"""One kind of job before it runs: its parameters, and everything that follows from them. No torch, no AWS.
 
 A kind is a frozen dataclass with the base `JobConfig`, whose three parts are the questions that it answers: what work
-it is, what data it needs, how it saves. What follows from these answers alone is computed in `batch`. Speed is not
-decided here: throughput comes from a peak and an efficiency, or from a calibration, and those belong to the bill.
+it is, what data it needs, how it saves. `batch` computes what follows from these answers alone. Speed is not decided
+here: the bill computes it from a peak and an efficiency, or from a calibration.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ Self = TypeVar("Self", bound="Workload")
 
 
 def named(place: str) -> Any:
-    """What `place`, module:name, stands for, imported now."""
+    """The object that `place`, module:name, names; imports the module."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 
 
 class Probed(NamedTuple):
-    """What a probe runs in place of a job."""
+    """What a probe runs instead of a job."""
 
     config: JobConfig
-    stop_at: int | None = None  # the step after which it is stopped; None: it ends by itself
-    save_wait_s: float = 0.0  # how long to wait then for a save that nobody can ask for
+    stop_at: int | None = None  # the step at which it is stopped; None: it ends by itself
+    save_wait_s: float = 0.0  # how long to wait for a save that cannot be requested
 
 
 class Alternative(NamedTuple):
-    """Parameters under which the same data give as good a result."""
+    """Parameters that give an equally good result with the same data."""
 
-    setting: str  # what asks for them: `batch.tokens 131,072`
+    setting: str  # the setting that asks for them: `batch.tokens 131,072`
     config: JobConfig
-    narrower: bool = False  # the same batch with a state of half the bytes; else a larger batch, in fewer steps
+    narrower: bool = False  # the same batch with half the bytes of state; else a larger batch, in fewer steps
 
 
 class Workload(ABC):
@@ -50,32 +50,32 @@ class Workload(ABC):
     __slots__ = ()
 
     device: Literal["cuda", "cpu"]
-    gpus: int | None = None  # of the node; None: all of them
+    gpus: int | None = None  # GPUs of the node; None: all of them
     log: Log
 
     path: ClassVar[str] = "job.parameters"  # where a definition has the parameters
-    module: ClassVar[str]  # of the trainer's process: `python -m MODULE WORKDIR`
-    # One, wherever it runs; one per GPU, which gpufleet starts; or the user's own program, which a host of ours starts.
+    module: ClassVar[str]  # the trainer's module: `python -m MODULE WORKDIR`
+    # One, on any device; one per GPU, which gpufleet starts; or the user's own program, which gpufleet's host starts.
     processes: ClassVar[Processes] = "one"
     demands: ClassVar[Demands] = Demands()
-    # Settings of its own that leave the time of a step, an evaluation or a save as it is (SPEED_LEFT has the others').
+    # Its own settings that do not change the time of a step, an evaluation or a save (besides SPEED_LEFT).
     leaves_speed: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def code_folders(cls) -> tuple[str, ...]:
-        """Folders of job/ whose own files decide how long a step takes; empty: the code that trains is the user's, and
-        a measurement of other code counts, with a word about it.
+        """The folders of job/ whose files decide how long a step takes; empty: the user's code does, and a measurement
+        of other code still counts, with a warning.
         """
         return ()
 
     @abstractmethod
     def phases(self) -> tuple[PhaseSize, ...]:
-        """Every phase in order. The last one may have no optimizer steps: what is done after training."""
+        """Every phase in order. The last one may have no optimizer steps, only work after training."""
 
     @abstractmethod
     def memory(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory | None:
-        """Predicted bytes on one GPU; None: nobody knows. Assumes that gradients are freed between optimizer steps, and
-        that every activation which eager autograd keeps is kept, but where compiled steps were seen to keep fewer
+        """Predicted bytes on one GPU; None: not known. Assumes that gradients are freed between optimizer steps, and
+        that all activations of eager autograd are kept, except where compiled steps were seen to keep fewer
         (bench/results/gpu.md).
         """
 
@@ -85,19 +85,17 @@ class Workload(ABC):
 
     @abstractmethod
     def rows(self) -> int | None:
-        """The rows of a step over all ranks: windows, packed rows or queries, whatever a micro-batch counts. None:
-        nobody knows what a batch is.
-        """
+        """Rows of a step over all ranks: windows, packed rows or queries, as micro-batches count. None: not known."""
 
     @abstractmethod
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
-        """Ways to cut the batch, largest first, then activation checkpointing. The global batch, and with it the
-        result, never changes. A micro-batch set in the parameters starts it lower.
+        """Ways to split the batch, largest first, then activation checkpointing. The global batch, and with it the
+        result, never changes. A micro-batch in the parameters makes it start lower.
         """
 
     def ranks(self, gpu_count: int, nodes: int = 1) -> int:
-        """Processes on a node with `gpu_count` GPUs, one per GPU used; on a CPU run as many as the parameters ask for.
-        On several `nodes` as many on each, together never more than a step has rows.
+        """Processes on a node with `gpu_count` GPUs, one per GPU used; on a CPU as many as the parameters ask for. Each
+        of several `nodes` has as many, together never more than a step has rows.
         """
         if self.processes == "one":
             return 1
@@ -106,15 +104,15 @@ class Workload(ABC):
         return min(each * nodes, max(each, rows))
 
     def gpus_needed(self, there: int = 1) -> int:
-        """The GPUs without which a node that has `there` of them cannot run the job; of 1, the fewest that any can."""
+        """The least number of GPUs for the job on a node that has `there`; with 1, the least on any node."""
         return 1 if self.device == "cpu" else self.gpus or self.ranks(there)
 
     def products(self) -> str:
-        """What a GPU's matrix products are in: `bf16`, `fp32` or `tf32`."""
+        """The dtype of matrix products on a GPU: `bf16`, `fp32` or `tf32`."""
         return "fp32"
 
     def problems(self) -> list[tuple[str, str]]:
-        """What no field's own range can say, as (path under `path`, sentence)."""
+        """Problems beyond a field's range, as (path under `path`, sentence)."""
         return []
 
     def doubts(self, steps: int) -> Iterator[str]:
@@ -123,13 +121,13 @@ class Workload(ABC):
 
     @property
     def told_speed(self) -> ToldSpeed | None:
-        """How long a step takes, as the parameters say it. None: that follows from what its phases compute."""
+        """How long a step takes, as the parameters declare it. None if it follows from the work of its phases."""
         return None
 
     @abstractmethod
     def probed(self, steps: int) -> Probed:
-        """About `steps` optimizer steps of the same work, reaching every phase that has any, without saves that a clock
-        asks for. The whole job, to be stopped, where its data say how long it is.
+        """About `steps` optimizer steps of the same work, in every phase that has any, without timed saves. If its data
+        decide how long it is, the whole job, to be stopped.
         """
 
     def completed(
@@ -140,15 +138,13 @@ class Workload(ABC):
         save_steps: int | None = None,
         saves_on_stop: bool = False,
     ) -> Self:
-        """The parameters with what is known from elsewhere and they only declare, or do not say: `hours` of work; bytes
-        of a save, steps between two, whether a stop made one, as measured.
+        """The parameters, completed by what is known from elsewhere and they only declare, or omit: `hours` of work;
+        measured bytes of a save, steps between two, whether a stop made one.
         """
         return self
 
     def variants(self) -> Iterator[Alternative]:
-        """The smallest change first. None where the parameters say how many steps there are, or nobody knows what a
-        batch is.
-        """
+        """Alternatives, the smallest change first; none if the number of steps is given, or the batch is not known."""
         yield from ()
 
 
@@ -157,18 +153,16 @@ class DataNeeded:
 
     __slots__ = ()
 
-    dataset_kind: ClassVar[str] = ""  # of dataset.json; empty: it has none
+    dataset_kind: ClassVar[str] = ""  # its kind in dataset.json; empty: it has no dataset
     dataset_checks: ClassVar[Checks] = {}  # what dataset.json must say
 
     @property
     def dataset(self) -> Dataset[Any]:
-        """The data that it trains on, for who prepares it."""
+        """The data that it trains on, for `prepare`."""
         return NoDataset(self)
 
     def with_facts(self: Config, facts: Mapping[str, Any]) -> Config:  # type: ignore[misc]
-        """The parameters with the counts of the prepared dataset, from the facts of its manifest, in place of those
-        that they expect.
-        """
+        """The parameters with the prepared dataset's counts, from its manifest's facts, not the expected ones."""
         return self
 
 
@@ -189,12 +183,12 @@ class Saving(ABC):
 
     @property
     def saves(self) -> bool:
-        """Whether the job has checkpoints. Without any a loss repeats all of its work."""
+        """Whether the job has checkpoints. Without checkpoints a loss repeats all of its work."""
         return True
 
     @abstractmethod
     def save_interval_s(self, step_s: float) -> float:
-        """Between two timed checkpoints, in seconds, where a step takes `step_s`."""
+        """Seconds between two timed checkpoints, if a step takes `step_s`."""
 
     def steps_between_saves(self) -> int | None:
         """Steps from one save to the next; None when the job saves by the clock."""
@@ -207,28 +201,28 @@ class Saving(ABC):
 
     @property
     def grace_s(self) -> float:
-        """Seconds that it is given to save, beyond what the bill predicts of a save."""
+        """Seconds that it gets for a save, beyond the bill's prediction."""
         return 0.0
 
     @property
     def delivers_best(self) -> bool:
-        """Whether final/ is to hold the weights of the last phase's best evaluation, not those after the last step."""
+        """Whether final/ holds the weights of the last phase's best evaluation, not those after the last step."""
         return False
 
 
 class JobConfig(Workload, DataNeeded, Saving):
-    """The parameters of a job, as job.parameters of a definition and of run.json gives them."""
+    """A job's parameters, from job.parameters of a definition or of run.json."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
 def changed(config: Config, **sections: Any) -> Config:
-    """The parameters with other values."""
+    """The parameters with some values replaced."""
     return cast(Config, replace(cast(Any, config), **sections))
 
 
 def require(config: JobConfig) -> None:
-    """Raises ValueError with every problem, for who is about to build the model."""
+    """Raises ValueError with every problem; called before the model is built."""
     if found := config.problems():
         raise ValueError("; ".join(f"job.parameters.{path}: {text}" for path, text in found))

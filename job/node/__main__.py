@@ -1,8 +1,8 @@
-"""The attempt of one machine at the run, from boot to shutdown.
+"""One machine's attempt at the run, from boot to shutdown.
 
-The end is always: everything uploaded, done marker, fleet deleted, shutdown. Every other way out is a failed attempt:
-recorded, counted, and shut down too. Nothing here leaves a machine running: whatever else breaks, this process ends
-with another code than 0, and the script that started it deletes the fleet and shuts down.
+A run ends by these steps: upload everything, write the done marker, delete the fleet, shut down. Every other end is a
+failed attempt: recorded, counted, and shut down too. Nothing here leaves a machine running: whatever else breaks, this
+process ends with another code than 0, and the script that started it deletes the fleet and shuts down.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from gpufleet.job.node.settings import InstanceIdentity, Settings
 LOG_LINES = 200  # lines of a crashed job's log that go into the boot log
 OTHERS_S = 300  # seconds for a block's other nodes to end, once the run is over
 TIMER_STOP_S = 180  # seconds after which the timer gives up on a docker that hangs
-# `up` names its fleet in the bucket seconds after it has made it, `destroy` takes the name back before it deletes it.
+# `up` adds its fleet's id to the bucket seconds after the fleet exists, `destroy` removes it before the fleet.
 UNKNOWN_S, KNOWN_LOOK_S = 600, 120
 
 
@@ -88,8 +88,8 @@ class NodeRun:
         )
         self.manifest: str | None = None
         self.keys: list[str] = []
-        self.others: OtherNodes  # once its record begins
-        self.workdir: Path | None = None  # the job's, once it is there
+        self.others: OtherNodes  # set once its record begins
+        self.workdir: Path | None = None  # the job's folder, once it exists
         self.timer = threading.Thread(target=self._end_by_timer, name="timer", daemon=True)
         self.fired, self.ender, self._taking_over = threading.Event(), self.timer, threading.Lock()
         self.job: subprocess.Popen[bytes] | None = None
@@ -118,7 +118,7 @@ class NodeRun:
             self._crash("the node script stopped unexpectedly")
 
     def _attempt(self) -> int:
-        """Does everything up to the end of the job; the job's exit code."""
+        """Does everything up to the end of the job; returns the job's exit code."""
         self._leave_if_over()
         self._meet()
         if (self.folder / "booted").exists():
@@ -176,7 +176,7 @@ class NodeRun:
         if DONE in self.keys:
             self._ended = True
             if self._fetching is None:
-                self._fetch_run_file()  # what its fleet is
+                self._fetch_run_file()  # it tells the kind of fleet
             self._upload_log()
             self._stop_fleet()
             self._leave("the run was over before this boot")
@@ -207,7 +207,7 @@ class NodeRun:
         return False
 
     def _begin_record(self) -> None:
-        """Ends the run instead, where boots before this one led nowhere."""
+        """Records this boot; ends the run instead if the boots before this one made no progress."""
         here, market = self.machine, self.hand_over.market
         self.others = OtherNodes(Node(here.instance, here.type, here.zone, here.launched, capacity=market))
         if any(key.startswith(ATTEMPTS) for key in self.keys):
@@ -225,14 +225,14 @@ class NodeRun:
             self._crash("the attempt cannot be recorded")
 
     def _records(self) -> list[AttemptRecord] | None:
-        """The records of every boot, also of this one if it has a record. None: they cannot be read; then the attempt
+        """The records of all boots, including this one's if it exists. None if they cannot be read; then the attempt
         cannot be counted and must not be repeated.
         """
         folder = self.folder / ATTEMPTS
         return attempts.read(folder, _set_aside) if self.objects.get_folder(ATTEMPTS, folder) else None
 
     def _ask_others(self) -> bool:
-        """Whether AWS was asked when other nodes ended, which this one's record then tells to later ones."""
+        """Whether AWS told when other nodes ended; this node's record keeps it for later ones."""
         fleet = self._find_fleet() if self.others.doubtful else None
         if fleet is not None:
             now = self.clock()
@@ -242,11 +242,11 @@ class NodeRun:
         return fleet is not None
 
     def _means(self) -> Means:
-        """By the run config as it came: who trains may change the other copy."""
+        """What the run may still spend, by the config from AWS: the training process may change the other copy."""
         return self.others.means(terms.read(Fields(atomic.read_object(self.folder / RUN))))
 
     def _limit(self, workdir: Path) -> None:
-        """Sets timer and schedule by what the run may still spend. Where that is too little, it ends here."""
+        """Sets timer and schedule by what the run may still spend. Ends the run if that is too little."""
         over, limit = self.allowance.begin(self._means(), workdir)
 
         def recount() -> Means | None:
@@ -260,7 +260,7 @@ class NodeRun:
             self._end_run(limit, f"{max(left, 0):.0f} s were left for this boot")
 
     def _watch_notice(self) -> None:
-        """Watches for a notice until the job does: a boot that AWS interrupts is no failed attempt."""
+        """Watches for an interruption notice until the job does: a boot that AWS interrupts is no failed attempt."""
         while not self._job_looks:
             if self._noticed() and not self._job_looks:
                 self._record_exit(AttemptExit.INTERRUPTED, "interrupted")
@@ -291,7 +291,7 @@ class NodeRun:
             self._crash(f"{here} EFA devices are here where its launch template has {wanted}")
 
     def _pull(self) -> None:
-        """The image, or the two of a command: its own may be another registry's, as its definition says."""
+        """Pulls the image, or both images of a command: its own may come from another registry."""
         if self.settings.job_image:
             self._pull_image(self.settings.image)
         job = (atomic.read_object(self.folder / RUN) or {}).get("job") or {}
@@ -311,7 +311,7 @@ class NodeRun:
         self._crash("the image cannot be pulled", why=why)
 
     def _run_job(self, command: list[str]) -> int:
-        """Runs the job; its exit code, as in a shell."""
+        """Runs the job; returns its exit code as a shell does."""
         with (self.folder / "container.log").open("wb") as printed:
             self.job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT)
             code = self.job.wait()
@@ -342,14 +342,14 @@ class NodeRun:
         self._upload_log()
         if not self._mark_done(reason, detail):
             say("the done marker cannot be written")
-        if self._speaks():  # AWS may end this machine in what follows
+        if self._speaks():  # AWS may end this machine during the next steps
             self.notices.end(f"it is over: {reason}{detail and ', '}{detail}")
         self.hand_over.end()
         self._stop_fleet()
         self._leave(reason)
 
     def _stand_down(self) -> NoReturn:
-        """The run goes on on demand, and the fleet of this node is ended, if it is not yet."""
+        """Ends this spot node, because the run goes on on demand, and its fleet if it still exists."""
         self._ended = True
         self._upload_log()
         if (fleet := self._find_fleet()) is not None:
@@ -357,8 +357,8 @@ class NodeRun:
         self._leave("the run goes on on demand")
 
     def _crash(self, reason: str, code: int = AttemptExit.CRASHED, *, why: str = "") -> NoReturn:
-        """The fleet makes the next node, unless three in a row led nowhere. A block's makes none: it ends, so that the
-        next `up` launches all of its nodes again.
+        """Records a failed attempt; the fleet then makes the next node, unless three attempts in a row made no
+        progress. A block's fleet makes none: it ends, so that the next `up` launches all of its nodes again.
         """
         self._yield()
         self._ended = True
@@ -370,7 +370,7 @@ class NodeRun:
         self._upload_log()
         records = self._records() if self._record_exit(code, reason) and self._list() else None
         if records is None:
-            say("the attempt cannot be counted")  # of several the others go on, and find their own way out
+            say("the attempt cannot be counted")  # with several nodes the others go on, and come to their own end
         elif self._is_futile(boots := attempts.futile_boots(records, self.manifest)):
             self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress; the last: {reason}")
         ended = ""
@@ -403,9 +403,7 @@ class NodeRun:
         self._leave("interrupted")
 
     def _ask_again(self, name: str, pause_s: float) -> NoReturn:
-        """Asks for all nodes again when others were missing for too long: no node is billed until the fleet is to have
-        all of them again.
-        """
+        """Ends this node after others were missing for too long; a pause without bills follows, then all come again."""
         group, account = self.settings.schedule.partition("/")[0], self.machine.account
         machine = f"arn:aws:states:{self.settings.region}:{account}:stateMachine:{group}"
         begun = retry(
@@ -434,14 +432,14 @@ class NodeRun:
         os._exit(1)
 
     def _end_by_timer(self) -> None:
-        """Ends the run by this machine's own timer, whatever job and supervisor do."""
+        """Ends the run when this machine's own timer fires, whatever job and supervisor do."""
         while (left := self.allowance.timer_at - self.clock()) > 0:
             time.sleep(min(left, LOOK_S))
         self._take_over(lambda: self._end_run(ends.TIMER, f"{self.clock() - self.machine.launched:.0f} s after launch"))
 
     def _end_unless_known(self) -> None:
-        """Ends a fleet that no stack's state knows of: a killed `up` has made it, a `destroy` has lost it. S3's silence
-        says nothing of a fleet that was known; one that was not yet is given as long.
+        """Ends a fleet that no stack's state names, because `up` was killed after it made the fleet, or `destroy` lost
+        it. A fleet that was once named is not ended when S3 is silent; one that was never named gets the same time.
         """
         fleet, seen, since = self._find_fleet(), False, time.monotonic()
         while not self._ended:
@@ -464,7 +462,7 @@ class NodeRun:
         self._leave(why)
 
     def _take_over(self, end: Callable[[], NoReturn]) -> None:
-        """Stops the job, then ends; called in a thread, for which all others wait."""
+        """Stops the job, then runs `end`, in a thread for which all others wait."""
         with self._taking_over:
             self.ender = threading.current_thread()
             self._ended = True
@@ -484,7 +482,7 @@ class NodeRun:
             self.ender.join()
 
     def _terminated(self, *_: object) -> None:
-        if self.job is not None:  # its exit code decides
+        if self.job is not None:  # the job's exit code decides
             subprocess.Popen(container.stop(self.machine), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         elif not self._ended:
             self._ended = True
@@ -494,7 +492,7 @@ class NodeRun:
         return '"action"' in (self.metadata.get(NOTICE_PATH) or "")
 
     def _record(self, own: AttemptRecord) -> bool:
-        """Adds to this machine's record what it lacks. False: the bucket does not take it."""
+        """Adds missing fields to this machine's record. False if the bucket refuses it."""
         file = self.folder / "attempt.json"
         atomic.write_json(file, {**own.to_json(), **(atomic.read_object(file) or {})})
         return retry(3, lambda: self.objects.put(file, attempt_key(self.machine.instance)))
@@ -507,7 +505,7 @@ class NodeRun:
             return self._record(replace(self.record, exit=Exit(int(code), reason, self._noticed(), at)))
 
     def _mark_done(self, reason: str, detail: str) -> bool:
-        """done.json, unless the supervisor has said it, or has left what it could not say."""
+        """Writes done.json, unless the supervisor has written it, or left one here that it could not send."""
         if self._list() and DONE in self.keys:
             return True
         left = None if self.workdir is None else atomic.read_object(self.workdir / DONE)
@@ -520,7 +518,7 @@ class NodeRun:
         return not self._terms().is_gang or self._who_ended() in ("", self.machine.instance)
 
     def _who_ended(self) -> str:
-        """The node that has ended the run; empty: none, as far as that is known."""
+        """The node that ended the run; empty if none is known."""
         is_there = self.objects.get(DONE, self.folder / DONE)
         told = ends.read((self.folder / DONE).read_bytes()) if is_there else None
         return "" if told is None else told.instance
@@ -529,9 +527,9 @@ class NodeRun:
         retry(2, lambda: self.objects.put(self.folder / "boot.log", boot_log_key(self.machine.instance)))
 
     def _stop_fleet(self, *, alone: bool = False) -> None:
-        """A deleted fleet has no expiry that would end a machine which hangs while it shuts down: AWS ends this one
-        from outside. `alone`: not the run's other fleet. A block's fleet goes with all of its nodes, and launches
-        nothing: whoever has ended the run of several waits for the others, and deletes it.
+        """Deletes the fleet; a deleted fleet has no expiry that would end a machine which hangs in its shutdown, so AWS
+        also ends this one from outside. With `alone` the run's other fleet stays. Deleting a block's fleet ends all of
+        its nodes, and nothing replaces them: so the node that ended the run waits for the others before it deletes it.
         """
         fleet = next((found for _ in tries(3) if (found := self._find_fleet())), None)
         others = [] if alone else self.hand_over.others(fleet)
@@ -559,8 +557,8 @@ class NodeRun:
             self._upload_log()
 
     def _is_last(self, fleet: str) -> bool:
-        """Whether this node is to end the others with itself: they had their time, or the run is not over. One that
-        comes after the end does it too, where the node that has ended the run is there no more.
+        """Whether this node also ends the other nodes: they had their time, or the run is not over. A node that boots
+        after the end does so too if the one that ended the run is gone.
         """
         ender = self._who_ended()
         if ender not in ("", self.machine.instance) and ender in (nodes_there(fleet) or {ender}):

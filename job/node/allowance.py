@@ -18,44 +18,44 @@ from gpufleet.job.contract.spent import Means
 from gpufleet.job.node.outside import say
 from gpufleet.job.node.schedule import Schedule
 
-LOOK_S = 10  # between two looks at what the meter tells
-# After the moment at which nothing is left. The job's own meter comes first and ends cleanly; then the timer, which
-# lets the job save (115 s); then AWS.
+LOOK_S = 10  # between two looks at the meter's file
+# Seconds after the allowance is used up. The job's own meter stops first, cleanly; then the timer, which lets the job
+# save (115 s); then AWS.
 TIMER_S, STOP_S = 120, 300
-MOVE_S, AGAIN_S = 300, 60  # from a move of the hour, or a refusal, to the next; where it was moved to an earlier one
-LEAST_S = 300  # what a node needs before it can train on: with less left it only costs
-NEAR_S = 45  # hours so near are the same: EventBridge Scheduler is exact to a minute
+MOVE_S, AGAIN_S = 300, 60  # between moves of the hour, also refused ones; the second before an earlier hour
+LEAST_S = 300  # the least time in which a node can train on: with less it only costs
+NEAR_S = 45  # closer hours count as the same: EventBridge Scheduler is exact to a minute
 OPEN_S = 1200  # longer than a node waits for AWS to end it
-SOON_S = 90  # AWS takes no moment that has passed
+SOON_S = 90  # AWS refuses a moment that has passed
 
 
 class Allowance:
-    """The time that one node may use. Until `begin`, only its timer is set, by the run's hours."""
+    """The time that one node may use. Until `begin`, the run's hours alone set its timer."""
 
     def __init__(self, schedule: Schedule, clock: Callable[[], float], timer_s: float) -> None:
         self._schedule, self._clock = schedule, clock
         self.timer_at = clock() + timer_s
-        self.fleets: list[str] = []  # that the hour is of: with a fallback a node's own, else all that it names
+        self.fleets: list[str] = []  # those that the hour ends: with a fallback only its own, else all it knows
         self._means: Means | None = None
         self._workdir = Path()
         self._began = 0.0
-        self._word: Spent | None = None  # the meter's last one
+        self._word: Spent | None = None  # the newest record of the meter
         self._heard_at = 0.0
-        self._spent_at: float | None = None  # when nothing was left any more: that does not come back
-        self._stands: float | None = None  # the hour, as far as this node has moved it
+        self._spent_at: float | None = None  # when the allowance was used up: more never comes back
+        self._stands: float | None = None  # the hour as this node last set it
         self._again_at = self._open_until = float("-inf")
         self._ending = False
         self._moving = threading.RLock()
 
     def begin(self, means: Means, workdir: Path) -> tuple[float, str]:
-        """(the moment when nothing is left, the limit that says so). The hour is moved before this returns."""
+        """(the moment when the allowance is used up, the limit that sets it). The hour is moved before this returns."""
         self._means, self._workdir, self._began = means, workdir, self._clock()
         self.look()
         return means.when_over(None)
 
     def watch(self, noticed: Callable[[], bool], recount: Callable[[], Means | None]) -> None:
-        """Until the process ends. `noticed`: whether AWS takes this machine. `recount`: the means, where more is known
-        of other nodes than before.
+        """Follows the meter until the process ends. `noticed`: whether AWS takes this machine. `recount`: the run's
+        means, if more is known of other nodes than before.
         """
         counted_at = self._clock()
         while True:
@@ -67,7 +67,7 @@ class Allowance:
             self.look()
 
     def look(self) -> None:
-        """Sets the timer by what is left now, and moves the hour where that has changed."""
+        """Sets the timer by the allowance as it is now, and moves the hour if that has changed."""
         with self._moving:
             if self._means is not None and not self._ending:
                 self._look(self._means, self._clock())
@@ -81,7 +81,7 @@ class Allowance:
             self.look()
 
     def end_fleets(self, fleets: Sequence[str]) -> bool:
-        """Ends the fleets by the schedule, in a minute or two. False when the schedule could not be moved."""
+        """Ends the fleets by the schedule, within a minute or two. False if the schedule could not be moved."""
         with self._moving:
             self._ending = True
             self.fleets = [*fleets] if self.fleets else []
@@ -111,7 +111,7 @@ class Allowance:
         return moved
 
     def _meter_told(self, now: float) -> Spent | None:
-        """The meter's last word, as of when it came: its clock is another."""
+        """The meter's newest record, with its times by this process's clock."""
         told = Spent.read(self._workdir)
         if told is not None and told != self._word:
             self._word, self._heard_at = told, now

@@ -10,16 +10,16 @@ from gpufleet.job.contract.attempt import SUPERSEDED, AttemptRecord, Beat, last_
 from gpufleet.job.contract.bucket import MANIFEST_KEY
 from gpufleet.job.contract.gathering import LET_GO
 
-MOST_FUTILE = 3  # boots in a row that lead nowhere end the run
+MOST_FUTILE = 3  # boots in a row without progress that end the run
 
 
 def newest_manifest(keys: Iterable[str]) -> str | None:
-    """The key of the newest published checkpoint's manifest."""
+    """The key of the newest published checkpoint's manifest; None without one."""
     return max((key for key in keys if MANIFEST_KEY.fullmatch(key)), default=None)
 
 
 def read(folder: Path, aside: Callable[[str], None]) -> list[AttemptRecord]:
-    """The records of a folder, each by its file's name."""
+    """The records in a folder, one per file."""
     return [replace(record(path.read_bytes(), aside), instance=path.stem) for path in sorted(folder.glob("*.json"))]
 
 
@@ -30,9 +30,9 @@ def beat(folder: Path, instance: str, aside: Callable[[str], None]) -> Beat | No
 
 
 def futile_boots(records: Iterable[AttemptRecord], manifest: str | None) -> int:
-    """How many boots in a row, up to the newest, led nowhere: no checkpoint after `manifest`, which was the newest then
-    as it is now, and no results of a later stage before the machine was taken or lost. Those that AWS interrupted with
-    a notice are passed over, and those that let go while others were missing.
+    """How many boots in a row, up to the newest, made no progress: they published no checkpoint after `manifest`, the
+    newest one now, and no later stage's results before the machine was taken or lost. Boots that AWS interrupted with a
+    notice are skipped, and those that left because other nodes were missing.
     """
     count = 0
     for boot in sorted(records, key=lambda boot: boot.booted_at, reverse=True):

@@ -1,4 +1,4 @@
-"""The supervisor's container: its image, and how docker is told to run it. What trains has another (jobs.py)."""
+"""The docker commands for the supervisor's image and container. What trains has another one (jobs.py)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gpufleet.job.node.outside import NOT_REACHED, ask, complaint
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 USER = 1000  # the user of containers with gpufleet's own jobs, whatever its name in the image
-# A command's files are of whatever user its image has: its supervisor reads and removes them, gives them to everybody,
-# and asks whether somebody has them open for writing. It sees none of its processes.
+# A command's files belong to whatever user its image has: its supervisor reads and removes them, opens them to
+# everybody, and checks whether somebody has them open for writing. It sees none of the command's processes.
 OVER_ANOTHERS_FILES = ("DAC_OVERRIDE", "FOWNER", "LEASE")
-PROCESSES = 30_000  # threads count; fewer than a machine has, so that one that forks leaves the node its own
+PROCESSES = 30_000  # processes and threads; fewer than a machine allows, so that a fork bomb leaves some to the node
 STOP_S = 115  # seconds for the job to save and upload; EC2 gives 120
 PULL_S = 1800
-HOPELESS = re.compile("no space|not found|unknown|denied|no basic auth")  # pulling again cannot help
-DOCKER_HUB = "https://index.docker.io/v1/"  # as docker keeps the login of an image whose name has no host
+HOPELESS = re.compile("no space|not found|unknown|denied|no basic auth")  # errors after which another pull cannot help
+DOCKER_HUB = "https://index.docker.io/v1/"  # docker's key for the login of an image whose name has no host
 _ECR = re.compile(r"\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.")
 _PASSED_ON = ("AWS_ENDPOINT_URL", "AWS_EC2_METADATA_SERVICE_ENDPOINT", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
@@ -39,8 +39,8 @@ def stop(machine: InstanceIdentity) -> tuple[str, ...]:
 
 
 def pull(image: str, login: Path, registry: str = "") -> str | None:
-    """Pulls the image. None when it is there, else why not. `login`: the folder where docker keeps its own, for as long
-    as this takes. `registry`: where user:password of another registry than ECR is kept.
+    """Pulls the image. None if it is there now, else the reason. `login`: the folder where docker keeps its login
+    during the pull. `registry`: the place of the secret user:password for a registry other than ECR.
     """
     try:
         refused = _log_in(image, login, registry)
@@ -50,8 +50,8 @@ def pull(image: str, login: Path, registry: str = "") -> str | None:
 
 
 def _log_in(image: str, login: Path, registry: str) -> str | None:
-    """Logs docker in: to a private ECR by this node's role, whose answer is what docker keeps of a login, or with the
-    registry's secret. None, or why not.
+    """Logs docker in: to a private ECR by this node's role, whose token docker keeps as a login, or with the registry's
+    secret. None, or the reason of the failure.
     """
     first, named, _ = image.partition("/")
     host = first if named and re.search("[.:]|^localhost$", first) else DOCKER_HUB
@@ -81,9 +81,9 @@ def secret(place: str) -> tuple[str, ...]:
 
 
 def devices(settings: Settings) -> list[str]:
-    """The options that give a container the machine's GPUs and its data volume, where there are such."""
+    """The options that give a container the machine's GPUs and its data volume, if it has them."""
     options: list[str] = []
-    if settings.device != "cpu":  # the image brings the CUDA it wants; some toolkits refuse it
+    if settings.device != "cpu":  # the image brings its own CUDA; some toolkits refuse this one
         options += ["--gpus", "all", "-e", "NVIDIA_DISABLE_REQUIRE=true"]
     if settings.data_volume:
         options += ["-v", f"{settings.root / 'data'}:/data"]
@@ -104,15 +104,15 @@ def network(root: Path = Path("/")) -> list[str]:
 
 
 def capabilities(*kept: str) -> list[str]:
-    """The options by which a container's processes have no other rights than these, get none from a program that they
-    start, and leave the machine processes of its own.
+    """The options that take all rights but `kept` from a container's processes, stop them from gaining any, and limit
+    their number.
     """
     dropped = ["--cap-drop", "ALL", *(word for name in kept for word in ("--cap-add", name))]
     return [*dropped, "--security-opt", "no-new-privileges", "--pids-limit", str(PROCESSES)]
 
 
 def own_code(settings: Settings, scratch: Path) -> list[str]:
-    """The options of a container in which gpufleet's own code runs: that, the run's folder, and its user."""
+    """The options of a container in which gpufleet's own code runs: the code, the run's folder, and its user."""
     options = ["-v", f"{settings.folder / 'app'}:/gpufleet/app:ro", "-v", f"{scratch / 'run'}:/gpufleet/run"]
     options += ["-w", "/gpufleet/app", "-e", "PYTHONPATH=/gpufleet/app"]
     if not _has_files_of_others(settings):
@@ -121,12 +121,12 @@ def own_code(settings: Settings, scratch: Path) -> list[str]:
 
 
 def _has_files_of_others(settings: Settings) -> bool:
-    """Whether a user of a command's image, or of a data volume, has files here: root alone can serve those."""
+    """Whether files here may belong to a user of a command's image or of a data volume: only root can serve those."""
     return bool(settings.job_image or settings.data_volume)
 
 
 def give(settings: Settings, folder: Path) -> None:
-    """The folder becomes the user's that the containers run as. In a rehearsal it is that already."""
+    """Gives the folder to the user of the containers. In a rehearsal that user has it already."""
     if not _has_files_of_others(settings):
         with suppress(PermissionError):
             for path in (folder, *folder.iterdir()):
@@ -136,9 +136,9 @@ def give(settings: Settings, folder: Path) -> None:
 def command(
     settings: Settings, machine: InstanceIdentity, scratch: Path, pulled_s: float, address: str = "", capacity: str = ""
 ) -> list[str]:
-    """The command that runs the supervisor; `scratch` holds its work folder, `pulled_s` is what its images took.
-    `address`: where the others of several nodes reach this one; `capacity`: the node's market, where the run may use
-    both. The machine's network: the metadata service, and so the role, answers no hop further (launch template).
+    """The command that runs the supervisor; `scratch` holds its work folder, `pulled_s` is how long the pulls took.
+    `address`: where the other nodes reach this one; `capacity`: the node's market, if the run may use both. It uses the
+    machine's network: the metadata service, and so the role, answers no hop further (launch template).
     """
     options = ["--network", "host", *own_code(settings, scratch)]
     options += capabilities(*(OVER_ANOTHERS_FILES if settings.job_image else ()))

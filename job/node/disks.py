@@ -9,13 +9,13 @@ from pathlib import Path
 from gpufleet.job import atomic
 from gpufleet.job.node.outside import answer, bounded, call, code, retry, say
 
-INSTANCE_STORE = "Amazon EC2 NVMe Instance Storage"  # the model by which it is told from EBS, which is /dev/nvme* too
-NOTHING_THERE = 2  # exit code of blkid
+INSTANCE_STORE = "Amazon EC2 NVMe Instance Storage"  # the model that tells it from EBS, which is /dev/nvme* too
+NOTHING_THERE = 2  # blkid's exit code for an empty disk
 
 
 def scratch(root: Path, own: Path) -> Path:
-    """The folder for what the job writes: on instance store where there is some, which docker then uses too, else
-    `own`, on the root disk.
+    """The folder for the job's files: on instance store if the machine has one, which docker then uses too, else `own`
+    on the root disk.
     """
     disks = [
         line.split()[0]
@@ -25,7 +25,7 @@ def scratch(root: Path, own: Path) -> Path:
     if not disks:
         return own
     made, folder = root / "opt/dlami/nvme", root / "scratch"
-    call(*bounded(120, "systemctl", "start", "dlami-nvme"))  # the AMI's own service makes one mount of them
+    call(*bounded(120, "systemctl", "start", "dlami-nvme"))  # the AMI's own service joins all of them into one mount
     if call("findmnt", "-n", str(made)):
         folder = made / "gpufleet"
     else:
@@ -38,7 +38,7 @@ def scratch(root: Path, own: Path) -> Path:
 
 
 def _docker_on(folder: Path, config: Path) -> None:
-    """15 to 20 GB of image unpack faster there."""
+    """Moves docker's images to this folder: 15 to 20 GB unpack faster there."""
     folder.mkdir(parents=True, exist_ok=True)
     config.parent.mkdir(parents=True, exist_ok=True)
     if not config.exists():
@@ -54,7 +54,7 @@ def _docker_on(folder: Path, config: Path) -> None:
 
 
 def mount_data(root: Path, name: str, *, blank: bool) -> str | None:
-    """Mounts the data volume, formatted first where it is `blank` and nothing is on it. None, or why it cannot be."""
+    """Mounts the data volume; formats it first if it is `blank` and empty. None, or the reason of the failure."""
     device, folder = root / name.lstrip("/"), root / "data"
     if not retry(10, device.exists):
         return f"{name} did not appear"

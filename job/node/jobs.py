@@ -1,8 +1,8 @@
-"""The container that trains: started and removed as the supervisor's asks by a file (job/command/places.py).
+"""Starts and removes the container that trains, as the supervisor's requests in a file ask (job/command/places.py).
 
-No container has docker's socket. What is asked is a number: image, mounts and rights are decided here. Beside a command
-of the user's own runs a third one, which sees its processes and nothing else: it says who is there, and passes on
-signals, for a supervisor that sees none.
+No container has docker's socket. A request is only a number: this module decides image, mounts and rights. A command of
+the user's own has a third container beside it, which sees the command's processes and nothing else: it reports them and
+passes on signals, because the supervisor sees none.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 LOOK_S = 0.2
 REMOVE_S = 60
-# What serving files of a data volume as root takes, and making candidates another user's.
+# Rights for serving files of a data volume as root, and for giving candidates another user.
 OVER_FILES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
-# What installing packages as root takes. Docker's others, of raw packets and devices, are for nothing here.
+# Rights for installing packages as root. Docker's other rights, for raw packets and devices, are not needed.
 RIGHTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
-# Of any user: their environment tells which rank they are. Not DAC_READ_SEARCH: with it docker's filter admits a call
-# that opens any file of the disk that a mount is of, by its number.
+# Rights over any user's processes: their environment tells their rank. Not DAC_READ_SEARCH: with it docker's filter
+# admits a call that opens any file on the disk of a mount, by its number.
 OVER_PROCESSES = ("DAC_OVERRIDE", "KILL", "SYS_PTRACE")
 
 
@@ -35,24 +35,24 @@ def name(instance: str) -> str:
 
 
 def watcher_name(instance: str) -> str:
-    """The name of the container that watches it."""
+    """The name of the container that watches the training one."""
     return f"{container.name(instance)}-watcher"
 
 
 class Jobs:
-    """The containers of one machine. Within `with` it serves requests; afterwards nothing that trains runs."""
+    """The containers of one machine. Within `with` it serves requests; afterwards no training process runs."""
 
     def __init__(self, settings: Settings, machine: InstanceIdentity, scratch: Path, *, meets: bool = False) -> None:
         """`meets`: what trains meets that of the run's other nodes."""
         self._settings, self._scratch, self._meets = settings, scratch, meets
         self._control = scratch / "run" / CONTROL
-        self._control.mkdir(parents=True, exist_ok=True)  # answers are written there, by whoever this process runs as
+        self._control.mkdir(parents=True, exist_ok=True)  # this process writes its answers there, whatever user it is
         if settings.job_image:
             (scratch / "run" / WATCHER).mkdir(exist_ok=True)
-            (scratch / "run" / WATCHER).chmod(0o777)  # root of a container has no rights over another's folder there
+            (scratch / "run" / WATCHER).chmod(0o777)  # root in a container has no rights over another's folder there
         container.give(settings, self._control)
         self._name, self._watcher_name = name(machine.instance), watcher_name(machine.instance)
-        self._number, self._pid = 0, 0  # of the container that was asked for last
+        self._number, self._pid = 0, 0  # of the newest container asked for
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="jobs", daemon=True)
         self._running: subprocess.Popen[bytes] | None = None
@@ -70,11 +70,11 @@ class Jobs:
         self.remove()
 
     def remove(self) -> None:
-        """Ends the containers that are there, and all of their processes at once."""
+        """Ends the containers and all of their processes at once."""
         for running, its in ((self._running, self._name), (self._watcher, self._watcher_name)):
             if running is not None:
                 ask(*bounded(REMOVE_S, "docker", "rm", "-f", its))
-                running.kill()  # docker's own client, had it not noticed
+                running.kill()  # docker's own client, if it has not noticed
                 running.wait()
         self._running = self._watcher = None
 
@@ -83,7 +83,7 @@ class Jobs:
         while not self._ended.wait(LOOK_S):
             try:
                 self._look()
-            except OSError as error:  # a disk is full: what was to be said is said once there is room
+            except OSError as error:  # a full disk: the answer is written once there is room
                 if said != (said := str(error)):
                     say(f"the job's container cannot be served: {error}")
                 if self._running is None:
@@ -121,7 +121,7 @@ class Jobs:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT)
 
     def _end(self, what: str, ended: subprocess.Popen[bytes], log: str) -> None:
-        """What trains has ended, or nobody watches it any more: nothing of either is left, and the supervisor knows."""
+        """Removes both containers and tells the supervisor, after the training one has ended or its watcher has."""
         code = ended.wait()
         code = code if code >= 0 else 128 - code
         why = last_line((self._settings.folder / log).read_text(errors="replace")) or f"it ended with {code}"
@@ -133,7 +133,7 @@ class Jobs:
         atomic.write_json(self._control / CONTAINED, told)
 
     def command(self) -> list[str]:
-        """The docker command that runs it."""
+        """The docker command that runs the training container."""
         return [
             *("docker", "run", "--name", self._name, "--stop-timeout", str(container.STOP_S)),
             *("--ipc", "host", "--ulimit", "memlock=-1", "--log-driver", "none"),
@@ -143,8 +143,8 @@ class Jobs:
         ]
 
     def watcher(self) -> list[str]:
-        """As docker is told to run the one beside a command: in its namespace of processes, with no network, and with
-        nothing of the node but the program that it runs and the folder where it answers.
+        """The docker command for the watcher of a command: it shares the command's process namespace, has no network,
+        and mounts only its own program and the folder for its answers.
         """
         app = self._settings.folder / "app"
         program = "/gpufleet/app/gpufleet/job/command/processes.py"
@@ -156,9 +156,9 @@ class Jobs:
         ]
 
     def _users_own(self) -> list[str]:
-        """Bridge network, and so no role: the metadata service answers one hop away (launch template). With other nodes
-        it has the machine's, and the role. It sees the user's folders under the paths that the supervisor has for them,
-        and of gpufleet's scripts and pipes alone.
+        """A bridge network, and so no role: the metadata service answers one hop away (launch template). With other
+        nodes it has the machine's network, and the role. It sees the user's folders at the same paths as the
+        supervisor, and of gpufleet only scripts and pipes.
         """
         options = container.network() if self._meets else ["--network", "bridge"]
         options += ["-e", "AWS_REGION", "-e", "AWS_DEFAULT_REGION"]
@@ -167,8 +167,8 @@ class Jobs:
         return [*options, *container.capabilities(*RIGHTS), "--entrypoint", "sh", self._settings.job_image]
 
     def _ready_made(self) -> list[str]:
-        """No network, but with other nodes, and so no role: all that it reads is staged. Ranks look up its name to find
-        each other. It cannot change what the supervisor runs, or asks.
+        """No network, or one without a role if there are other nodes: all input is staged. Ranks look up its name to
+        find each other. It cannot change the supervisor's code or requests.
         """
         settings = self._settings
         options = container.network() if self._meets else ["--network", "none", "--hostname", "localhost"]

@@ -1,8 +1,8 @@
-"""What a node tells whoever the definition names: that the run trains, that AWS takes the node, that most of its means
-are used up, what its job warns of, how it ended. And the hour at which AWS tells that nothing has trained for long,
-moved while this one does.
+"""The messages that a node sends to whoever the definition names: the run trains, AWS takes the node, most of its means
+are used up, its job warns, it ended. It also moves on, while the run trains, the hour at which AWS sends word that
+nothing has trained for long.
 
-Nothing waits longer than WAIT_S for a message, and none is sent twice: one that cannot be sent is said in the boot log.
+No caller waits longer than WAIT_S for a message, and none is sent twice; the boot log has those that could not be sent.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 LOOK_S, MOVE_S = 10, 300
 SEND_S, WAIT_S = 30, 20
-MOST_SHARE = Decimal("0.8")  # somebody is told at this share of a limit
-TOLD_MOST = "told/most-of-the-cap"  # object of the run: a later node does not say it again
-TOLD_ALARM = "told/alarm-"  # and the kind
-TOLD_WAITS = "told/waits-"  # and since when
+MOST_SHARE = Decimal("0.8")  # the share of a limit at which a message is sent
+TOLD_MOST = "told/most-of-the-cap"  # an object of the run: with it no later node sends the message again
+TOLD_ALARM = "told/alarm-"  # the alarm's kind follows
+TOLD_WAITS = "told/waits-"  # the time since when it waits follows
 
 
 class Notices:
-    """The messages of one node. If nobody is named, nothing is sent."""
+    """The messages of one node. If the definition names nobody, nothing is sent."""
 
     def __init__(
         self, settings: Settings, machine: InstanceIdentity, objects: Objects, clock: Callable[[], float]
@@ -51,11 +51,11 @@ class Notices:
         self._silence = Schedule(f"{group}/{SILENCE}" if group and self._topic else "", settings.folder)
         self._settings, self._machine, self._objects, self._clock = settings, machine, objects, clock
         self._folder = Path()
-        self._limits: terms.RunLimits | None = None  # once there is a job
+        self._limits: terms.RunLimits | None = None  # None before there is a job
         self._nodes = 1
         self._trained_at, self._moved_at = 0.0, float("-inf")
         self._ended = False
-        self._told: set[str] = set()  # keys of what needs no telling any more
+        self._told: set[str] = set()  # keys of messages that need not be sent any more
 
     def watch(self, workdir: Path, keys: Collection[str]) -> None:
         """Starts a thread that sends messages. `keys` are those of the run's objects when this node booted."""
@@ -67,11 +67,11 @@ class Notices:
             threading.Thread(target=self._watch, name="notices", daemon=True).start()
 
     def tell(self, what: str) -> None:
-        """One message: the run, what has happened, what it has spent."""
+        """Sends one message: the run, what has happened, what it has spent."""
         self._briefly(lambda: self._send(what))
 
     def end(self, what: str) -> None:
-        """The last message of the run: that nothing trains is right now."""
+        """Sends the last message of the run: from now on it is right that nothing trains."""
         self._ended = True
         self._briefly(lambda: self._end(what))
 
@@ -106,7 +106,7 @@ class Notices:
             time.sleep(LOOK_S)
             try:
                 self._look()
-            except OSError as error:  # a full disk, say: this thread alone moves the hour of silence
+            except OSError as error:  # a full disk perhaps: only this thread moves the hour of silence
                 say(f"nobody could be told: {error}")
 
     def _look(self) -> None:
@@ -124,7 +124,7 @@ class Notices:
         if spent.waits_since and self._clock() - spent.waits_since >= TOLD_S:
             waits = f"a node has waited for others for {(self._clock() - spent.waits_since) / 60:.0f} minutes, billed"
             self._send_once(f"{TOLD_WAITS}{spent.waits_since:.0f}", waits)
-        leads = self._nodes == 1 or spent.trained_at > 0 or spent.waits_since > 0  # of several nodes one speaks
+        leads = self._nodes == 1 or spent.trained_at > 0 or spent.waits_since > 0  # only one of several nodes speaks
         if leads and (share := self._most(spent)) is not None:
             self._send_once(TOLD_MOST, share)
 
@@ -138,7 +138,7 @@ class Notices:
             self._objects.put(file, key)
 
     def _most(self, spent: Spent) -> str | None:
-        """What to say once most of a limit is used up."""
+        """The message once most of a limit is used up; None before."""
         limits = self._limits
         assert limits is not None
         shares = {"max_usd": spent.spent_usd / limits.max_usd, "max_hours": hours(spent.spent_s) / limits.max_hours}
@@ -147,7 +147,7 @@ class Notices:
 
     @property
     def speaks_while_it_waits(self) -> bool:
-        """Whether this node is the one that tells people, of several that wait."""
+        """Whether this node is the one of several waiting nodes that sends messages."""
         spent = Spent.read(self._folder)
         return spent is not None and spent.waits_since > 0
 
@@ -159,8 +159,8 @@ class Notices:
         return f"Spent: {usd}, {billed} of {limits.max_hours} billed hours. "
 
     def _post(self, text: str) -> bool:
-        """Posts a message as Slack and what imitates it take one. The URL is a secret, and in no word of an error. A
-        server that answers byte by byte is left in WAIT_S.
+        """Posts a message in the form of Slack and its imitations. The URL is a secret, so no error shows it. After
+        WAIT_S a server that answers byte by byte is abandoned.
         """
         said = ask(*bounded(SEND_S, *secret(self._webhook)), "--output", "text", *NOT_REACHED)
         taken: list[bool] = []
@@ -172,7 +172,7 @@ class Notices:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A message that is sent elsewhere by a GET, which says nothing, is not taken."""
+    """Refuses redirects: a redirected message would become a GET without its text."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -181,7 +181,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 def _post(url: str, text: str) -> bool:
     try:
         place = urllib.parse.urlsplit(url)
-        if place.scheme != "https" and (place.scheme, place.hostname) != ("http", "127.0.0.1"):  # that is a test's
+        if place.scheme != "https" and (place.scheme, place.hostname) != ("http", "127.0.0.1"):  # a test's server
             return False
         body, kind = json.dumps({"text": text}).encode(), {"Content-Type": "application/json"}
         asked = urllib.request.Request(url, body, kind, method="POST")

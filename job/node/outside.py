@@ -31,7 +31,7 @@ def utc_now() -> str:
 
 def log(words: str) -> None:
     """Writes text into the boot log."""
-    with suppress(OSError):  # the process that kept it may be gone, amid a shutdown
+    with suppress(OSError):  # the process that keeps the log may be gone during a shutdown
         sys.stdout.write(words)
         sys.stdout.flush()
 
@@ -42,7 +42,7 @@ def say(words: str) -> None:
 
 
 def tries(times: int) -> Iterator[int]:
-    """1 to `times`, with waits of 3, 6, 9 ... s between."""
+    """Yields 1 to `times`, with waits of 3, 6, 9 ... s between."""
     for number in range(1, times + 1):
         yield number
         if number < times:
@@ -50,12 +50,12 @@ def tries(times: int) -> Iterator[int]:
 
 
 def retry(times: int, act: Callable[[], bool]) -> bool:
-    """Calls `act` until it succeeds, at most `times` times with `tries`'s waits; whether it did."""
+    """Calls `act` until it succeeds, at most `times` times with the waits of `tries`; whether it did."""
     return any(act() for _ in tries(times))
 
 
 def bounded(seconds: int, *command: str) -> tuple[str, ...]:
-    """The command, ended after so long (124). Unbounded on a system without `timeout`; nodes have it."""
+    """The command with a time limit (exit code 124). Without the program `timeout` there is no limit; nodes have it."""
     return ("timeout", "-k", "10", str(seconds), *command) if shutil.which("timeout") else command
 
 
@@ -75,7 +75,7 @@ def code(*command: str) -> int:
 
 @dataclass(frozen=True)
 class Said:
-    """What a program answered: exit code, standard output, and the last words of a failure, maybe none."""
+    """A program's exit code, its standard output, and its last error message, which may be empty."""
 
     code: int
     out: str
@@ -83,8 +83,8 @@ class Said:
 
 
 def ask(*command: str) -> Said:
-    """Its errors go to the boot log too, its standard output may be a secret. A signal that comes as the program begins
-    is handled within LOOK_S; in one long wait Python would handle it only at the program's end, an image's say.
+    """Runs a command; the boot log gets its errors, and not its standard output, which may be a secret. A signal that
+    comes as the program begins is handled within LOOK_S; in one long wait, only when the program ends.
     """
     try:
         program = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -115,7 +115,7 @@ def answer(*command: str) -> str | None:
 
 
 def complaint(seconds: int, *command: str) -> str | None:
-    """None when it succeeds within `seconds`, else why not, maybe empty. All it says goes to the boot log."""
+    """None if the command succeeds within `seconds`, else the reason, maybe empty. All output goes to the boot log."""
     said = ask(*bounded(seconds, *command))
     log(f"{said.out}\n" if said.out else "")
     if said.code == 0:
@@ -135,7 +135,7 @@ def aws(*words: str) -> str | None:
 
 
 def history(fleets: Sequence[str], since: float) -> History | None:
-    """The nodes of these fleets, as their histories since then (epoch seconds) tell; None: AWS does not answer."""
+    """What the histories of these fleets say of their nodes since then (epoch seconds); None if AWS does not answer."""
     found: dict[str, dict[str, float]] = {LAUNCHED: {}, ENDED: {}}
     for fleet in fleets:
         told = aws(
@@ -154,7 +154,7 @@ def history(fleets: Sequence[str], since: float) -> History | None:
 
 
 def nodes_there(*fleets: str) -> set[str] | None:
-    """The fleets' nodes that have not ended; None where AWS does not say."""
+    """The fleets' nodes that have not ended; None if AWS does not say."""
     told = aws(
         *("ec2", "describe-instances", "--output", "text", "--query", "Reservations[].Instances[].[InstanceId]"),
         *(
@@ -167,9 +167,7 @@ def nodes_there(*fleets: str) -> set[str] | None:
 
 
 def spot_nodes(tags: Mapping[str, str]) -> dict[str, str] | None:
-    """The nodes on spot with these tags that have not ended, each with its fleet (empty: of none); None where AWS does
-    not say.
-    """
+    """The spot nodes with these tags that have not ended, each with its fleet (or empty); None if AWS does not say."""
     named = [f"Name=tag:{key},Values={value}" for key, value in tags.items()]
     fleet = f"Tags[?Key=='{FLEET_TAG}']|[0].Value"
     told = aws(
@@ -190,7 +188,7 @@ class MetadataService:
         self._base = f"{(endpoint or 'http://169.254.169.254').rstrip('/')}/latest"
 
     def get(self, path: str) -> str | None:
-        """The text at a path; None: there is none, or no answer came in 5 s."""
+        """The text at a path; None if there is none, or no answer came in 5 s."""
         curl = ("curl", "-sf", "-m", "5")
         lived = "X-aws-ec2-metadata-token-ttl-seconds: 300"
         token = answer(*curl, "-X", "PUT", "-H", lived, f"{self._base}/api/token")
@@ -217,7 +215,7 @@ class Objects:
         return [key[len(self._prefix) :] for key in listed.split("\n") if key.startswith(self._prefix)]
 
     def fleets(self) -> list[str] | None:
-        """The fleets that the stack's state knows of: none without the bucket. None: S3 does not say."""
+        """The fleets that the stack's state names; empty without a bucket. None if S3 does not say."""
         prefix = self._prefix + FLEETS
         said = ask(
             *("aws", "s3api", "list-objects-v2", "--bucket", self._bucket, "--prefix", prefix),
@@ -241,7 +239,7 @@ class Objects:
         return found == (sha256 or found)
 
     def get_folder(self, prefix: str, folder: Path) -> bool:
-        """Whether all objects of the prefix are the folder's files now, and nothing else is."""
+        """Makes the folder's files the prefix's objects and nothing else; whether it succeeded."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         copied = aws("s3", "cp", f"{self.uri}/{prefix}", f"{folder}/", "--recursive", "--only-show-errors")

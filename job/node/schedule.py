@@ -11,7 +11,7 @@ from typing import Any
 from gpufleet.job.contract.reading import epoch
 from gpufleet.job.node.outside import aws
 
-# What UpdateSchedule takes of GetSchedule's answer. It replaces all of them: one that is left out gets its default.
+# The fields of GetSchedule's answer that UpdateSchedule takes. It replaces all fields: a missing one gets its default.
 KEPT = (
     "ActionAfterCompletion",
     "Description",
@@ -27,7 +27,7 @@ KEPT = (
 
 
 class Schedule:
-    """One schedule, `GROUP/NAME`; empty: there is none."""
+    """One schedule, named `GROUP/NAME`; empty if there is none."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._group, _, self._name = name.partition("/")
@@ -35,7 +35,7 @@ class Schedule:
         self._known: dict[str, Any] | None = None
 
     def move(self, at: float, fleets: Sequence[str] = ()) -> bool:
-        """Moves the schedule to this moment (epoch seconds), for these `fleets` if any. Whether that worked."""
+        """Moves the schedule to this moment (epoch seconds), for these `fleets` if any; whether that succeeded."""
         changed: dict[str, Any] = {"ScheduleExpression": f"at({_hour(at)})"}
         if fleets and self._ask():
             told = json.dumps({"FleetIds": list(fleets), "TerminateInstances": True})
@@ -51,7 +51,7 @@ class Schedule:
         return (at or 0.0), self._known.get("State") != "DISABLED"
 
     def change(self, at: float, *, enabled: bool) -> bool:
-        """Changes the schedule to fire at this moment (epoch seconds), or never. Whether that worked."""
+        """Changes the schedule to fire at this moment (epoch seconds), or never. Whether that succeeded."""
         return self._update(ScheduleExpression=f"at({_hour(at)})", State="ENABLED" if enabled else "DISABLED")
 
     def disable(self) -> bool:

@@ -18,21 +18,21 @@ class Settings:
     stack: str
     run: str
     region: str
-    image: str  # the supervisor's
-    job_image: str  # a command's image, which has a container to itself; empty: the supervisor's
+    image: str  # of the supervisor
+    job_image: str  # the image of a command, which has its own container; empty: the supervisor's
     bucket: str
     log_group: str
     run_config_sha256: str
     timer_s: int
-    schedule: str  # GROUP/NAME of what ends the fleet; empty: there is none
+    schedule: str  # GROUP/NAME of the schedule that ends the fleet; empty: there is none
     device: str  # cuda or cpu
-    container_options: str  # words for docker run, of this kind of job
-    data_volume: str  # blank, snapshot, or empty: none
+    container_options: str  # options for docker run, for this kind of job
+    data_volume: str  # blank, snapshot, or empty: no volume
     data_device: str
     root: Path  # / on EC2
-    metadata: str  # where the metadata service is, when it is the embedded one
+    metadata: str  # the address of an embedded metadata service
     fallback: str = ""  # 1: a second fleet stands by, on demand
-    notify: str = ""  # JSON of whom the node tells; empty: nobody
+    notify: str = ""  # JSON: whom the node tells; empty: nobody
 
     @property
     def folder(self) -> Path:
@@ -66,18 +66,18 @@ class Settings:
 
 @dataclass(frozen=True)
 class InstanceIdentity:
-    """This instance, as its identity document has it."""
+    """This instance, by its identity document."""
 
     instance: str
     type: str
     zone: str
     launched_at: str  # UTC, whole seconds, Z
-    uptime: float = 0.0  # the machine's, when this was read
+    uptime: float = 0.0  # the machine's uptime when this was read
     account: str = ""
 
     @property
     def launched(self) -> float:
-        """Epoch seconds."""
+        """The launch in epoch seconds."""
         return epoch(self.launched_at) or 0.0
 
     @classmethod

@@ -1,1 +1,1 @@
-"""The parent of the trainer: everything of AWS, of money and of interruptions that a run needs on its node."""
+"""The parent process of the trainer: it handles AWS, money and interruptions for a run on its node."""

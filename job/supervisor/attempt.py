@@ -1,8 +1,8 @@
 """One attempt at the run on this node, from its arrival to its end: the parent of the trainer.
 
-It arrives (record, meter, what training needs on this disk), trains (starts, watches, publishes), and ends in one of
-five ways: finished (or at a limit of the run), failed for good, interrupted, crashed, or over before it began. Only the
-first two write done.json, last of all. See docs/interruptions.md.
+It arrives (record, meter, files for training), trains (starts, watches, publishes), and ends in one of five ways:
+finished (or at a limit of the run), failed for good, interrupted, crashed, or over before it began. Only the first two
+write done.json, last of all. See docs/interruptions.md.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from gpufleet.job.supervisor.uploads import Pulse, Uploader, send_log
 from gpufleet.job.supervisor.world import Cause, Outside, Trainer
 
 TICK_S = 0.25
-SPENT_S = 5.0  # between writings of spent.json, which the trainer's log lines show
+SPENT_S = 5.0  # between two writes of spent.json, which the trainer's log lines show
 MARGIN_S = 5.0  # between a predicted publication and the end of the machine
 SIGTERM_S = 105.0  # docker stop waits 115 s
-PATIENCE_S = 120.0  # at least, for a trainer asked to stop at a limit
-LINES = 3  # so many must be missing before a trainer that writes few is taken for stuck
+PATIENCE_S = 120.0  # the least wait for a trainer that was asked to stop at a limit
+LINES = 3  # missing lines before a trainer that writes few counts as stuck
 FINISH_S = 900.0  # to upload everything; then the attempt counts as crashed and the next one does it
-MARK_S = 120.0  # to say how the run ended, once all it leaves is uploaded; then the node says it
-PAST_S = 60.0  # past a limit, and a checkpoint: whatever is still under way then is given up
+MARK_S = 120.0  # to write how the run ended, after all uploads; then the node writes it
+PAST_S = 60.0  # past a limit and a checkpoint; then anything still under way is given up
 CRASH_S = 120.0  # to publish what the trainer had committed
 LATE_S = 60.0  # AWS may take the machine later than it said
-XIDS = 8  # the newest that a heartbeat tells
+XIDS = 8  # the newest Xid errors in a heartbeat
 T = TypeVar("T")
 
 
@@ -74,9 +74,9 @@ class LimitReachedError(Exception):
 
 
 class Supervisor:
-    """One attempt. `run` gives the exit code for the node."""
+    """One attempt. `run` returns the exit code for the node."""
 
-    record: attempts.OwnRecord  # these four once it is registered
+    record: attempts.OwnRecord  # these four exist once it is registered
     others: attempts.Others
     number: int  # of this attempt
     meter: Meter
@@ -113,18 +113,18 @@ class Supervisor:
         self.progress = MetricsFollower(workdir / METRICS, self.clock)
         self.resumed_step = 0
         self.rung = 0
-        self.asked = False  # to end the run
-        self.superseded_at: float | None = None  # when a node on demand was seen to take the run over
+        self.asked = False  # whether somebody asked the run to end
+        self.superseded_at: float | None = None  # when this node saw that one on demand takes the run over
         self._beat_at = float("-inf")
         self._metered = False
-        self.killed = ""  # why
-        self.lost = ""  # which GPU, and how
+        self.killed = ""  # the reason
+        self.lost = ""  # which GPU failed, and how
         self._child: Trainer | None = None
         self._kill_at: float | None = None
         self._advised: str | None = None
         self._spent_at = float("-inf")
         self._switch_is_paid = True
-        self._seen_save = (0, 0.0)  # the newest checkpoint of a job that saves by itself, and when it came
+        self._seen_save = (0, 0.0)  # the newest checkpoint of a job that saves by itself, and its time
 
     def run(self) -> int:
         """Runs until the attempt has ended, in whatever way."""
@@ -133,13 +133,13 @@ class Supervisor:
                 self.say(f"the run is over already: {over.reason}")
                 return AttemptExit.FAILED if over.reason in ends.FAILURES else AttemptExit.FINISHED
             self._patiently(self._register, "what earlier attempts left")
-            self._ask_price()  # before any limit is judged
+            self._ask_price()  # before it judges any limit
             self._beat()
             if lacking := self._lost() or self._lacking():
                 return self._crashed(f"node refused: {lacking}", code=AttemptExit.REFUSED)
             try:
                 self._stage()
-            except ValueError as error:  # wrong on every node
+            except ValueError as error:  # this is wrong on every node
                 return self._finish(ends.FAILED, str(error))
             self._look()
             return self._conclude(self._train())
@@ -148,7 +148,7 @@ class Supervisor:
             return self._interrupted()
         except LimitReachedError as error:
             return self._finish(str(error))
-        except staging.MismatchError as error:  # memory or disk of this node, until others have said the same
+        except staging.MismatchError as error:  # this node's memory or disk is blamed, until others report the same
             if attempts.doubts(self.others.attempts, error.key):
                 return self._crashed(f"{attempts.WRONG}: {error}", code=AttemptExit.REFUSED)
             return self._finish(ends.FAILED, str(error))
@@ -162,15 +162,15 @@ class Supervisor:
         finally:
             if self._child is not None:
                 self._child.kill()
-            self.publisher.cancel()  # nothing under way keeps this process
+            self.publisher.cancel()  # no upload under way may delay this process
             self.graphs.cancel()
 
     def _read_done(self) -> ends.Done | None:
-        """done.json, where the run has ended already. Raises StoreError."""
+        """done.json; None before the run has ended. Raises StoreError."""
         return ends.read(self._patiently(lambda: self.store.get_bytes(bucket.DONE), bucket.DONE))
 
     def _register(self) -> None:
-        """Earlier attempts and their cost, and this one's record beside theirs. Raises StoreError, OSError."""
+        """Reads earlier attempts and their cost, and writes this one's record. Raises StoreError, OSError."""
         staging.clear(self.workdir)
         log = self.store.get_bytes(LOG)
         if log:
@@ -192,7 +192,7 @@ class Supervisor:
             nodes=self.run_file.nodes,
         )
         self._metered = True
-        # Where memory really ran out. A phase that is predicted not to fit, the trainer takes lower by itself.
+        # The rungs at which memory really ran out. If a phase is predicted not to fit, the trainer itself goes lower.
         floors = [each.record.floor for each in earlier if each.record.type == self.node.type]
         self.rung = max(filter(None, floors), default=0)
         self.say(f"attempt {self.number} of run {self.run_file.run} on {self.node.instance} {self.node.type}")
@@ -209,7 +209,7 @@ class Supervisor:
         )
 
     def _lacking(self) -> str | None:
-        """Why this node is refused before anything is staged: the trainer would make do with the GPUs it finds."""
+        """Why this node is refused before any download: the trainer would make do with the GPUs it finds."""
         config, listed = self.run_file.config, self.run_file.gpus(self.node.type)
         if config.device != "cuda" or attempts.accepts(self.others.attempts):
             return None
@@ -217,7 +217,7 @@ class Supervisor:
         return None if found >= needed else f"{found} working GPUs, this run uses {needed} of {self.node.type}'s"
 
     def _stage(self) -> None:
-        """Dataset, base weights, checkpoint, results of later stages, compiled graphs.
+        """Downloads dataset, base weights, checkpoint, results of later stages and compiled graphs.
 
         Raises InterruptedEarlyError, StoreError, MismatchError, OSError; ValueError when no other node could do better.
         """
@@ -229,7 +229,7 @@ class Supervisor:
         self._check()
 
     def _fall_back(self, unreadable: Unreadable) -> bool:
-        """A checkpoint whose bytes are right cannot be read: the store's one before it. False: there is none."""
+        """Goes back to the checkpoint before one that cannot be read although its bytes are right. False if none is."""
         if not staging.set_aside(self.staging, unreadable.step, unreadable.problem):
             return False
         self._drain(self.clock() + CRASH_S)
@@ -238,13 +238,13 @@ class Supervisor:
         return True
 
     def _resume(self) -> None:
-        """Brings the store's newest good checkpoint, and the log that belongs to it."""
+        """Downloads the store's newest good checkpoint, and the log that belongs to it."""
         self._go_on_from(staging.checkpoint(self.staging))
 
     def _go_on_from(self, manifest: Manifest | None) -> None:
         self.resumed_step = 0 if manifest is None else manifest.commit.goes_on_from
         self._seen_save = (self.resumed_step, self.clock())
-        # Before anything may end this attempt: it prunes what it does not know of.
+        # Before anything may end this attempt: it prunes checkpoints that it does not know.
         self._patiently(lambda: self.publisher.resumed(manifest), BEST)
         if manifest is not None:
             if not staging.best_too(self.staging, manifest.place):
@@ -255,7 +255,7 @@ class Supervisor:
         self.progress.skip(self.resumed_step)
         self.record.update(resumed_step=self.resumed_step)
         if manifest is not None:
-            with suppress(StoreError):  # a heartbeat sends it then; lost before one, this node would seem to begin anew
+            with suppress(StoreError):  # the next heartbeat sends it; a node lost before that would seem to begin anew
                 self.record.flush()
 
     def _patiently(self, act: Callable[[], T], what: str) -> T:
@@ -269,12 +269,12 @@ class Supervisor:
             raise LimitReachedError(limit)
 
     def _train(self) -> int:
-        """The trainer's exit code, STOPPED if it never began. An out-of-memory restarts it lower on the ladder."""
+        """Trains; the trainer's exit code, or STOPPED if it never began. Without memory it starts again, lower."""
         if attempts.accepts(self.others.attempts):
             self._tell(Accept())
         while self.cause is None or self._owes_model():
             self.record.update(floor=self.rung)
-            with suppress(OSError):  # what an earlier start left says nothing of this one
+            with suppress(OSError):  # an earlier start's file says nothing about this one
                 (self.workdir / RUNG).unlink(missing_ok=True)
             self._tell_spent(self.clock())
             self._child = self.world.start(self.rung)
@@ -301,8 +301,8 @@ class Supervisor:
         return TrainerExit.STOPPED
 
     def _owes_model(self) -> bool:
-        """Stopped by hand before this node trained: the trainer starts to leave what the checkpoint holds. At a limit
-        it does not: there is no money for it.
+        """Whether a stop by hand came before this node trained: then the trainer starts, to export the checkpoint's
+        model. At a limit it does not, because there is no money for it.
         """
         return self._by_hand and self._child is None and self.resumed_step > 0
 
@@ -335,7 +335,7 @@ class Supervisor:
         self._end_if_stuck(now)
 
     def _end_if_lost(self) -> None:
-        """A GPU that has fallen off ends the attempt at once: nothing can be saved with it, and the others wait."""
+        """Ends the attempt at once if a GPU has fallen off: it cannot save, and the other nodes wait."""
         assert self._child is not None
         if not self.lost and (lost := self._lost()):
             self.lost = lost
@@ -343,16 +343,14 @@ class Supervisor:
             self._child.kill()
 
     def _lost(self) -> str:
-        """Why a GPU of this node is of no more use; empty: none is, or others were refused before and it was not the
-        node.
-        """
+        """Why a GPU of this node is broken; empty if none is, or if nodes were refused before for the same."""
         if self.world.sampler is None or attempts.accepts(self.others.attempts):
             return ""
         return self.world.sampler.lost()
 
     @property
     def waits_since(self) -> float:
-        """When this node became the oldest of several that wait for others; 0: it is not."""
+        """When this node became the oldest of several that wait for others; 0 if it is not."""
         return 0.0
 
     def _tell_spent(self, now: float) -> None:
@@ -386,7 +384,7 @@ class Supervisor:
         )
 
     def _leaving(self) -> Cause | None:
-        """Why and when this machine goes away, from the first sign on. Nothing else asks for a notice."""
+        """Why and when this machine goes away, from the first sign on. No other method asks for a notice."""
         if (notice := self.world.metadata.notice) is not None:
             return Cause(reason="notice", deadline=notice)
         if (terminated := self.world.terminated()) is not None:
@@ -396,7 +394,7 @@ class Supervisor:
         return None
 
     def _look(self) -> None:
-        """Is there a cause to stop? The first one decides, and a stop by hand is waited for until a limit."""
+        """Looks for a cause to stop. The first one decides; a stop by hand is waited for until a limit."""
         now, leaving = self.clock(), self._leaving()
         end_s = self.forecast.end_s(self.progress.step, self.progress.step_s)
         if self.cause is not None:
@@ -406,7 +404,7 @@ class Supervisor:
         if leaving is not None:
             self.cause = leaving
         elif (limit := self._limit(now, end_s) or self._limit_before_next_save(now, end_s)) is not None:
-            # Before a stop by hand, which has more time.
+            # Comes before a stop by hand, which has more time.
             self.cause = Cause(reason=limit)
         elif self.asked:
             self.cause = Cause(reason=ends.STOPPED)
@@ -419,8 +417,8 @@ class Supervisor:
         return self.meter.limit(now, self.run_file.limits, end_s + RESERVE_S)
 
     def _limit_before_next_save(self, now: float, end_s: float) -> str | None:
-        """For a job that saves only by itself: the limit that comes before its next checkpoint, as soon as one is
-        there. What it trained until then, no checkpoint would keep.
+        """For a job that saves only by itself: the limit that comes before its next checkpoint, known once it has made
+        one. No checkpoint would keep what it trains until then.
         """
         if self.run_file.config.saves_on_signal is not False:
             return None
@@ -429,7 +427,7 @@ class Supervisor:
         if newest <= saved:
             return None
         self._seen_save, interval_s = (newest, now), now - at
-        if saved == self.resumed_step:  # the first one's took the start as well
+        if saved == self.resumed_step:  # the first interval included the start
             interval_s = min(interval_s, self.run_file.config.save_interval_s(self.progress.step_s or 0.0))
         return self._limit(now + interval_s, end_s)
 
@@ -442,14 +440,14 @@ class Supervisor:
         self.graphs.cancel()
         if save and cause.deadline is not None:
             self.uploader.hurry(cause.deadline)
-        # By hand nothing presses, and it may still be starting, compiling or growing: only then does it look.
+        # A stop by hand is not urgent, and a job that is starting, compiling or growing does not look for it yet.
         patience = max(FIRST_SIGN_S, 3 * needed) if self._by_hand else self._patience_s(now, needed)
         self._kill_at = now + patience if cause.deadline is None else cause.deadline
         if not self._tell(Stop(reason=cause.reason, save=save, ends=cause.ends, deadline=cause.deadline)):
-            self._kill_at = now  # it cannot be asked
+            self._kill_at = now  # this job cannot be asked
 
     def _patience_s(self, now: float, needed: float) -> float:
-        """How long a trainer is waited for that was told of a limit: until a minute and a checkpoint past it."""
+        """How long to wait for a trainer that was told of a limit: until a minute and a checkpoint past it."""
         most, stop_s = max(PATIENCE_S, 3 * needed), self.forecast.stop_s(self.progress.step, self.progress.step_s)
         return min(most, self._left_s(now, most) + PAST_S + stop_s)
 
@@ -457,7 +455,7 @@ class Supervisor:
         return self.meter.left_s(now, self.run_file.limits, most_s)
 
     def _counted_until(self, seconds: float) -> float:
-        """The moment until which what ends this attempt may take: after so long, but not far past a limit."""
+        """The moment until which the end of this attempt may take: after `seconds`, but not far past a limit."""
         now = self.clock()
         return now + (min(seconds, self._left_s(now, seconds) + PAST_S) if self._metered else seconds)
 
@@ -475,8 +473,8 @@ class Supervisor:
         self._child.kill()
 
     def _conclude(self, code: int) -> int:
-        """What the trainer's end makes of the attempt."""
-        left = CommandEnd.read(self.workdir)  # a command's
+        """Ends the attempt as the trainer's exit code demands."""
+        left = CommandEnd.read(self.workdir)  # a command's own end
         said = self.killed or (left.full_text if left else f"the trainer ended with {code}")
         if code == TrainerExit.FINISHED:
             return self._finish(ends.FINISHED)
@@ -486,7 +484,7 @@ class Supervisor:
             return self._finish(ends.FAILED, f"{fatal.error}: {fatal.detail}" if fatal else lost)
         if code not in (TrainerExit.FINISHED, TrainerExit.STOPPED) and (lost := self.lost or self._lost()):
             return self._crashed(f"node refused: a GPU is lost, {lost}", code=AttemptExit.REFUSED)
-        if code == TrainerExit.REFUSED and (self.cause is None or self._by_hand):  # another node may do
+        if code == TrainerExit.REFUSED and (self.cause is None or self._by_hand):  # another node may manage
             problems = (Preflight.read(self.workdir) or Preflight()).problems or ("no reason given",)
             return self._crashed(f"node refused: {'; '.join(problems)}", code=AttemptExit.REFUSED)
         if self.cause is not None and self.cause.ends:
@@ -499,7 +497,7 @@ class Supervisor:
         return self._crashed(said)
 
     def _tell(self, message: Message) -> bool:
-        """Writes what the trainer reads. False when the disk refuses."""
+        """Writes a message for the trainer. False if the disk refuses it."""
         try:
             message.write(self.workdir)
         except OSError as error:
@@ -508,8 +506,8 @@ class Supervisor:
         return True
 
     def _finish(self, reason: str, detail: str = "") -> int:
-        """Everything uploaded, receipt, then done.json. 0, 70 for `failed`, or 1 when the store does not take what the
-        run leaves, and there is money for another try.
+        """Uploads everything, then the receipt, then done.json; 0, 70 for `failed`, or 1 if the store refuses an upload
+        and there is money for another try.
         """
         code = AttemptExit.FAILED if reason == ends.FAILED else AttemptExit.FINISHED
         self.say(f"the run ends: {reason} {detail}".rstrip())
@@ -527,8 +525,8 @@ class Supervisor:
         return code
 
     def _tell_end(self, done: ends.Done, code: int) -> None:
-        """How the run ended, to whoever reads the bucket. What cannot be told costs minutes, no further node: the node
-        writes the marker that lies in the work folder, where it is missing, and `gpufleet results` makes a receipt.
+        """Writes to the bucket how the run ended. A failure costs minutes and no further node: the node sends the
+        marker from the work folder if it is missing, and `gpufleet results` makes a receipt.
         """
         marker, until = atomic.json_bytes(done.to_json()), self._counted_until(MARK_S)
         self.record.update(exit=Exit(code, done.reason, at=done.at))
@@ -539,7 +537,7 @@ class Supervisor:
             lambda: self._write_receipt(done),
             self.record.flush,
             lambda: send_log(self.store, self.world.log.path, LOG),
-            lambda: create(self.store, marker, bucket.DONE),  # whoever was first has said it
+            lambda: create(self.store, marker, bucket.DONE),  # the first writer counts
         ):
             try:
                 self._insist(until, act)
@@ -547,7 +545,7 @@ class Supervisor:
                 self.say(f"the end of the run is not told: {error}")
 
     def _interrupted(self) -> int:
-        """Publishes what there is time for, then says so. 75: this machine must not go on."""
+        """Publishes what time allows, then records the interruption."""
         cause = self.cause
         assert cause is not None
         assert cause.deadline is not None
@@ -561,8 +559,8 @@ class Supervisor:
         return AttemptExit.INTERRUPTED
 
     def _crashed(self, why: str, code: int = AttemptExit.CRASHED) -> int:
-        """Publishes what the trainer had committed. The node counts such ends and shuts down without a done marker, so
-        that the fleet brings another. `code` REFUSED: this node is a bad one.
+        """Publishes the trainer's committed checkpoints. The node counts such ends and shuts down without a done
+        marker, so that the fleet brings another. `code` REFUSED means that this node is bad.
         """
         self.say(f"this attempt failed: {why}")
         if self._metered:
@@ -579,7 +577,7 @@ class Supervisor:
                 self.say(f"not written: {error}")
 
     def _drain(self, until: float) -> bool:
-        """Uploads what is committed until there is no more, or no more time. True: nothing is left."""
+        """Uploads committed checkpoints until all are sent or time is up. True if all are sent."""
         self.uploader.poll()
         while not self.uploader.idle and self.clock() < until and not self._waits_in_vain():
             self._keep_alive()
@@ -588,11 +586,11 @@ class Supervisor:
         return self.uploader.idle
 
     def _waits_in_vain(self) -> bool:
-        """Whether what is not published yet lacks something that nobody will bring."""
+        """Whether a checkpoint to be published lacks parts that no node will send."""
         return False
 
     def _in_upload_thread(self, act: Callable[[], None]) -> None:
-        """`act` in the thread of the uploads where that has no more to do, with heartbeats meanwhile."""
+        """Runs `act` in the upload thread once that is idle, with heartbeats meanwhile."""
         if not self.uploader.idle:
             return act()
         doing = self.world.uploads.submit(act)
@@ -618,7 +616,7 @@ class Supervisor:
                 pause = min(2 * pause, 60.0)
 
     def _write_receipt(self, done: ends.Done) -> None:
-        """receipt.json, and its text in the log. A bill that cannot be graded does not keep the run from ending."""
+        """Writes receipt.json, and its text into the log. A bill that cannot be compared does not stop the end."""
         try:
             run, record = self.run_file, self.record.now
             own = count_node(run, replace(record, instance=self.node.instance), self.heartbeat())
@@ -635,14 +633,14 @@ class Supervisor:
         self.world.log.write((text + "\n").encode())
 
     def _objects(self) -> dict[str, int] | None:
-        """Bytes of what the run has left, by key; None where the store does not say: a receipt does not wait for it."""
+        """The bytes of the run's objects, by key; None if the store does not say: a receipt does not wait for it."""
         try:
             return {entry.key: entry.bytes for entry in self.store.entries("")}
         except StoreError:
             return None
 
     def heartbeat(self) -> Beat:
-        """One line of heartbeat/<instance>.jsonl. Also what later attempts know of this one's cost."""
+        """One line of heartbeat/<instance>.jsonl. Later attempts know this one's cost from it."""
         now, seen, sampler = self.clock(), self.progress.record, self.world.sampler
         spent = self.meter.spent(now)
         return Beat(
@@ -664,8 +662,8 @@ class Supervisor:
         )
 
     def _keep_alive(self) -> None:
-        """While anything takes its time: heartbeats, and the first sign that the machine goes away is noted at once,
-        though the run may be ending anyway; uploads hurry then too.
+        """Called during anything long: sends heartbeats, and notes the first sign that the machine goes away, even if
+        the run is ending; uploads hurry then too.
         """
         now, leaving = self.clock(), self._leaving()
         if leaving is not None and leaving.deadline is not None and self.record.now.exit is None:
@@ -675,18 +673,18 @@ class Supervisor:
             self._beat()
 
     def _note(self, cause: Cause, now: float) -> None:
-        """At once: a machine taken away amid its last upload must not look like a crash to the next boot."""
+        """Records the interruption at once: a machine taken amid its last upload must not seem to have crashed."""
         self.record.update(exit=attempts.interruption(cause, now))
         self._beat()
 
     def _beat(self) -> None:
-        """Now, with what the trainer has left beside its metrics."""
+        """Sends a heartbeat now, with the trainer's files beside its metrics."""
         self._beat_at = self.clock()
         self._take_notes()
         self.pulse.beat(self.heartbeat())
 
     def _take_notes(self) -> None:
-        """What the trainer has left for attempts/<instance>.json, and what the fleet has said of earlier nodes."""
+        """Takes the trainer's notes into attempts/<instance>.json, and the fleet's history of earlier nodes."""
         was, others = self.record.now, self.others
         told = replace(was, reclaimed=attempts.reclaimed(others.attempts), ended=others.ended, untold=others.untold)
         if told != was:
@@ -704,7 +702,7 @@ class Supervisor:
 
     def _refresh(self) -> None:
         if self.publisher.stages.added and not self.record.now.results:
-            self.record.update(results=True)  # taken or lost after this, it has led somewhere: job/node/attempts.py
+            self.record.update(results=True)  # an attempt taken or lost after this made progress: job/node/attempts.py
         self.record.flush()
         self._ask_price()
         self.others.look(self.clock())

@@ -1,6 +1,6 @@
 """What other attempts of the run did and cost, from attempts/*.json, heartbeat/*.jsonl and the fleet's history.
 
-What a node has cost is contract/spent.py's to say.
+contract/spent.py decides what a node has cost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpufleet.job.supervisor import fleet
 from gpufleet.job.supervisor.store import Store, StoreError
 from gpufleet.job.supervisor.world import Cause
 
-REFUSALS = 2  # nodes that a run may refuse: fewer than the boots in a row without a checkpoint that end it
+REFUSALS = 2  # nodes that a run may refuse: fewer than the boots without progress that end it
 WRONG = "node refused, bytes arrived wrong"
 
 
@@ -38,7 +38,7 @@ def interruption(cause: Cause, at: float) -> Exit:
 
 
 def accepts(earlier: Sequence[Attempt]) -> bool:
-    """Enough nodes were refused for what they are since one trained: whatever this one is, it trains."""
+    """Whether enough nodes were refused since one trained, so that this node trains whatever it is."""
     since = itertools.takewhile(lambda attempt: attempt.record.started_s is None, reversed(earlier))
     ends = [attempt.record.exit for attempt in since]
     refused = [each for each in ends if each is not None and each.code == AttemptExit.REFUSED]
@@ -46,13 +46,13 @@ def accepts(earlier: Sequence[Attempt]) -> bool:
 
 
 def doubts(earlier: Sequence[Attempt], key: str) -> bool:
-    """Bytes of `key` that arrive wrong are this node's fault, and not yet the store's."""
+    """Whether wrong bytes of `key` are blamed on this node, and not yet on the store."""
     ends = [attempt.record.exit for attempt in earlier]
     return sum(each is not None and each.reason.startswith(f"{WRONG}: {key}: ") for each in ends) < REFUSALS
 
 
 class OwnRecord:
-    """attempts/<instance>.json of this attempt, `now`. What the node wrote stays; `flush` sends what changed."""
+    """attempts/<instance>.json of this attempt, `now`. The fields that the node wrote stay; `flush` sends changes."""
 
     def __init__(self, store: Store, instance: str, aside: Aside) -> None:
         self._store = store
@@ -62,13 +62,13 @@ class OwnRecord:
         self._sending, self._noting = threading.Lock(), threading.Lock()
 
     def update(self, **changes: Any) -> None:
-        """Notes it here; no network. From any thread."""
+        """Changes the record here, without the network. Any thread may call it."""
         with self._noting:
-            self.now = replace(self.now, **changes)  # a new one: another thread may be sending the old one
+            self.now = replace(self.now, **changes)  # a new object: another thread may be sending the old one
         self._changed = True
 
     def flush(self) -> None:
-        """Writes the state, from any thread: an older one is never put last. Raises StoreError."""
+        """Sends the record, from any thread: an older state never replaces a newer one. Raises StoreError."""
         with self._sending:
             if self._changed:
                 self._changed = False
@@ -82,8 +82,8 @@ class OwnRecord:
 def read(
     store: Store, *, but: str = "", done: Done | None = None, say: Callable[[str], None] = lambda text: None
 ) -> list[Left]:
-    """What each node of the run but one has left of itself. Of a run that is over `done.json` is given: its node was
-    there until then. `say` is told what is set aside of what nodes have written.
+    """The records that each of the run's nodes, except `but`, has written. After the run's end pass `done`: it proves
+    that its node was there until then. `say` gets a line for each damaged record.
     """
     keys = [entry.key for prefix in (bucket.ATTEMPTS, bucket.HEARTBEATS) for entry in store.entries(prefix)]
     named = {key: node for key in keys if (node := bucket.node_of(key))}
@@ -116,15 +116,15 @@ def read_ended(
     known: Mapping[str, bool] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Attempt]:
-    """Every attempt of a run that is over, the oldest first. `told`: by AWS; `known`: as `reclaimed` gives it."""
+    """Every attempt of an ended run, the oldest first. `told`: AWS's history; `known`: what `reclaimed` returns."""
     nodes = OtherNodes(Node("", "", "", launched_at=epoch(done.at) or 0.0), read(store, done=done, say=say))
     nodes.take(told or History(), now)
     return judged(nodes.count(run, gone=[node.instance for node, _ in nodes.nodes]), known or {}, told, now)
 
 
 class Others(OtherNodes):
-    """The run's other attempts, looked at again and again: a node before this one may still be there, and one after it
-    may have come. They share its limits.
+    """The run's other attempts, read again and again: an earlier node may still be there, and a later one may have
+    come. All share the run's limits.
     """
 
     def __init__(
@@ -136,14 +136,14 @@ class Others(OtherNodes):
         say: Callable[[str], None],
         known: AttemptRecord = AttemptRecord(),  # noqa: B008 - immutable
     ) -> None:
-        """`known`: what this node's own record says of others."""
+        """`known`: this node's own record, which may tell of others."""
         super().__init__(node, read(store, but=node.instance, say=say))
         self.know(known)
         self._store, self._run, self._ask = store, run, ask
-        self.attempts = self.count(run)  # replaced as a whole
+        self.attempts = self.count(run)  # always replaced as a whole
 
     def look(self, now: float) -> None:
-        """Asks AWS what is not known yet, and reads again. Raises StoreError."""
+        """Asks AWS for facts still missing, and reads the records again. Raises StoreError."""
         told = self._ask(now - KEPT_S) if self.doubtful else None
         if told is not None:
             self.take(told, now)
@@ -156,13 +156,13 @@ class Others(OtherNodes):
 
     @property
     def spent(self) -> tuple[Decimal, Decimal]:
-        """USD and seconds of all together, with those that ended before they could leave a record."""
+        """USD and seconds of all of them together, including nodes that ended before they wrote a record."""
         return self.total(self._run)
 
 
 def judged(attempts: Iterable[Attempt], known: Mapping[str, bool], told: History | None, now: float) -> list[Attempt]:
-    """With what is `known` of each, and what AWS has `told` of those that got a notice and of which no attempt knows
-    yet. A change of the fleet during a node's life is what took it: whoever made it pays for the node.
+    """The attempts with what is `known` of their interruptions, and with AWS's history for those whose notice nobody
+    has explained yet. If the fleet was changed during a node's life, that change took the node: whoever made it pays.
     """
 
     def judge(each: Attempt) -> bool | None:
@@ -175,5 +175,5 @@ def judged(attempts: Iterable[Attempt], known: Mapping[str, bool], told: History
 
 
 def reclaimed(attempts: Iterable[Attempt | AttemptCost]) -> dict[str, bool]:
-    """What is known of each attempt, for later ones: AWS forgets."""
+    """Who ended each attempt, kept for later ones, because AWS forgets."""
     return {each.instance: each.reclaimed for each in attempts if each.reclaimed is not None}

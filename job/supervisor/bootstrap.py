@@ -12,12 +12,12 @@ from pathlib import Path
 
 JOB = Path(__file__).parents[1]
 REQUIREMENTS = "requirements.txt"
-MARK = "GPUFLEET_PACKAGES"  # set in the environment of the process that has them
+MARK = "GPUFLEET_PACKAGES"  # in the environment of a process that has them
 TRIES = 3
 
 
 def listed(module: str) -> Path:
-    """What a job's module needs: a list of its own, or the one of all."""
+    """The requirements file of a job's module: its own, or the common one."""
     own = JOB.joinpath(*module.split(".")[2:], REQUIREMENTS)
     return own if own.exists() else JOB / REQUIREMENTS
 
@@ -54,7 +54,7 @@ def missing(requirements: str, version: Callable[[str], str] = importlib.metadat
 
 
 def command(listed: Path, folder: Path) -> list[str]:
-    """pip, told to accept nothing but the pinned bytes."""
+    """The pip command, which accepts nothing but the pinned bytes."""
     options = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--no-cache-dir"]
     quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--root-user-action", "ignore"]
     target = ["--target", str(folder), "--upgrade", "-r", str(listed)]
@@ -62,7 +62,7 @@ def command(listed: Path, folder: Path) -> list[str]:
 
 
 def install(lacking: dict[str, str], folder: Path) -> None:
-    """Raises RuntimeError after three failures."""
+    """Installs the packages; raises RuntimeError after three failures."""
     folder.mkdir(parents=True, exist_ok=True)
     listed = folder / "requirements.txt"
     listed.write_text("\n".join(lacking.values()) + "\n")

@@ -24,13 +24,13 @@ from gpufleet.job.text import printable
 
 FIRST_SIGN_S = 1800.0  # imports, data, compilation, a growth boundary
 QUIET_MIN_S = 900.0
-SHUTDOWN = "--shutdown-timeout"  # torchrun's
-KILL_S = 5.0  # for a killed process to be gone
+SHUTDOWN = "--shutdown-timeout"  # an option of torchrun
+KILL_S = 5.0  # how long a killed process may take to be gone
 
 
 class JobLog:
-    """job.log and standard output, without what a terminal would obey: the job prints what others wrote. A full disk or
-    a closed pipe never stops training.
+    """job.log and standard output; removes terminal escapes, because the job prints text of strangers. A full disk or a
+    closed pipe never stops training.
     """
 
     def __init__(self, path: Path, stream: IO[bytes] | None = None) -> None:
@@ -39,7 +39,7 @@ class JobLog:
         self._lock = threading.Lock()
 
     def say(self, text: str) -> None:
-        """One line of the supervisor's own."""
+        """Writes one line of the supervisor's own."""
         self.write(f"{time.strftime('%H:%M:%S', time.gmtime())} supervisor: {text}\n".encode())
 
     def write(self, line: bytes) -> None:
@@ -53,12 +53,12 @@ class JobLog:
 
 
 def _open_no_link(path: str, flags: int) -> int:
-    """Who trains could lead its words to other files of this process's."""
+    """Opens a file, and no link: the training process could redirect the log to other files of this process."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o644)
 
 
 class TrainerProcess(Protocol):
-    """Where the trainer is. `kill` ends it and all that it has started, and never waits long."""
+    """A training process, wherever it runs. `kill` ends it and everything that it started, and never waits long."""
 
     @property
     def stdout(self) -> IO[bytes]: ...
@@ -67,7 +67,7 @@ class TrainerProcess(Protocol):
 
 
 class GroupedProcess:
-    """A child of this process, in a group of its own."""
+    """A child of this process, in its own process group."""
 
     def __init__(self, argv: list[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -85,15 +85,15 @@ class GroupedProcess:
     def kill(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # who waits for a GPU that fell off the bus cannot be killed
+        with suppress(subprocess.TimeoutExpired):  # a process that waits for a lost GPU cannot be killed
             self._process.wait(timeout=KILL_S)
 
 
 class Child:
-    """A running trainer, which `begin` starts. Its output goes to the log, line by line.
+    """A trainer; `begin` starts it. Its output goes to the log, line by line.
 
-    `ended`: the file in which several ranks leave the exit code that torchrun cannot pass on. `waits`: the file that it
-    waits for, having imported what it needs; `go` writes it, and takes in what was printed until then.
+    `ended`: the file in which ranks leave the exit code that torchrun cannot pass on. `waits`: the file for which a
+    trainer waits once it has imported what it needs; `go` writes it, and takes in the output until then.
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class Child:
             self._reader.start()
 
     def go(self, rung: int) -> None:
-        """Lets one that waits train. Raises OSError."""
+        """Lets a waiting trainer train. Raises OSError."""
         assert self._waits is not None
         self.output_at = self._clock()
         self._reader.start()
         Start(rung=rung).write(self._waits.parent)
 
     def poll(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs. Nothing of it is left when it has one."""
+        """The exit code, negative for a signal; None while it runs. Once there is a code, no process of it is left."""
         code = self._process.poll()
         if code is None and self._killed:
             return -signal.SIGKILL
@@ -137,18 +137,18 @@ class Child:
         return code
 
     def kill(self) -> None:
-        """Ends all of it now, and never waits long. Safe to call again."""
+        """Ends all of its processes now, and never waits long. Safe to call again."""
         if self._killed:
             return
         self._killed = True
         self._process.kill()
-        if self._reader.ident is not None:  # the trainer has been let go
+        if self._reader.ident is not None:  # the trainer has been started
             self._reader.join(timeout=KILL_S)
-        if not self._reader.is_alive():  # else closing waits for whoever holds it
+        if not self._reader.is_alive():  # else closing would wait for another reader
             self._process.stdout.close()
 
     def _read(self) -> None:
-        with suppress(ValueError):  # closed under us after a kill
+        with suppress(ValueError):  # a kill closed it meanwhile
             for line in self._process.stdout:
                 self.output_at = self._clock()
                 self._log.write(line)
@@ -157,9 +157,9 @@ class Child:
 def trainer(
     workdir: Path, rung: int | None, ranks: int, module: str, place: Rendezvous | None = None, parent: str = ""
 ) -> list[str]:
-    """The command line of a job's `module`: one process, or torchrun with one for each of this node's `ranks`. Without
-    a rung it waits for one. `place`: where several nodes train. `parent`: as the leash has it; without one, this
-    process.
+    """The command line of a job's `module`: one process, or torchrun with one process for each of this node's `ranks`.
+    Without a rung the trainer waits for one. `place`: where several nodes meet. `parent`: the leash's parent process;
+    without it, this process.
     """
     leash = ["-m", "gpufleet.job.supervisor.leash"]
     train = ["-m", module, str(workdir), *(["--wait"] if rung is None else ["--rung", str(rung)])]
@@ -172,8 +172,8 @@ def trainer(
 
 
 def _patience() -> list[str]:
-    """torchrun kills ranks 30 s after a SIGTERM unless told otherwise; docker stop waits 115 s. Torch 2.11 cannot be
-    told (2.13 can): its source is looked at, because importing torch takes seconds.
+    """torchrun kills its ranks 30 s after a SIGTERM by default; docker stop waits 115 s. Torch 2.11 has no option for
+    it (2.13 has): this reads its source, because importing torch takes seconds.
     """
     found = importlib.util.find_spec("torch")
     assert found is not None
@@ -197,17 +197,17 @@ class MetricsFollower:
         self._step_s: list[float] = []
 
     def skip(self, step: int) -> None:
-        """Starts after what is there already: the records of earlier attempts."""
+        """Skips the records there are: those of earlier attempts."""
         self._offset = self._path.stat().st_size if self._path.exists() else 0
         self.step = step
 
     def poll(self) -> None:
-        """Takes in what was written since."""
+        """Reads the records written since the last call."""
         try:
             size = self._path.stat().st_size
         except OSError:
             return
-        if size < self._offset:  # the trainer cut off what a resume repeats
+        if size < self._offset:  # the trainer cut off records that a resume repeats
             self._offset = size
         if size == self._offset:
             return
@@ -233,16 +233,16 @@ class MetricsFollower:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of the slowest of the last 20 steps that were logged."""
+        """Seconds per step, the slowest of the last 20 that were logged."""
         return max(self._step_s, default=None)
 
     @property
     def usual_step_s(self) -> float | None:
-        """The median of the newest: one that stalled says nothing of what is left."""
+        """Seconds per step, the median of the newest: one that stalled does not predict the rest."""
         return median(self._step_s) if self._step_s else None
 
     def quiet_limit_s(self) -> float:
-        """How long silence is normal: 20 times the median gap between records, from 15 minutes to 30 or 3 such gaps."""
+        """How long silence is normal: 20 median gaps between records, but 15 minutes to 30, or to 3 such gaps."""
         if not self._gaps:
             return FIRST_SIGN_S
         gap = median(self._gaps)

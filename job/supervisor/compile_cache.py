@@ -1,11 +1,11 @@
 """Compiled graphs that outlive node and run: <workdir>/compile_cache/*.bin, mirrored to <bucket>/compile_cache/.
 
 They lie beside the runs, in a folder per experiment and settings, so that a later run of the stack starts with them
-too. No stop waits for them: one file at a time goes out while nothing else does, and none once a stop is under way.
-Whatever fails is said and left, because without these files training is only slower to start.
+too. No stop waits for them: one file at a time is sent while nothing else is, and none once a stop has begun. A failure
+is logged and ignored, because without these files training only starts more slowly.
 
-The trainer unpickles them, and a pickle can run anything: they come from the run's own bucket and from nowhere else.
-Nodes of this stack, and whoever may write to its bucket, can therefore run code on its later nodes.
+The trainer unpickles them, and a pickle can run any code: so they come from the run's own bucket alone. Nodes of this
+stack, and whoever may write to its bucket, can therefore run code on its later nodes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.workdir import GRAPHS
 from gpufleet.job.supervisor.store import GivenUpError, Store, open_store, parent
 
-MOST_BYTES = 512 * 1024 * 1024  # of one node, in and out: a damaged or foreign folder must not cost minutes
+MOST_BYTES = 512 * 1024 * 1024  # per node and direction: a damaged or foreign folder must not cost minutes
 
 
 def place(run: RunFile, uri: str) -> str:
-    """Where the graphs of this run are, `uri` being the run's: by all settings that can change a step's time, which are
-    more than shape a graph. torch itself tells one graph from another.
+    """The address of this run's graphs, from the run's `uri` and all settings that can change a step's time; fewer
+    shape a graph, and torch itself tells graphs apart.
     """
     shapes = json.dumps([run.experiment, measured.settings(run.experiment, run.parameters)], sort_keys=True)
     return f"{parent(uri)}/{bucket.GRAPHS}/{hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
 
 
 class GraphMirror:
-    """One attempt's mirror. Nothing in here raises."""
+    """One attempt's mirror. Its methods raise nothing."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class GraphMirror:
         opened: Callable[[str], Store] = open_store,
     ) -> None:
         self._store, self._folder, self._say = opened(place(run, store.uri)), workdir / GRAPHS, say
-        self._sent: dict[str, int] = {}  # names, with their time of writing
+        self._sent: dict[str, int] = {}  # the time of writing, by name
         self._running: Future[None] | None = None
 
     def restore(self, check: Callable[[], None]) -> None:
-        """Replaces <workdir>/compile_cache by what is kept. `check` is called before each file and may raise."""
+        """Replaces <workdir>/compile_cache by the stored graphs. `check` is called before each file and may raise."""
         shutil.rmtree(self._folder, ignore_errors=True)
         total = 0
         try:
@@ -69,7 +69,7 @@ class GraphMirror:
             self._say(f"compiled graphs: {len(self._sent)} files, {total / 1e6:.1f} MB from {self._store.uri}")
 
     def poll(self, executor: Executor) -> None:
-        """Begins to send a file that is new, if there is one and none is on its way."""
+        """Begins to send one new file, unless one is on its way."""
         if self._running is not None and not self._running.done():
             return
         there = sorted(self._folder.glob("*.bin"))
@@ -77,11 +77,11 @@ class GraphMirror:
         self._running = executor.submit(self._send, new[0]) if new else None
 
     def cancel(self) -> None:
-        """Gives up what is on its way."""
+        """Gives up the file on its way."""
         self._store.cancel()
 
     def _send(self, path: Path) -> None:
-        """Sends once, whatever comes of it."""
+        """Sends a file once, whether that succeeds or not."""
         try:
             self._sent[path.name] = path.stat().st_mtime_ns
             if sum(each.stat().st_size for each in self._folder.glob("*.bin")) > MOST_BYTES:

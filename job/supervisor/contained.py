@@ -1,7 +1,7 @@
-"""The trainer in a container of its own, which the node starts (job/node/jobs.py): without the node's role.
+"""The trainer in its own container, without the node's role; the node starts it (job/node/jobs.py).
 
-The same process as in the supervisor's own (child.py), for whoever watches it: what it prints comes through a pipe, and
-the node says how it ended. Everything else lies in the work folder, which both containers see.
+It has the same methods as a trainer in the supervisor's container (child.py): its output comes through a pipe, and the
+node reports how it ended. All its other files lie in the work folder, which both containers see.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from gpufleet.job.contract.workdir import CONTROL, FIRST, SCRIPTS
 from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.supervisor.leash import HOLDER
 
-# `sh` stays, or who trains would be the first process of its container, which no signal ends that it does not catch.
+# `sh` stays: as its container's first process the trainer would ignore every signal that it does not catch.
 TEXT = """\
 exec >{out} 2>&1 </dev/null
 export {holder}=$$ {environment}
 {command}
 exit
 """
-DOCKERS_OWN = range(125, 128)  # exit codes: nothing has begun
+DOCKERS_OWN = range(125, 128)  # docker's exit codes for a program that has not begun
 
 
 class ContainedProcess:
-    """`stdout` ends when no process of the container is left, or nobody is to be waited for."""
+    """`stdout` ends when no process of the container is left, or none is waited for."""
 
     def __init__(self, workdir: Path, argv: Sequence[str], environment: Mapping[str, str]) -> None:
-        """`argv` runs with the image's environment and this one over it."""
+        """`argv` runs with the image's environment, overridden by this one."""
         folder = workdir / CONTROL / SCRIPTS
         folder.mkdir(parents=True, exist_ok=True)
         out = folder / OUT
         ForeignFolder(folder).make_pipe(out)
         told = " ".join(f"{key}={shlex.quote(value)}" for key, value in environment.items())
         text = TEXT.format(out=shlex.quote(str(out)), holder=HOLDER, environment=told, command=shlex.join(argv))
-        atomic.write_bytes(folder / FIRST, text.encode())  # a shell may read on in the one before it
+        atomic.write_bytes(folder / FIRST, text.encode())  # a shell may still read the earlier script
         reading = os.open(out, os.O_RDONLY | os.O_NONBLOCK)
-        self._writing: int | None = os.open(out, os.O_WRONLY)  # until then it is not at its end
+        self._writing: int | None = os.open(out, os.O_WRONLY)  # keeps the pipe open until then
         os.set_blocking(reading, True)
         self.stdout = os.fdopen(reading, "rb")
         self._node = NodeContainer(workdir)
 
     def poll(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs."""
+        """The exit code, negative for a signal; None while it runs."""
         answer = self._node.answer()
         if answer is None or not answer.problem:
             return None

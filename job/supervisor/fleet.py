@@ -1,8 +1,8 @@
-"""What AWS says of the run's nodes: who took one away, AWS or the run's owner; when it ended; which are there.
+"""What AWS says of the run's nodes: whether AWS or the run's owner took one away, when it ended, which exist.
 
-The notice is the same for both, the charge is not: AWS charges no first hour that it interrupts itself (EC2 User Guide,
-billing for interrupted Spot Instances, read 2026-11-23). What an owner does, setting the fleet to 0, deleting it,
-letting it expire, is an event of the fleet's history. That AWS takes a node back is none; that it has ended is one.
+The notice is the same for both, but AWS does not charge a first hour that it interrupts itself (EC2 User Guide, billing
+for interrupted Spot Instances, read 2026-11-23). An owner's change (the fleet set to 0, deleted, expired) is an event
+in the fleet's history. An interruption by AWS is none; a node's end is one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gpufleet.job.supervisor import store
 # EC2 API reference, EventInformation, read 2026-11-23. An event's type is spelled in two ways, its sub-type in one.
 CHANGES = ("modify_in_progress", "expired", "deleted", "deleted_running", "deleted_terminating")
 
-Ask = Callable[[float], History | None]  # since (epoch seconds) -> what AWS says; None: it does not
+Ask = Callable[[float], History | None]  # since (epoch seconds) -> AWS's history; None if AWS does not answer
 
 
 def history(ec2: Any, fleet: str, since: float) -> History:
-    """The fleet's own. Raises botocore's errors."""
+    """The fleet's own history. Raises botocore's errors."""
     start = datetime.fromtimestamp(since, UTC)
     answers = store.pages(ec2.describe_fleet_history, FleetId=fleet, StartTime=start)
     events = [each for answer in answers for each in answer["HistoryRecords"]]
@@ -37,7 +37,7 @@ def history(ec2: Any, fleet: str, since: float) -> History:
 
 
 def merged(told: Sequence[History], changes: Iterable[float], there: frozenset[str] | None = None) -> History:
-    """The histories of several fleets of one run."""
+    """The histories of several fleets of one run as one."""
     launched, ended = (
         dict(ChainMap(*maps)) for maps in zip(*((each.launched, each.ended) for each in told), strict=True)
     )
@@ -47,9 +47,9 @@ def merged(told: Sequence[History], changes: Iterable[float], there: frozenset[s
 def of_node(
     instance: str, client: Any = None, *, others: Callable[[], Iterable[str]] = lambda: (), on_demand: bool = False
 ) -> Ask:
-    """The history of the fleet that the node belongs to, and which of its nodes are there. None whenever AWS does not
-    answer as it should. `others`: the run's other fleets; `on_demand`: the node's own takes over from them, so that who
-    changed it tells nothing of a notice.
+    """Asks for the history of the node's fleet, and which of its nodes exist. The answer is None if AWS does not answer
+    as it should. `others`: the run's other fleets; `on_demand`: the node's fleet takes over from them, so a change of
+    theirs explains no notice.
     """
 
     def ask(since: float) -> History | None:

@@ -1,7 +1,7 @@
 """How long a stop takes: one optimizer step, save, hash and upload.
 
-The bill has predicted it per type and phase, and said whether it fits a notice. Here that is only made longer: by
-slower steps, and by a save or an upload that was measured to be slower. So what the bill promises is what is decided.
+The bill predicted it per type and phase, and whether it fits a notice. This module only lengthens that prediction, by
+slower steps and by measured slower saves and uploads. So decisions follow what the bill promises.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from gpufleet.job.kind import JobConfig
 if TYPE_CHECKING:
     from gpufleet.job.contract.metrics import Save
 
-GB_S = 2.5  # seconds per GB to save, hash and send where the bill says nothing of a type: 1.0 + 0.7 + 0.8
-RESERVE_S = 60.0  # on top of a step, a save and an upload, before a limit
-LATENCY_S = 2.0  # what a save and an upload of next to nothing take
-UPLOAD_GB_S = 1.5  # the part of GB_S that hashing and sending take
+GB_S = 2.5  # seconds per GB to save, hash and send (1.0 + 0.7 + 0.8) for a type without a prediction in the bill
+RESERVE_S = 60.0  # before a limit, on top of a step, a save and an upload
+LATENCY_S = 2.0  # the least that a save and an upload take
+UPLOAD_GB_S = 1.5  # the part of GB_S for hashing and sending
 SAVE_GB_S = GB_S - UPLOAD_GB_S
 SLACK = 1.25
-MEASURABLE_BYTES = 50_000_000  # below this an upload's time is all latency
+MEASURABLE_BYTES = 50_000_000  # below this size an upload's time is all latency
 
 
 class Forecast:
@@ -38,7 +38,7 @@ class Forecast:
     ) -> None:
         self._config = config
         self._phases = config.phases()
-        counted = {row.phase: row.steps for row in phases if row.steps is not None}  # of the dataset as it is
+        counted = {row.phase: row.steps for row in phases if row.steps is not None}  # counted in the prepared dataset
         self._last = list(itertools.accumulate(counted.get(phase.name, phase.steps) for phase in self._phases))
         self._step_s = {row.phase: row.step_ms / 1000 for row in phases}
         self._stop_s = {
@@ -48,12 +48,12 @@ class Forecast:
         self._save_s_per_byte: float | None = None
 
     def learn(self, measured: tuple[int, float] | None) -> None:
-        """Takes in bytes and seconds of an upload."""
+        """Takes in the bytes and seconds of an upload."""
         if measured is not None and measured[0] >= MEASURABLE_BYTES:
             self._upload_s_per_byte = measured[1] / measured[0]
 
     def learn_saves(self, saves: Iterable[Save]) -> None:
-        """Takes in how long checkpoints took until they were on the disk."""
+        """Takes in how long saves took."""
         for save in saves:
             if save.took_s is not None and save.bytes >= MEASURABLE_BYTES:
                 self._save_s_per_byte = save.took_s / save.bytes
@@ -72,16 +72,16 @@ class Forecast:
         return done / whole if whole else 0.0
 
     def steps_left(self, step: int) -> int:
-        """Optimizer steps that are still to be done."""
+        """Optimizer steps still to do."""
         return max(self._last[-1] - step, 0)
 
     def slower(self, step: int, step_s: float | None) -> float:
-        """How many times as long as the bill says a step takes, 1 at least."""
+        """How many times as long as in the bill a step takes, at least 1."""
         predicted_s = self._step_s.get(self._phases[self.phase(step)].name, 0.0)
         return max(1.0, (step_s or 0.0) / predicted_s) if predicted_s else 1.0
 
     def stop_s(self, step: int, step_s: float | None) -> float:
-        """Seconds from the request to the published manifest, at `step`, with steps of `step_s` (None: the bill's)."""
+        """Seconds from the request to the published manifest, at `step`, with `step_s` per step (None: the bill's)."""
         index = self.phase(step)
         name, size = self._phases[index].name, self._config.sizes().checkpoints[index]
         predicted_s = self._step_s.get(name, 0.0)
@@ -92,32 +92,32 @@ class Forecast:
         return max(found, predicted_s + LATENCY_S + self._save_s(size) + self._sent_s(size)) + slower
 
     def end_s(self, step: int, step_s: float | None) -> float:
-        """Seconds that a stop takes where a limit ends the run: what is then exported comes on top of stop_s."""
+        """Seconds that a stop at a limit takes: stop_s, and then the export."""
         export = self._config.sizes().final_if_cut[self.phase(step)]
         save_s = max(export / 1e9 * SAVE_GB_S, self._save_s(export))
         sent_s = max(export / 1e9 * UPLOAD_GB_S, self._sent_s(export))
         stop_s = self.stop_s(step, step_s)
-        if grace_s := self._config.grace_s:  # used up, and then a checkpoint that is whole
+        if grace_s := self._config.grace_s:  # all of it, then a whole checkpoint
             stop_s = max(stop_s, grace_s + self.upload_s(self._config.sizes().checkpoints[self.phase(step)]))
         return stop_s + save_s + sent_s
 
     def line_s(self, step: int) -> float:
-        """Between two lines of metrics.jsonl at `step`, at the bill's pace: one every log.every steps, one a save. In
-        an evaluation the trainer says how far it is.
+        """Seconds between two lines of metrics.jsonl at `step`, at the bill's pace: one line every log.every steps, one
+        per save. During an evaluation the trainer reports its progress.
         """
         step_s = self._step_s.get(self._phases[self.phase(step)].name, 0.0)
         return min(self._config.log.every * step_s, self._config.save_interval_s(step_s) + step_s)
 
     def upload_s(self, size: int) -> float:
-        """Seconds to publish `size` bytes that are on the disk: as measured, or before that as the bills have it."""
+        """Seconds to publish `size` bytes from the disk: measured, or the bill's before there is a measurement."""
         if self._upload_s_per_byte is None:
             return LATENCY_S + size / 1e9 * UPLOAD_GB_S
         return LATENCY_S + SLACK * size * self._upload_s_per_byte
 
     def _save_s(self, size: int) -> float:
-        """Seconds until `size` bytes are on the disk: as measured, or before that as the bills have it."""
+        """Seconds until `size` bytes are on the disk: measured, or the bill's before there is a measurement."""
         return size * (SAVE_GB_S / 1e9 if self._save_s_per_byte is None else self._save_s_per_byte)
 
     def _sent_s(self, size: int) -> float:
-        """Seconds to hash and send them."""
+        """Seconds to hash and send `size` bytes."""
         return size * (UPLOAD_GB_S / 1e9 if self._upload_s_per_byte is None else self._upload_s_per_byte)

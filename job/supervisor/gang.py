@@ -1,9 +1,9 @@
-"""Which nodes of a run train together, and when they stop to: decisions alone, from what each node last saw.
+"""Decides which nodes of a run train together, and when they stop, from what each node last saw; it does nothing else.
 
-Nobody coordinates. Every node puts its presence into the run's prefix and reads the others'; when all are ready the
-oldest proposes who trains, by creating the next generation's object, which only one can. Its first member leads it:
-publishes, keeps the run's limits, ends it. A member that finds another one missing ends its own trainer and is ready
-again; one that cannot look, and whose ranks do no step either, does so too. Where the store is down for all nobody
+There is no coordinator. Every node writes its presence below the run's prefix and reads the others'; when all are ready
+the oldest proposes who trains, by creating the next generation's object, which only one node can. Its first member
+leads it: publishes, keeps the run's limits, ends it. A member that misses another one ends its own trainer and is ready
+again; so does one that cannot read the store while its ranks make no steps. If the store is down for all, no node
 concludes anything.
 """
 
@@ -19,16 +19,17 @@ from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.gang import GangGeneration, Presence
 
 BEAT_S = 5.0  # between two writings of a presence
-LOST_S = 45.0  # without one, and without a step of the ranks, a node is lost
-SILENT_S = 600.0  # and whatever the ranks do
-SLOW, SLOW_LOOK_S, SLOW_STEPS, SLOW_LOOKS = 1.5, 15.0, 20, 5  # times the others' steps; and of how many at once
-STEADY_S = 15.0  # of looks that succeeded, before one is: after an outage of the store all presences are old
-FENCE_S = 60.0  # a member that has reached no store and done no step for so long ends its trainer
-PROPOSE_S = 30.0  # for the oldest to propose; then anybody does
-SPARE_S = 600.0  # a node that the others train without leaves
-BLOCK_S = 1200.0  # how long nodes of a block, which nothing replaces, wait for others: they boot and pull at once
-RETRIES = 1  # with the same nodes from the same checkpoint
-TOGETHER = (TrainerExit.FINISHED, TrainerExit.STOPPED)  # ends of all ranks at once
+LOST_S = 45.0  # a node is lost after this long without a presence, if the ranks make no steps
+SILENT_S = 600.0  # and after this long even if they do
+# a slow node's share of the others' step time; looks and steps compared
+SLOW, SLOW_LOOK_S, SLOW_STEPS, SLOW_LOOKS = 1.5, 15.0, 20, 5
+STEADY_S = 15.0  # how long looks must have succeeded: after an outage of the store all presences are old
+FENCE_S = 60.0  # a member without store and steps for so long ends its trainer
+PROPOSE_S = 30.0  # the oldest proposes within this time; then any node does
+SPARE_S = 600.0  # after this a node leaves that the others train without
+BLOCK_S = 1200.0  # how long a block's nodes wait for others, which nothing replaces: all boot at once
+RETRIES = 1  # retries with the same nodes from the same checkpoint
+TOGETHER = (TrainerExit.FINISHED, TrainerExit.STOPPED)  # exit codes that all ranks have at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +41,7 @@ class Sight:
 
     @property
     def notice_in_s(self) -> float | None:
-        """When the node goes away, in seconds from the look on: its clock need not be that of the others."""
+        """Seconds until the node goes away, counted from this look: its clock may differ from the others'."""
         return None if self.presence.notice is None else self.presence.notice - self.presence.at - self.age_s
 
     @property
@@ -51,42 +52,40 @@ class Sight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """What a node knows of the others. `steady_s`: for how long its looks have succeeded; `age_s`: since the last one
-    that did.
-    """
+    """What a node knows of the others. `steady_s`: for how long looks have succeeded; `age_s`: since the last one."""
 
     own: Presence
     others: Mapping[str, Sight] = field(default_factory=dict)
     newest: GangGeneration | None = None
-    is_over: bool = False  # done.json is there
-    let_go: int | None = None  # how often those that waited since the newest generation have let go; None: not seen yet
+    is_over: bool = False  # whether done.json exists
+    let_go: int | None = None  # how often waiting nodes let go since the newest generation; None: not read yet
     steady_s: float = 0.0
     age_s: float = 0.0
 
     @property
     def alive(self) -> dict[str, Presence]:
-        """The nodes that are there, this one too."""
+        """The nodes that are there, this one included."""
         there = {name: each.presence for name, each in self.others.items() if each.is_there}
         return {**there, self.own.instance: self.own}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Join:
-    """Train as a member of it."""
+    """The decision to train as a member of the generation."""
 
     generation: GangGeneration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Propose:
-    """Create the next generation's object; whoever is first has proposed."""
+    """The decision to create the next generation's object; the first node to do so has proposed."""
 
     generation: GangGeneration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LetAllGo:
-    """Say that those that wait leave, so that AWS is asked for all nodes later."""
+    """The decision that all waiting nodes leave, so that AWS is asked for all of them later."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,8 +116,8 @@ def next_of(
     gather_s: float,
     origin: CheckpointPlace | None,
 ) -> Action:
-    """What a node does that trains in no generation. `ready_s`: for how long enough nodes have been ready; `spare_s`:
-    for how long the others have trained without this one; `lacking_s`: for how long a block's nodes have been too few;
+    """What a node does that is in no generation. `ready_s`: for how long enough nodes have been ready; `spare_s`: for
+    how long the others have trained without this one; `lacking_s`: for how long a block's nodes have been too few;
     `gather_s`: how long the oldest may go on waiting for missing nodes; `origin`: the checkpoint that the next
     generation begins from.
     """
@@ -147,7 +146,7 @@ def next_of(
 
 
 def busy_nodes(view: View) -> list[str]:
-    """Other nodes that train, or have something to publish yet: nobody may begin from an older checkpoint meanwhile."""
+    """Other nodes that train or still publish: nobody may begin from an older checkpoint meanwhile."""
     return sorted(name for name, each in view.alive.items() if each.state == "busy" and name != view.own.instance)
 
 
@@ -158,7 +157,7 @@ def ready_nodes(view: View) -> list[Presence]:
 
 
 def acts(view: View) -> bool:
-    """Whether a node in no generation keeps the run's limits: the oldest does, where nobody trains."""
+    """Whether a node in no generation enforces the run's limits: the oldest does if no node trains."""
     idle = [each for each in view.alive.values() if each.state != "busy" and each.notice is None]
     oldest = min(idle, key=lambda each: (each.launched_at, each.instance), default=None)
     return (
@@ -171,8 +170,8 @@ def acts(view: View) -> bool:
 
 
 def timely(places: Iterable[CheckpointPlace], newest: GangGeneration | None) -> list[CheckpointPlace]:
-    """Published checkpoints that the next generation may begin from, in order. A leader that froze may publish one of
-    its own after `newest` has begun without it, and that is passed over: what was logged since does not lead there.
+    """Published checkpoints that the next generation may begin from, in order. A leader that froze may publish a
+    checkpoint after `newest` began without it; that one is skipped, because the log since then does not lead to it.
     """
     every = sorted(places)
     began = (newest and newest.origin) or CheckpointPlace(-1)
@@ -183,8 +182,8 @@ def timely(places: Iterable[CheckpointPlace], newest: GangGeneration | None) -> 
 
 
 def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: CheckpointPlace | None) -> GangGeneration:
-    """The oldest leads, or the node on which rank 0 was last: a launcher that gives out ranks by host names puts it
-    there again.
+    """The next generation; the oldest node leads, or the node that had rank 0 last: a launcher that assigns ranks by
+    host name puts it there again.
     """
     members = sorted(ready, key=lambda each: -each.first_in)
     made = GangGeneration(
@@ -203,14 +202,14 @@ def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: Chec
         return made
     first, *others = members
     if first.first_in == newest.number and made.leader != newest.leader and not any(each.first_in for each in others):
-        return replace(made, tries=newest.tries)  # nothing failed: nobody had known where rank 0 would be
+        return replace(made, tries=newest.tries)  # nothing failed: rank 0's node was not known before
     return replace(made, tries=newest.tries + 1, is_last=newest.tries >= RETRIES)
 
 
 def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping: bool = False) -> str | None:
-    """Why a member must end its trainer; None: it trains on. `idle_s`: since this node's ranks did a step, or began.
-    `stopping`: they have been asked to end, or have done all steps, and one that follows need not end well while the
-    leader's save.
+    """Why a member must end its trainer; None if it trains on. `idle_s`: seconds since a step of this node's ranks, or
+    since they began. `stopping`: the ranks were asked to end or did all steps, and a follower need not end well while
+    the leader's ranks save.
     """
     if view.age_s >= FENCE_S:
         return f"no store and no step for {min(view.age_s, idle_s):.0f} s" if idle_s >= FENCE_S else None
@@ -227,7 +226,7 @@ def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping:
         seen = view.others.get(name)
         if seen is not None and seen.presence.state == "gone":
             return f"{name} has left"
-        # All ranks take part in every step: one that this node's ranks do tells of them all.
+        # All ranks take part in every step: a step of this node's ranks proves that all are alive.
         if seen is None or (not seen.is_there and (idle_s > LOST_S or seen.age_s > SILENT_S)):
             if view.steady_s >= STEADY_S:
                 return f"{name} is lost"
@@ -241,7 +240,7 @@ def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping:
 
 
 def why_slow(view: View, generation: GangGeneration) -> str:
-    """In which way this node is slow; empty: in none that shows."""
+    """In which way this node is slow; empty if it is not."""
     if view.own.look_s > SLOW_LOOK_S:
         return f"its looks at S3 have taken {view.own.look_s:.0f} s and more, {SLOW_LOOKS} times in a row"
     if late_s := late_each_step_s(view, generation):
@@ -251,7 +250,7 @@ def why_slow(view: View, generation: GangGeneration) -> str:
 
 
 def late_each_step_s(view: View, generation: GangGeneration) -> float:
-    """For how long the others wait for this node in each step; 0: for too short to be told from chance."""
+    """Seconds that the others wait for this node in each step; 0 if too few to tell from chance."""
     others = [view.others[name].presence for name in generation.members if name in view.others]
     known = [each.own_s for each in others if each.generation == generation.number and each.own_s]
     usual_s = median(known) if known else math.inf
@@ -259,13 +258,13 @@ def late_each_step_s(view: View, generation: GangGeneration) -> float:
 
 
 def notice_in_s(view: View, generation: GangGeneration) -> float | None:
-    """In how many seconds the first of a generation's other members goes away that has a notice."""
+    """Seconds until the first other member with a notice goes away; None without a notice."""
     told = [view.others[name].notice_in_s for name in generation.members if name in view.others]
     return min((seconds - view.age_s for seconds in told if seconds is not None), default=None)
 
 
 def fatal(view: View, generation: GangGeneration) -> str | None:
-    """What a member has found that no node can do, in its words."""
+    """A member's error that no other node can avoid, in its words."""
     for name in generation.members:
         seen = view.others.get(name)
         if seen and seen.presence.generation == generation.number and seen.presence.ended == TrainerExit.FATAL:

@@ -2,8 +2,8 @@
 
 The trainer is in a process group of its own, so a SIGKILL that ends the supervisor would leave it running; and torchrun
 gives each rank a session of its own, out of reach of a kill of the group. So torchrun runs on a leash, and each rank on
-one held by torchrun: PARENT `-` is the process that the leash before this one became, or the shell that a container
-begins with. Linux only; elsewhere the module just starts.
+one held by torchrun: PARENT `-` is the process that the earlier leash became, or the shell that a container begins
+with. Linux only; elsewhere the module just starts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h; kept across execve
 ABOVE = "-"
-HOLDER = "GPUFLEET_LEASH"  # process id of what this leash starts, for a leash further down
+HOLDER = "GPUFLEET_LEASH"  # process id of the program that this leash starts, for leashes below it
 
 
 def main(words: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What this node is, for the record: GPUs, driver, versions. Imports no torch: it costs seconds and memory."""
+"""This node's GPUs, driver and versions, for its record. Imports no torch: that takes seconds and memory."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class DriverGpu:
 
 
 def gpus() -> tuple[DriverGpu, ...]:
-    """All GPUs of this machine; none where there is no working driver."""
+    """All GPUs of this machine; none without a working driver."""
     return parse(ask(QUERY))
 
 
 def parse(answer: Iterable[Sequence[str]]) -> tuple[DriverGpu, ...]:
-    """The GPUs in nvidia-smi's answer; a line that is not a GPU's is skipped."""
+    """The GPUs in nvidia-smi's answer; other lines are skipped."""
     found = []
     for words in answer:
         if len(words) == 3 and words[1].isdigit():
@@ -39,7 +39,7 @@ def parse(answer: Iterable[Sequence[str]]) -> tuple[DriverGpu, ...]:
 
 
 def describe(found: tuple[DriverGpu, ...]) -> Hardware:
-    """The machine as attempts/<instance>.json has it."""
+    """The machine in the form of attempts/<instance>.json."""
     versions = {}
     for name in PACKAGES:
         try:

@@ -1,6 +1,6 @@
-"""One attempt on a node of several: it is ready, trains with the others whenever a generation has it, and ends as any
-attempt does. The leader of a generation is the supervisor that a run on one node has; a follower watches its own
-machine and the others, and nothing else. See docs/interruptions.md; who decides what is gang.py's.
+"""One attempt on one of several nodes: it becomes ready, trains when a generation includes it, and ends as any attempt
+does. A generation's leader does what a single node's supervisor does; a follower only watches its own machine and the
+other nodes. gang.py makes the decisions; see docs/interruptions.md.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ from gpufleet.job.supervisor.store import StoreError
 from gpufleet.job.supervisor.uploads import PART_S
 from gpufleet.job.supervisor.world import Cause, Outside
 
-MADE_S = 120.0  # for the other nodes to have their parts of a checkpoint whole, once the leader has told of it
+MADE_S = 120.0  # for the other nodes to finish their parts of a checkpoint, once the leader has named it
 
 
 class GangMember(Supervisor):
-    """One attempt on one of several nodes. `run` gives the exit code for the node."""
+    """One attempt on one of several nodes. `run` returns the exit code for the node."""
 
     def __init__(self, run: RunFile, node: Node, workdir: Path, world: Outside, watch: Lookout) -> None:
         self.watch = watch
@@ -71,19 +71,20 @@ class GangMember(Supervisor):
         self._left: gang.Leave | None = None
         self._over: ends.Done | None = None
         self.pulse.leads, self._waits_for = False, ""
-        self._own_log = 0  # where in job.log what no leader's has begins
+        self._own_log = 0  # where in job.log begins the part that no leader's copy has
         self._in_vain_since: float | None = None
-        self._told_at = 0.0  # when no checkpoint waited to be published, the last time
+        self._told_at = 0.0  # the last time at which no checkpoint waited to be published
         self._spare_since: float | None = None
         self._ready_since: float | None = None
         self._lacking_since: float | None = None
-        self._gathers_since = 0.0  # since when the node has been ready and trains in no generation
-        self._let_go: tuple[int, int] | None = None  # the newest generation, and how often was let go, as first seen
+        self._gathers_since = 0.0  # since when the node has been ready without a generation
+        self._let_go: tuple[int, int] | None = None  # the newest generation, and the count of let-gos when first seen
         self._stepped: tuple[int, float] = (0, 0.0)  # the newest step of this node's ranks, and when it was seen
-        self._own_s: deque[float] = deque(maxlen=gang.SLOW_STEPS)  # of the last of them, before they need the others
-        self._was_silent = False  # a member whose ranks go on
-        self._is_slow = False  # this node, and has said so
-        self._gives_way_at: float | None = None  # when it leaves for being slow
+        # the ranks' own time in steps, before they need others
+        self._own_s: deque[float] = deque(maxlen=gang.SLOW_STEPS)
+        self._was_silent = False  # whether a member is silent while its ranks go on
+        self._is_slow = False  # whether this node is slow, and has said so
+        self._gives_way_at: float | None = None  # when it leaves because it is slow
 
     def run(self) -> int:
         """Runs the attempt, as a single node's."""
@@ -94,23 +95,21 @@ class GangMember(Supervisor):
 
     @property
     def _leaves_parts(self) -> bool:
-        """Each node sends what its ranks have written of a checkpoint."""
+        """Whether each node sends its ranks' part of a checkpoint."""
         return self.run_file.config.parts.leaves
 
     @property
     def leads(self) -> bool:
-        """This node decides: of its generation, or as the oldest of those that wait."""
+        """Whether this node decides: as leader of its generation, or as the oldest of those that wait."""
         if self.generation is not None:
             return self.generation.leader == self.node.instance
         return gang.acts(self.watch.view)
 
     def _resume(self) -> None:
-        """Does nothing: what to resume from is known when a generation begins."""
+        """Does nothing: the checkpoint is known only when a generation begins."""
 
     def _begin_from(self, origin: CheckpointPlace | None) -> bool:
-        """This node's disk has the checkpoint there, and none else; no checkpoint, where there is no `origin`. False:
-        it does not verify.
-        """
+        """Makes `origin` the only checkpoint on this disk; without an `origin`, none. False if it does not verify."""
         kept, folder = [commit.step for commit in commits(self.workdir)], self.workdir / CHECKPOINTS
         if origin is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -130,19 +129,19 @@ class GangMember(Supervisor):
         return True
 
     def _newest_published(self) -> CheckpointPlace | None:
-        """The checkpoint from which the next generation may begin; None where there is none. Raises StoreError."""
+        """The checkpoint from which the next generation may begin; None without one. Raises StoreError."""
         entries = self._patiently(lambda: self.store.entries(bucket.CHECKPOINTS), bucket.CHECKPOINTS)
         places = gang.timely(bucket.published(each.key for each in entries), self.watch.view.newest)
         return places[-1] if places else None
 
     def _gather(self) -> GangGeneration | None:
-        """Waits for a generation that has this node. None: the attempt is over instead. Raises InterruptedEarlyError,
-        LimitReachedError, StoreError.
+        """Waits for a generation that includes this node. None if the attempt is over instead. Raises
+        InterruptedEarlyError, LimitReachedError, StoreError.
         """
         self.watch.tell(state="ready")
         self._gathers_since = self.clock()
         if self.pulse.leads:
-            with suppress(StoreError, OSError):  # what it has printed since its last heartbeat
+            with suppress(StoreError, OSError):  # its output since the last heartbeat
                 self.store.put_bytes(self.world.log.path.read_bytes(), LOG)
             self.pulse.leads, self._own_log = False, self._log_bytes()
         while True:
@@ -164,7 +163,7 @@ class GangMember(Supervisor):
                 self._left = action
                 return None
             if isinstance(action, gang.Propose):
-                with suppress(StoreError):  # it is proposed later, by this node or another
+                with suppress(StoreError):  # this node or another proposes it later
                     informed = self._next(view, self._newest_published())
                     if isinstance(informed, gang.Propose):
                         self.watch.propose(informed.generation)
@@ -177,7 +176,7 @@ class GangMember(Supervisor):
             self.world.sleep(TICK_S)
 
     def _has_let_go(self, view: gang.View) -> bool:
-        """Whether the oldest of those that wait has said, since this node waits too, that all of them leave."""
+        """Whether the oldest waiting node has said, since this one began to wait, that all of them leave."""
         if view.let_go is None:
             return False
         seen = (view.newest.number if view.newest else 0, view.let_go)
@@ -195,7 +194,7 @@ class GangMember(Supervisor):
         return self._gathers_since if waits else 0.0
 
     def _next(self, view: gang.View, origin: CheckpointPlace | None = None) -> gang.Action:
-        """`origin`: the newest published checkpoint, which a proposal has to know."""
+        """The next action; `origin` is the newest published checkpoint, which a proposal needs."""
         now, nodes = self.clock(), self.run_file.nodes
         enough = len(gang.ready_nodes(view)) >= nodes and not gang.busy_nodes(view)
         self._ready_since = (self._ready_since or now) if enough else None
@@ -227,11 +226,11 @@ class GangMember(Supervisor):
         return TrainerExit.STOPPED
 
     def _train_with(self, generation: GangGeneration) -> int:
-        """How this node's trainer ended."""
+        """Trains in the generation; the trainer's exit code."""
         self.watch.tell(
             state="busy", generation=generation.number, ended=None, said="", saved=-1, named_by="", own_s=0.0
         )
-        self.uploader.abandon(self._pause)  # what this node led before, it must not send as a member of this one
+        self.uploader.abandon(self._pause)  # as a member, the node must not send what it had as an earlier leader
         self.generation, self.fence.generation = generation, generation.number
         if self.leads:
             self._take_over()
@@ -244,7 +243,7 @@ class GangMember(Supervisor):
         self.staging = replace(self.staging, node=rank)
         reads = self.leads or self.run_file.config.parts.reads
         if not self._begin_from(generation.origin if reads else None):
-            return TrainerExit.UNREADABLE  # all begin anew, from the one before it
+            return TrainerExit.UNREADABLE  # all begin again, from the checkpoint before it
         self.rung = generation.rung
         self.record.update(floor=self.rung)
         if attempts.accepts(self.others.attempts):
@@ -271,7 +270,7 @@ class GangMember(Supervisor):
         self.world.sleep(TICK_S)
 
     def _take_over(self) -> None:
-        """The run's log goes on where the leader before has left it; what this one printed meanwhile follows."""
+        """Continues the run's log where the last leader ended it; this node's output since then follows."""
         if not self.pulse.leads:
             stored = self._patiently(lambda: self.store.get_bytes(LOG), LOG) or b""
             with suppress(OSError):
@@ -285,10 +284,10 @@ class GangMember(Supervisor):
     def _register(self) -> None:
         super()._register()
         self._own_log = self._log_bytes()
-        self.watch.tell(rung=self.rung)  # where memory ran out before
+        self.watch.tell(rung=self.rung)  # the rung at which memory ran out before
 
     def _forget(self) -> None:
-        """What an earlier generation left says nothing of this one."""
+        """Removes the files of an earlier generation, which say nothing about this one."""
         self.cause, self.killed, self._kill_at = None, "", None
         self._own_s.clear()
         self.uploader.calm()
@@ -303,12 +302,12 @@ class GangMember(Supervisor):
 
     @property
     def _has_done_all(self) -> bool:
-        """No step is left to do."""
+        """Whether no step is left to do."""
         return self.forecast.done_share(self.progress.step) >= 1
 
     def _idle_s(self) -> float:
-        """Since a rank of this node did a step, or began."""
-        with suppress(OSError, ValueError):  # none yet, or just being written
+        """Seconds since a step of this node's ranks, or since they began."""
+        with suppress(OSError, ValueError):  # there is none yet, or it is being written
             step, own_s = (*(self.workdir / STEPPED).read_text().split(), "0")[:2]
             if int(step) != self._stepped[0]:
                 self._stepped = int(step), self.clock()
@@ -318,7 +317,7 @@ class GangMember(Supervisor):
         return self.clock() - max(self._stepped[1], self.progress.grew_at)
 
     def _tick(self) -> None:
-        """A follower publishes nothing but its part, and judges no progress: it has no metrics."""
+        """A follower publishes nothing but its part, and does not judge progress, because it has no metrics."""
         if (leaving := self._leaving()) is not None:
             self.watch.tell(notice=leaving.deadline)
         if (seen := Observed.read(self.workdir)) is not None and seen.has_first:
@@ -331,7 +330,7 @@ class GangMember(Supervisor):
             return
         if self._leaves_parts:
             self.uploader.poll()
-        self.progress.poll()  # a command's; a trainer's metrics are the leader's alone
+        self.progress.poll()  # of a command; the metrics of a trainer are the leader's alone
         step, at = self._stepped
         if step and self.record.now.started_s is None:
             self.record.update(started_s=Decimal(f"{at - self.node.launched_at:.3f}"))
@@ -340,11 +339,11 @@ class GangMember(Supervisor):
         self._keep_alive()
         self._end_if_lost()
         if self._leader_stops() and not (self.workdir / STOP).exists():
-            self._tell(Stop(reason="the run stops here", save=True))  # a trainer's ranks are told by rank 0
+            self._tell(Stop(reason="the run stops here", save=True))  # rank 0 tells a trainer's other ranks
 
     def _tell_slow(self) -> None:
-        """Tells that this node keeps the others waiting: for its record, and so for status, receipt and people. A
-        member that is silent while the ranks go on costs a word.
+        """Reports that this node keeps the others waiting, in its record, and so in status, receipt and messages. For a
+        member that is silent while the ranks go on, it logs one line.
         """
         assert self.generation is not None
         view = self.watch.view
@@ -363,8 +362,8 @@ class GangMember(Supervisor):
         self._was_silent = bool(silent)
 
     def _is_dearer_than_another(self, late_s: float) -> bool:
-        """Whether the others wait longer for this node, `late_s` in each step that is left, than for a new one to come
-        and begin: all are billed meanwhile. Of a run one node leaves so: where the next is slow, it is not the node.
+        """Whether waiting for this node, `late_s` per step still to do, costs more than waiting for a new one: all
+        nodes are billed meanwhile. Only one node of a run leaves for this: if the next is slow too, no node is.
         """
         gather_s, began_s = self.run_file.gather_s, self.record.now.started_s
         has_left = any(
@@ -380,14 +379,14 @@ class GangMember(Supervisor):
         return leaving or (None if self._gives_way_at is None else Cause(reason=SLOW, deadline=self._gives_way_at))
 
     def _tell_now_and_then(self) -> None:
-        """For the node's timer, which stands still without."""
+        """Reports what is spent: without reports the node's timer would not move."""
         if (now := self.clock()) >= self._spent_at + SPENT_S:
             self._tell_spent(now)
 
     def _tell_saved(self) -> None:
-        """Tells which checkpoint is to be published now: the leader the others, and a follower its ranks. The leader
-        waits for the parts of one before it tells of the next, while they may come and nothing presses: else, with
-        parts slower than saves, none would ever be whole.
+        """Names the checkpoint to publish now: the leader to the other nodes, a follower to its ranks. The leader waits
+        for a checkpoint's parts before it names the next, if they may come and time allows: otherwise, with parts
+        slower than saves, none would become whole.
         """
         assert self.generation is not None
         newest = max(commits(self.workdir), key=lambda commit: commit.step, default=None)
@@ -405,7 +404,7 @@ class GangMember(Supervisor):
             self._tell(told)
 
     def _awaits_parts(self) -> bool:
-        """Whether the checkpoint that was told of last is still to be published, and will be."""
+        """Whether the checkpoint named last is still to be published, and will be."""
         assert self.generation is not None
         step, now = self.watch.own.saved, self.clock()
         if step <= self.publisher.newest.step or self.cause is not None or self._child is None:
@@ -421,7 +420,7 @@ class GangMember(Supervisor):
         return self.run_file.config.parts.reads and leader is not None and leader.presence.stopping
 
     def _look(self) -> None:
-        """A leader heeds the notice of any member as its own, but does not leave for it."""
+        """Treats a notice to any member as the leader's own, except that it does not leave for it."""
         if self.generation is None or self._child is None:
             super()._look()
             return
@@ -434,7 +433,7 @@ class GangMember(Supervisor):
         self.watch.tell(stopping=self.cause is not None)
 
     def _judge_end(self, generation: GangGeneration, code: int) -> bool:
-        """What the end of this node's trainer makes of the attempt. False: it is ready for another generation."""
+        """Acts on the end of this node's trainer. False if the node is ready for another generation."""
         lower, self._child = self.rung, None
         if self._leaves_parts:
             self._tell_saved()
@@ -456,17 +455,17 @@ class GangMember(Supervisor):
         if refused or (code not in gang.TOGETHER and (self.lost or self._lost())):
             return True
         with suppress(OSError):
-            (self.workdir / PREFLIGHT).unlink(missing_ok=True)  # the next generation's nodes are measured together
+            (self.workdir / PREFLIGHT).unlink(missing_ok=True)  # the next generation measures its nodes together
         self.generation = self.cause = None
         return False
 
     def _drain(self, until: float) -> bool:
-        """What lies on a follower's disk is not published, but for its parts: the leader has its own."""
+        """Publishes nothing of a follower's disk but its parts: the leader has its own copy."""
         self._in_vain_since = None
         return super()._drain(until) if self.pulse.leads or self.leads or self._leaves_parts else True
 
     def _waits_in_vain(self) -> bool:
-        """For parts of nodes that are not there any more, or have sent what they had."""
+        """Whether it waits for parts of nodes that are gone, or have sent all they had."""
         there, number = self.watch.view.alive, self.fence.generation
         members = self.generation.members if self.generation is not None else ()
         missing = [there.get(members[rank]) if members else None for rank in self.uploader.lacking]
@@ -474,10 +473,10 @@ class GangMember(Supervisor):
             self._in_vain_since = None
             return False
         self._in_vain_since = self._in_vain_since or self.clock()
-        return self.clock() - self._in_vain_since > 3 * PART_S  # their last word may be older than their part
+        return self.clock() - self._in_vain_since > 3 * PART_S  # their last report may be older than their part
 
     def _lower(self, code: int) -> tuple[int, int]:
-        """The rung that all are to begin at after memory ran out here, and what that makes of the end."""
+        """The rung at which all nodes begin after memory ran out here, and the exit code that follows."""
         used = UsedRung.read(self.workdir)
         at, lower = (self.rung, self.rung + 1) if used is None else (used.rung, used.lower)
         if lower is None or lower >= len(self.run_file.config.ladder(self.world.ranks)):
@@ -492,7 +491,7 @@ class GangMember(Supervisor):
         return f"{found.error}: {found.detail}" if found else ""
 
     def _fatal_peer(self, generation: GangGeneration) -> str | None:
-        """What another member has found that no node can do, where it is this one's to end the run with it."""
+        """Another member's error that no node can avoid, if this node has to end the run for it."""
         said = gang.fatal(self.watch.view, generation) if self.leads else None
         if said is not None and Fatal.read(self.workdir) is None:
             Fatal(error="on another node", detail=said).write(self.workdir)
@@ -513,14 +512,14 @@ class GangMember(Supervisor):
         return left.code
 
     def _follows(self, over: ends.Done) -> int:
-        """The leader has ended the run."""
+        """Ends this node, because the leader has ended the run."""
         code = AttemptExit.FAILED if over.reason in ends.FAILURES else AttemptExit.FINISHED
         self.say(f"the run is over: {over.reason}, says {over.instance}")
         self._leave(Exit(code, over.reason, at=iso(self.clock())))
         return code
 
     def _write_receipt(self, done: ends.Done) -> None:
-        """The others are still there: they leave when they read how the run ended, and are not lost."""
+        """Writes the receipt; nodes that are still there do not count as lost: they leave when they read the end."""
         there, ending = self.watch.view.alive, Exit(AttemptExit.FINISHED, done.reason, at=done.at)
         self.others.attempts = [
             replace(each, record=replace(each.record, exit=ending))
@@ -531,10 +530,10 @@ class GangMember(Supervisor):
         super()._write_receipt(done)
 
     def _finish(self, reason: str, detail: str = "") -> int:
-        """Only where no newer generation has taken over: its leader ends the run then."""
-        self.watch.tell(state="busy")  # nobody forms anew while this uploads
+        """Ends the run, unless a newer generation has taken over: then its leader ends it."""
+        self.watch.tell(state="busy")  # no new generation may begin while this node uploads
         newest = self.watch.view.newest
-        if newest is not None and self.generation is None:  # nobody trains, and this node is the oldest
+        if newest is not None and self.generation is None:  # no node trains, and this one is the oldest
             self.fence.generation = newest.number
             with suppress(OSError):
                 self._take_over()

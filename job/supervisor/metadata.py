@@ -1,8 +1,8 @@
-"""The instance metadata service: is EC2 about to take this machine away?
+"""Asks the instance metadata service whether EC2 is about to take this machine away.
 
-EC2 sends no signal into a container, so this is polled. An answer that is late, missing or nonsense changes nothing: it
-neither stops the watch nor counts as a notice. A well-formed action with an impossible time is doubted: it asks for an
-extra checkpoint, as a rebalance recommendation does, and does not end the attempt.
+EC2 sends no signal into a container, so this is polled. An answer that is late, missing or malformed changes nothing:
+it neither stops the watch nor counts as a notice. A well-formed notice with an impossible time is doubted: like a
+rebalance recommendation, it asks for an extra checkpoint and does not end the attempt.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from gpufleet.job.contract.reading import epoch
 DEFAULT_BASE = "http://169.254.169.254"
 TOKEN_S = 21600  # the time to live that AWS's own samples ask for (EC2 User Guide, spot instance termination notices)
 TOKEN_MARGIN_S = 60.0
-POLL_S = 1.5  # with the two timeouts below a notice is seen within 5 s also when a new token is needed
+POLL_S = 1.5  # with the two timeouts below, a notice is seen within 5 s even if a new token is needed
 TIMEOUT_S = 1.5
 MAX_BYTES = 65536
-PAST_S, AHEAD_S = 600.0, 900.0  # a notice gives 120 s; a time outside this window is not one
+PAST_S, AHEAD_S = 600.0, 900.0  # a notice comes 120 s ahead; a time outside this window is none
 ACTIONS = ("terminate", "stop", "hibernate")
 NOTICE_PATH = f"/latest/{aws.NOTICE_PATH}"
 REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
@@ -33,11 +33,11 @@ Fetch = Callable[[str, str, dict[str, str]], tuple[int, bytes]]  # method, path,
 
 
 class Metadata:
-    """Notice and recommendation, from IMDSv2. `poll` once per interval; attributes may be read from another thread."""
+    """Notice and recommendation, from IMDSv2. Call `poll` once per interval; any thread may read the attributes."""
 
     def __init__(self, *, fetch: Fetch, clock: Callable[[], float], say: Callable[[str], None]) -> None:
         self.notice: float | None = None  # when EC2 ends the machine (epoch seconds); stays once seen
-        self.save_wanted: str | None = None  # changes with each new recommendation or doubtful notice
+        self.save_wanted: str | None = None  # changes with each new recommendation or doubted notice
         self._fetch, self._clock, self._say = fetch, clock, say
         self._token: str | None = None
         self._token_until = 0.0
@@ -57,9 +57,9 @@ class Metadata:
             complaint = str(error)
         except (OSError, http.client.HTTPException, ValueError, RuntimeError) as error:  # the last: no thread is left
             complaint = f"metadata: {type(error).__name__}: {error}"
-        if complaint and complaint != self._complaint:  # once per kind of trouble, not once per poll
+        if complaint and complaint != self._complaint:  # once per kind of failure, not once per poll
             self._say(complaint)
-        if complaint or self._turn % 2:  # a poll that asked everything, and all is well
+        if complaint or self._turn % 2:  # this poll asked for everything, and all is well
             self._complaint = complaint
 
     def _take_notice(self, body: bytes | None) -> None:
@@ -90,7 +90,7 @@ class Metadata:
             self.save_wanted = time
 
     def _get(self, path: str) -> bytes | None:
-        """Body of a 200, None for 404. A 401 is answered with one new token."""
+        """The body of a 200; None for a 404. After a 401 it tries once with a new token."""
         for last in (False, True):
             status, body = self._fetch("GET", path, {"X-aws-ec2-metadata-token": self._valid_token()})
             if status == 200:
@@ -138,7 +138,7 @@ class MetadataThread:
 
 
 def http_fetch(base: str, timeout_s: float = TIMEOUT_S) -> Fetch:
-    """Requests to the metadata service at `base`. A request ends after `timeout_s`, however slowly it is answered."""
+    """Requests to the metadata service at `base`. A request ends after `timeout_s`, even if the answer drips in."""
     parts = urllib.parse.urlsplit(base or DEFAULT_BASE)
     prefix = parts.path.rstrip("/")
 
@@ -146,7 +146,7 @@ def http_fetch(base: str, timeout_s: float = TIMEOUT_S) -> Fetch:
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout_s)
         try:
             connection.connect()
-            limit = threading.Timer(timeout_s, _cut, [connection.sock])  # a timeout per read does not bound a drip
+            limit = threading.Timer(timeout_s, _cut, [connection.sock])  # a timeout per read does not limit a drip
             limit.daemon = True
             limit.start()
             try:
@@ -162,14 +162,14 @@ def http_fetch(base: str, timeout_s: float = TIMEOUT_S) -> Fetch:
 
 
 class _DoubtError(Exception):
-    """An answer that is not to be believed."""
+    """An answer that cannot be believed."""
 
 
 def _cut(sock: socket.socket) -> None:
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
-        return  # closed already
+        return  # it is closed already
 
 
 def _object(body: bytes) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""The dollar meter: what the run has cost so far, never less than it has, and when it must stop.
+"""The dollar meter: an upper bound of what the run has cost so far, and when it must stop.
 
-Compute is billed per second at the hour's price, 60 s at least for each start; disks and the address by the second; the
-bill's amounts for S3, logs and transfer once. The price of an instance-hour is the spot price at its start, as AWS
-tells it; until it does, the ceiling of a spot price, and it is said for how long. A free first hour is not credited: it
-is known only afterwards.
+Compute is billed per second at the hour's price, at least 60 s per start; disks and the address per second; the bill's
+amounts for S3, logs and transfer once. An instance-hour's price is the spot price at its start, from AWS; until AWS
+gives it, the ceiling of a spot price counts, and the log says for how long. A free first hour is not deducted, because
+it is known only afterwards.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from gpufleet.job.supervisor.store import ec2, pages
 HOUR_S = 3600
 ASK_AGAIN_S = 60.0
 
-SpotPrice = Callable[[float], Decimal | None]  # epoch seconds -> USD per hour then; None: not known
+SpotPrice = Callable[[float], Decimal | None]  # epoch seconds -> USD per hour then; None if not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spending:
-    """What the run has cost, and this attempt of it. `fixed_usd` is part of `usd`, not of `attempt_usd`."""
+    """What the run has cost, and this attempt's share. `fixed_usd` is part of `usd`, not of `attempt_usd`."""
 
     usd: Decimal
     seconds: Decimal
     attempt_usd: Decimal
     attempt_s: Decimal
     compute_usd: Decimal
-    usd_per_hour: Decimal  # compute, in this hour
-    ceiling_s: Decimal  # of this attempt, at the ceiling: AWS has told no spot price for them
+    usd_per_hour: Decimal  # compute, in the current hour
+    ceiling_s: Decimal  # seconds of this attempt at the ceiling, because AWS gave no spot price
 
 
 class Meter:
-    """Counts from launch. `refresh` and `news` ask AWS, which may take seconds; everything else is arithmetic."""
+    """Counts the cost since launch. `refresh` and `news` ask AWS, which may take seconds; the rest is arithmetic."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class Meter:
         spot_price: SpotPrice = lambda at: None,
         nodes: int = 1,
     ) -> None:
-        """`nodes`: that run at once."""
+        """`nodes`: how many of the run's nodes run at once."""
         self.rates, self._peers = rates, nodes - 1
         self.launched_at = launched_at
         self.fixed_usd = fixed_usd
-        # USD and seconds of the run's other nodes, and when they were read; replaced as a whole, by the pulse's thread.
+        # USD and seconds of the run's other nodes, and when they were read; the pulse's thread replaces the whole.
         self._others: tuple[Decimal, Decimal, float | None] = (*others, None)
         self._spot_price = spot_price
         self._prices: dict[int, Decimal] = {}
@@ -61,22 +61,22 @@ class Meter:
         self._at_ceiling = False
 
     def count(self, others: tuple[Decimal, Decimal], now: float) -> None:
-        """Takes what the run's other nodes have cost, as read now."""
+        """Takes in what the run's other nodes have cost, as just read."""
         self._others = (*others, now)
 
     def _most_of_peers(self, seconds: float) -> tuple[Decimal, Decimal]:
-        """What nodes that run at once cost in so long at the most, and their seconds together."""
+        """The most that the other nodes cost in `seconds`, and their seconds together."""
         total = self._peers * Decimal(f"{seconds:.3f}")
         return hours(total) * (self.rates.ceiling + self.rates.extras), total
 
     def _others_spent(self, now: float) -> tuple[Decimal, Decimal]:
-        """What the others have spent; unread they count as going on: a store that is down stops no training."""
+        """What the others have spent; while the store is down they count as going on, and training continues."""
         usd, seconds, read_at = self._others
         more, more_s = self._most_of_peers(max(0.0, now - read_at - GONE_S) if read_at is not None else 0.0)
         return usd + more.quantize(CENT_100), seconds + more_s
 
     def refresh(self, now: float) -> None:
-        """Looks up the price of each hour begun and not yet known, at most once a minute."""
+        """Looks up the price of each hour begun whose price is not known, at most once a minute."""
         if not self.rates.moves or (self._asked_at is not None and now - self._asked_at < ASK_AGAIN_S):
             return
         for hour in range(int((now - self.launched_at) // HOUR_S) + 1):
@@ -88,7 +88,7 @@ class Meter:
                 self._prices[hour] = price
 
     def news(self, now: float) -> str | None:
-        """Refreshed: the words for the log where a price has become known, or its ceiling stands in for it."""
+        """Refreshes the prices; a line for the log if one has become known, or its ceiling stands in for it."""
         self.refresh(now)
         spent = self.spent(now)
         was, self._at_ceiling = self._at_ceiling, spent.ceiling_s > 0
@@ -100,9 +100,7 @@ class Meter:
         return f"AWS tells the spot price, {price}: counted from the launch on"
 
     def spent(self, now: float, others_until: float | None = None) -> Spending:
-        """Up to `now`, to a ten-thousandth of a dollar; where `others_until` is given, what nodes that run at once
-        spend up to then.
-        """
+        """The cost up to `now`, to 0.0001 USD; with `others_until`, also what other nodes spend up to then."""
         seconds = max(Decimal(f"{now - self.launched_at:.3f}"), MINIMUM_S)
         others_usd, others_s = self._others_spent(now if others_until is None else others_until)
         compute, ceiling_s, left, hour = Decimal(0), Decimal(0), seconds, 0
@@ -124,16 +122,16 @@ class Meter:
         )
 
     def limit(self, now: float, limits: RunLimits, reserve_s: float) -> str | None:
-        """The limit that `reserve_s` more would pass: max_usd, max_hours, deadline, expiry or None."""
+        """The limit that another `reserve_s` would pass: max_usd, max_hours, deadline, expiry or None."""
         then = now + reserve_s
         spent = self.spent(then, others_until=now)
-        more, more_s = self._most_of_peers(reserve_s)  # what they have cost by now is in `spent`
+        more, more_s = self._most_of_peers(reserve_s)  # `spent` has their cost up to now
         return passed_limit(limits, spent.usd + more, spent.seconds + more_s, then)
 
     def left_s(self, now: float, limits: RunLimits, most_s: float) -> float:
-        """Seconds until the first limit, `most_s` at most; 0 where one is passed."""
+        """Seconds until the first limit, at most `most_s`; 0 if one is passed."""
         left, more = 0.0, most_s
-        while more >= 1.0:  # bisected: each hour may have a price of its own
+        while more >= 1.0:  # by bisection: each hour may have its own price
             more /= 2
             if self.limit(now, limits, left + more) is None:
                 left += more
@@ -143,7 +141,7 @@ class Meter:
 def spot_history(
     instance_type: str, zone: str, client: Any = None, say: Callable[[str], None] = lambda text: None
 ) -> SpotPrice:
-    """Prices from DescribeSpotPriceHistory. None whenever AWS does not answer as it should; `say` is told why, once."""
+    """Looks up prices by DescribeSpotPriceHistory. None if AWS does not answer as it should; `say` gets the reason."""
     failing = False
 
     def ask(at: float) -> Decimal | None:

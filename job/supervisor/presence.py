@@ -1,4 +1,4 @@
-"""A node's presence in the run's prefix, and what it sees of the others: the gang's eyes. No decisions (gang.py)."""
+"""Writes a node's presence below the run's prefix, and reads the other nodes'. gang.py decides what follows."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ T = TypeVar("T")
 
 
 class Lookout:
-    """One node's. `look` asks the store, in a thread of its own (LookoutThread); all else answers from what it saw."""
+    """One node's view of the others. `look` asks the store, in its own thread (LookoutThread); the rest uses it."""
 
     def __init__(self, store: Store, own: Presence, clock: Callable[[], float], say: Callable[[str], None]) -> None:
         self._store, self._clock, self._say = store, clock, say
         self._own, self._seen = own, View(own=own)
         self._reached_at, self._steady_since = clock(), clock()
-        self._bodies: dict[str, tuple[str, float, bytes]] = {}  # by key: etag and time of what was read
+        self._bodies: dict[str, tuple[str, float, bytes]] = {}  # by key: etag, time and bytes of what was read
         self._lock, self._looking = threading.Lock(), threading.Lock()
-        self.changed = threading.Event()  # there is news of this node, which must not wait for the next beat
+        self.changed = threading.Event()  # set if news of this node must not wait for the next beat
         self._complaint, self._has_left = "", False
-        self._took: deque[float] = deque(maxlen=SLOW_LOOKS)  # seconds of the last looks
+        self._took: deque[float] = deque(maxlen=SLOW_LOOKS)  # how many seconds the last looks took
 
     def tell(self, **news: Any) -> None:
-        """Changes what this node says of itself: at once to `view`, to the others with the next look."""
+        """Changes what this node says of itself: `view` shows it at once, the other nodes see it with the next look."""
         with self._lock:
             told = replace(self._own, **news)
             if told != self._own:
@@ -48,24 +48,24 @@ class Lookout:
 
     @property
     def view(self) -> View:
-        """What was last seen, as old as it is by now."""
+        """The newest look, with ages as of now."""
         now = self._clock()
         return replace(
             self._seen, own=self._own, age_s=now - self._reached_at, steady_s=self._reached_at - self._steady_since
         )
 
     def leave(self) -> None:
-        """Says that this node is gone. Never raises: who hears nothing of it finds out."""
+        """Tells the others that this node is gone. Never raises: a node that misses it finds out."""
         self.tell(state="gone")
         with self._looking, suppress(StoreError):
             self._has_left = True
             self._send(self._own)
 
     def look(self) -> None:
-        """Sends this node's presence, and reads the others'. Never raises: a store that is down is said once."""
+        """Sends this node's presence, and reads the others'. Never raises: an outage of the store is logged once."""
         self.changed.clear()
         began = self._clock()
-        with self._looking:  # the last presence must not be overtaken by one before it
+        with self._looking:  # an older presence must not replace a newer one
             if self._has_left:
                 return
             try:
@@ -83,11 +83,11 @@ class Lookout:
             self._complaint = ""
             self._seen, self._reached_at = seen, self._clock()
             self._took.append(self._reached_at - began)
-            with self._lock:  # told with the next look
+            with self._lock:  # the next look sends it
                 self._own = replace(self._own, look_s=round(min(self._took)) if len(self._took) == SLOW_LOOKS else 0.0)
 
     def propose(self, generation: GangGeneration) -> None:
-        """Creates its object, where nobody else has. Read with the next look. Never raises."""
+        """Creates the generation's object, unless another node has. The next look reads it. Never raises."""
         content = json.dumps(generation.to_json(), sort_keys=True).encode()
         try:
             create(self._store, content, bucket.generation_key(generation.number))
@@ -96,7 +96,7 @@ class Lookout:
         self.look()
 
     def let_go(self) -> None:
-        """Says that those that wait leave, where nobody else has said it. Read with the next look. Never raises."""
+        """Tells all waiting nodes to leave, unless another node has. The next look reads it. Never raises."""
         number, count = self._seen.newest.number if self._seen.newest else 0, (self._seen.let_go or 0) + 1
         try:
             create(self._store, json.dumps({"by": self._own.instance}).encode(), bucket.let_go_key(number, count))
@@ -132,7 +132,7 @@ class Lookout:
         )
 
     def _object(self, entry: Entry, kind: Callable[[dict[str, Any]], T]) -> T | None:
-        """The object; None where it is not there any more, or doubtful."""
+        """The object; None if it is gone or damaged."""
         etag, at, content = self._bodies.get(entry.key, ("", 0.0, b""))
         if (etag, at) != (entry.etag, entry.at):
             content = self._store.get_bytes(entry.key) or b""
@@ -144,7 +144,7 @@ class Lookout:
 
 
 class LookoutThread:
-    """Looks every BEAT_S, and at once where there is news, until it is left."""
+    """Looks every BEAT_S, and at once after news, until the block ends."""
 
     def __init__(self, watch: Lookout) -> None:
         self._watch, self._ended = watch, threading.Event()
@@ -166,16 +166,16 @@ class LookoutThread:
 
 
 def newest_generation(store: Store) -> int:
-    """The number of the newest; 0: there is none. Raises StoreError."""
+    """The number of the newest generation; 0 without one. Raises StoreError."""
     found = (bucket.GENERATION_KEY.fullmatch(entry.key) for entry in store.entries(bucket.GANG))
     return max((int(each[1]) for each in found if each), default=0)
 
 
 class ConditionalStore:
-    """A run's store as each of several nodes has it. A leader that froze and wakes writes over nothing: what any leader
-    writes (metrics, outputs, the run's end) is put over what was there when this one led for certain, or not at all.
-    Objects that one node alone writes need no condition, and the files of a generation's checkpoints are among them. A
-    manifest that comes too late all the same is passed over (gang.timely), or set aside where its files are gone.
+    """The run's store for one of several nodes. A leader that froze and wakes overwrites nothing: a leader's object
+    (metrics, outputs, the run's end) replaces the one that was there when it certainly led, or fails. Objects that only
+    one node writes need no condition, and neither do the files of a generation's checkpoints. A manifest that still
+    comes too late is skipped (gang.timely), or set aside if its files are gone.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -187,14 +187,14 @@ class ConditionalStore:
         self._inner.put_bytes(content, key, self._condition(key, over))
 
     def put_file(self, path: Path, key: str, over: str = ANY) -> None:
-        """As `put_bytes`."""
+        """Like `put_bytes`."""
         self._inner.put_file(path, key, self._condition(key, over))
 
     def _condition(self, key: str, over: str) -> str:
         if bucket.has_one_writer(key):
             return over
         found = next((entry.etag for entry in self._inner.entries(key) if entry.key == key), ABSENT)
-        # After that, so that whatever a later leader puts from now on is another etag.
+        # checked afterwards, so that whatever a later leader puts has another etag
         if (newest := newest_generation(self._inner)) > self.generation:
             raise SupersededError(f"{key} is not written: generation {newest} has taken over")
         return found if over == ANY else over

@@ -1,16 +1,16 @@
-"""Checkpoints out of the node: files in parallel, sizes checked, the manifest last. Then best.json, then pruning.
+"""Uploads checkpoints: files in parallel, sizes checked, the manifest last. Then comes best.json, then pruning.
 
-A checkpoint without a manifest does not exist, so whatever dies in here leaves the last published one in force. None
-of its objects is written over or deleted for one of the same step: that goes into a folder of its own
-(bucket.CheckpointPlace). Kept are best, last and last but one, in the store and on the disk; older ones go only after
-the newer manifest.
+A checkpoint without a manifest does not exist, so a crash in here leaves the last published one in force. No object of
+a published checkpoint is overwritten or deleted for another of the same step, which goes into its own folder
+(bucket.CheckpointPlace). The best, the last and the last but one are kept, in the store and on the disk; older ones are
+removed only after the newer manifest.
 
-Where each of several nodes writes a part of a checkpoint, each sends its own, and then the list of its files. The
-leader's manifest waits for all lists and holds them: a checkpoint that lacks a part does not exist either.
+If each of several nodes writes a part of a checkpoint, each sends its part, and then the list of its files. The
+leader's manifest waits for all lists and includes them: a checkpoint that lacks a part does not exist either.
 
-What stages have finished goes out too: <workdir>/stages/*.jsonl, mirrored to <run>/stages/. A stage appends one JSON
+Finished results of stages are sent too: <workdir>/stages/*.jsonl, mirrored to <run>/stages/. A stage appends one JSON
 object per line and never changes a line, so a line that is in the store is work that no later attempt repeats. S3
-cannot append: a file that grew is sent anew as a whole, up to its last whole line.
+cannot append: a file that grew is sent again as a whole, up to its last whole line.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from gpufleet.job.supervisor.store import GivenUpError, Store, StoreError
 
 
 def commits(workdir: Path) -> list[Commit]:
-    """Complete checkpoints on disk, lowest step first. What has no valid commit.json is none."""
+    """Complete checkpoints on disk, lowest step first. A folder without a valid commit.json is none."""
     found = [(path, read_commit(path)) for path in sorted((workdir / CHECKPOINTS).glob(STEPS))]
     return [each for path, each in found if each is not None and each.folder == path.name]
 
 
 @contextmanager
 def upload_mark(folder: Path) -> Iterator[None]:
-    """Marks a checkpoint as under way: the trainer, which prunes beside us, leaves it alone. Without the mark an upload
-    slower than two saves would lose its files each time, and nothing would ever be published.
+    """Marks a checkpoint as being uploaded: the trainer, which prunes at the same time, then leaves it alone. Without
+    the mark an upload slower than two saves would lose its files each time, and none would ever be published.
     """
     mark = folder / HELD
     try:
@@ -67,7 +67,7 @@ def upload_mark(folder: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise StoreError(f"{folder.name} was pruned meanwhile") from None
     except OSError:
-        pass  # a disk too full for a mark: as without one
+        pass  # the disk is too full for a mark: go on without one
     try:
         yield
     finally:
@@ -76,16 +76,16 @@ def upload_mark(folder: Path) -> Iterator[None]:
 
 
 class Mirror:
-    """One per attempt: `restore` first, then sends what grew."""
+    """Mirrors the stages' files, one mirror per attempt: `restore` first, then `send`."""
 
     def __init__(self, store: Store, workdir: Path) -> None:
         self._store, self._folder = store, workdir / STAGES
-        self._sent: dict[str, int] = {}  # bytes
+        self._sent: dict[str, int] = {}  # bytes by name
         self._sending = threading.Lock()
-        self.added = 0  # lines of this attempt that are in the store
+        self.added = 0  # lines of this attempt in the store
 
     def restore(self) -> int:
-        """Replaces <workdir>/stages by what earlier attempts left. The number of lines. Raises StoreError."""
+        """Replaces <workdir>/stages by the files of earlier attempts; the number of lines. Raises StoreError."""
         lines = 0
         with self._sending:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -100,8 +100,8 @@ class Mirror:
         return lines
 
     def send(self) -> None:
-        """Every file that grew since the last call. From any thread: an older reading is never put last. Raises
-        StoreError, also where the disk does not give a file: it is tried again.
+        """Sends every file that grew since the last call. Any thread may call it: an older reading never replaces a
+        newer one. Raises StoreError, also if a file cannot be read: it is tried again.
         """
         with self._sending:
             for path in sorted(self._folder.glob("*.jsonl")):
@@ -118,12 +118,12 @@ class Mirror:
 
 
 def whole_lines(content: bytes) -> bytes:
-    """Without a last line that was not written to its end."""
+    """The content without a last line that was not written to its end."""
     return content[: content.rfind(b"\n") + 1]
 
 
 class LackingError(StoreError):
-    """A checkpoint is there but for the parts of these nodes of several."""
+    """A checkpoint lacks only the parts of these nodes."""
 
     def __init__(self, step: int, nodes: Iterable[int]) -> None:
         self.nodes = tuple(nodes)
@@ -131,66 +131,66 @@ class LackingError(StoreError):
 
 
 PARALLEL = 8
-FREE_FACTOR = 1.2  # of the predicted size must be free before a save
-MOST_SCALARS = 1024**3  # bytes of a file of TensorBoard's, which goes again as a whole whenever it has grown
+FREE_FACTOR = 1.2  # times the predicted size must be free before a save
+MOST_SCALARS = 1024**3  # the largest TensorBoard file, which is sent again as a whole whenever it has grown
 
 
 class Publisher:
-    """Publishes commits of one work folder, as `published` says them to be."""
+    """Publishes the commits of one work folder, with `published` for what may be published."""
 
     def __init__(
         self, *, run: str, store: Store, workdir: Path, published: Callable[[], Published], say: Callable[[str], None]
     ) -> None:
         self.newest = CheckpointPlace(
             -1
-        )  # the highest step's in the store, as far as we put it there or resumed from it
-        # Of several nodes: which generation this one is in, its rank there, and how many leave parts of a checkpoint.
+        )  # the highest step in the store, as far as this attempt put it there or resumed from it
+        # With several nodes: this one's generation, its rank there, and how many nodes leave parts.
         self.generation, self.node, self.parts = 0, 0, 1
-        self.newest_wanted: int | None = None  # where parts are waited for: the step of the newest that is to go
+        self.newest_wanted: int | None = None  # while parts are waited for: the step of the newest commit to send
         self.measured: tuple[int, float] | None = None  # bytes and seconds of the last publication
         self._store, self._workdir, self._say = store, workdir, say
         self._run, self._published, self._own = run, published, ForeignFolder(workdir)
         self._best: Best | None = None
-        self._told: tuple[Any, ...] = ()  # what the newest one's manifest tells that may change
+        self._told: tuple[Any, ...] = ()  # the changeable fields of the newest manifest
         self._given_up: set[int] = set()
         self._sent: dict[str, int] = {}  # exports, with their time of writing
-        self._scalars: dict[str, int] = {}  # TensorBoard's files, with the bytes that were sent
-        self._place = CheckpointPlace(-1)  # the place of the commit under way, or sent last
-        self._arrived: dict[str, tuple[int, str]] = {}  # its files that are there: time of writing and sha256
+        self._scalars: dict[str, int] = {}  # TensorBoard's files, with the bytes sent
+        self._place = CheckpointPlace(-1)  # the place of the commit being sent, or sent last
+        self._arrived: dict[str, tuple[int, str]] = {}  # those of its files that were sent: time of writing and sha256
         self._began: float | None = None  # when their sending began, if nothing has failed since
         self._cancel = threading.Event()
         self.stages = Mirror(store, workdir)
         self._reading = threading.Lock()
 
     def resumed(self, manifest: Manifest | None) -> None:
-        """The store's newest good checkpoint is this manifest's; a best of a later step, or one that is gone, is
-        nobody's. None: training begins from nothing.
+        """Takes this manifest as the store's newest good checkpoint; a best of a later step, or one that is gone, is
+        forgotten. None: training begins from nothing.
         """
         self.newest = self._place = CheckpointPlace(-1) if manifest is None else manifest.place
         self._told = () if manifest is None else manifest.commit.changing
         self._given_up, self._arrived, self._best = set(), {}, None
         if self.node or manifest is None:
             return
-        self._arrived = self._staged(manifest)  # where only its evaluation is new, nothing goes again
+        self._arrived = self._staged(manifest)  # if only its evaluation is new, no file is sent again
         best = Best.from_bytes(self._store.get_bytes(BEST))
         there = best is not None and best.place <= self.newest and self._store.size(best.place.manifest) is not None
         self._best = best if there else None
         self._offer(manifest.commit, manifest.place)  # a node may end between the two
 
     def forget_best(self, manifest: Manifest) -> None:
-        """The best cannot be had any more: what the trainer has, from the resumed `manifest` on, is all there is."""
+        """Forgets a best that cannot be had any more: the trainer's, from the resumed `manifest` on, remain."""
         self._best = None
         self._offer(manifest.commit, manifest.place)
 
     def join(self, generation: int, node: int, parts: int) -> None:
-        """Makes this node publish for the generation, and nothing of what it had for another."""
+        """Makes this node publish for the generation, and forget what it had for another."""
         self.generation, self.node, self.parts = generation, node, parts
         self.newest_wanted = -1 if parts > 1 else None
         self._place, self._arrived = CheckpointPlace(-1), {}
 
     def pending(self) -> list[Commit]:
-        """Commits that should be published, lowest step first. Of the merely timed ones only the newest matters. The
-        newest published goes again where its evaluation has been made up for, or the run goes on from it once more.
+        """Commits to publish, lowest step first. Of the merely timed ones only the newest counts. The newest published
+        one goes again if its evaluation was added later, or the run resumes from it once more.
         """
         most = self.newest_wanted
         waiting = [
@@ -207,7 +207,7 @@ class Publisher:
         ]
 
     def give_up(self, commit: Commit) -> None:
-        """Never tries this one again."""
+        """Never tries this commit again."""
         self._given_up.add(commit.step)
 
     def cancel(self) -> None:
@@ -216,9 +216,7 @@ class Publisher:
         self._store.cancel()
 
     def publish(self, commit: Commit) -> None:
-        """Raises StoreError (GivenUpError after `cancel`, LackingError), or OSError when the files are not there as
-        committed.
-        """
+        """Publishes a commit; raises StoreError (GivenUpError, LackingError), or OSError if files changed."""
         self._cancel.clear()
         with upload_mark(self._path(commit)):
             try:
@@ -243,10 +241,10 @@ class Publisher:
             self._say(f"node {self.node}'s part of step {commit.step} is sent, {commit.bytes / 1e6:.1f} MB")
             return
         parts = self._read_parts()
-        self.stages.send()  # what a later phase's checkpoint relies on
+        self.stages.send()  # a later phase's checkpoint relies on them
         try:
             self.metrics(patience_s=5.0)
-        except OSError as error:  # the log goes again with every heartbeat; the checkpoint must not wait for it
+        except OSError as error:  # every heartbeat sends the log again; the checkpoint must not wait for it
             self._say(f"metrics not sent: {error}")
         made = Manifest(commit=commit, run=self._run, files=files, parts=parts, generation=self.generation)
         manifest = made.to_json(self._published(), required)
@@ -261,7 +259,7 @@ class Publisher:
         self._say(f"published step {commit.step} ({commit.reason}), {(commit.bytes + others) / 1e6:.1f} MB")
 
     def _read_parts(self) -> tuple[tuple[InputFile, ...], ...]:
-        """What the other nodes have sent of the checkpoint, by their ranks. Raises LackingError."""
+        """The other nodes' lists of files of the checkpoint, by rank. Raises LackingError."""
         if self.parts == 1:
             return ()
         there = {entry.key for entry in self._store.entries(self._place.prefix)}
@@ -272,11 +270,11 @@ class Publisher:
         return tuple(inputs.files(Fields(reading.parse(content))) for content in lists)
 
     def _send_all(self, commit: Commit) -> dict[str, str]:
-        """Every file of the commit, those apart that arrived before a try of it failed. Their sha256 by name."""
+        """Sends the commit's files, except those that arrived in an earlier try. Returns their sha256 by name."""
         paths = {name: self._path(commit) / name for name, _ in commit.files}
         written = {name: self._own.stat(path).st_mtime_ns for name, path in paths.items()}
         there = {entry.key for entry in self._store.entries(CheckpointPlace(commit.step).prefix)}
-        # Another node, where two overlap, may have swept up what seemed to be torn.
+        # If two nodes overlap, the other may have removed files that looked like a torn upload.
         self._arrived = {
             name: kept
             for name, kept in self._arrived.items()
@@ -287,7 +285,7 @@ class Publisher:
             self._place, self._arrived = self._new_place(commit.step, there), {}
         if len(self._arrived) < len(paths):
             self._began = None if self._arrived else time.monotonic()
-        with ThreadPoolExecutor(2 * PARALLEL) as pool:  # a file is hashed while it is sent
+        with ThreadPoolExecutor(2 * PARALLEL) as pool:  # files are hashed while others are sent
             waiting = [
                 (name, pool.submit(self._hash, path), pool.submit(self._send, path, self._key(name)))
                 for name, path in paths.items()
@@ -306,7 +304,7 @@ class Publisher:
         return self._place.part_prefix(self.node) + name
 
     def _new_place(self, step: int, there: Iterable[str]) -> CheckpointPlace:
-        """Where no manifest is. Raises FileExistsError where this generation has published another one of the step."""
+        """A place without a manifest. Raises FileExistsError if this generation has published another of the step."""
         published = [place.generation for place in bucket.published(there)]
         if not self.generation:
             return CheckpointPlace(step, max(published, default=-1) + 1)
@@ -318,13 +316,13 @@ class Publisher:
         return self._workdir / CHECKPOINTS / commit.folder
 
     def _staged(self, manifest: Manifest) -> dict[str, tuple[int, str]]:
-        """Time of writing and hash of the manifest's files that are on this disk, downloaded and verified, by name."""
+        """Time of writing and hash, by name, of the manifest's files that are on this disk, downloaded and verified."""
         paths = {file: self._path(manifest.commit) / file.name for file in manifest.files}
         return {file.name: (path.stat().st_mtime_ns, file.sha256) for file, path in paths.items() if path.is_file()}
 
     def prune(self) -> None:
-        """Removes what is neither best, last nor last but one, and what a torn upload or save left below the last. What
-        a later generation has put there is not this one's to remove, and nothing is a follower's.
+        """Removes checkpoints except the best, the last and the last but one, and remains of torn uploads or saves
+        below the last. It leaves what a later generation put there, and a follower removes nothing.
         """
         if self.node:
             self._prune_disk({commit.step for commit in commits(self._workdir)[-2:]})
@@ -344,8 +342,8 @@ class Publisher:
             self._prune_disk({place.step for place in self._needed()})
 
     def metrics(self, patience_s: float = -1) -> None:
-        """What the stages after training appended, and metrics.jsonl as it is now, up to its last whole line. Where
-        somebody else is at it for longer than `patience_s`, it is theirs; -1 waits.
+        """Sends the stages' new lines, and metrics.jsonl as it is now, up to its last whole line. If another thread has
+        been at it for `patience_s`, this one leaves it to that; -1 waits.
         """
         self.stages.send()
         if not self._reading.acquire(timeout=patience_s):
@@ -364,18 +362,18 @@ class Publisher:
             self._reading.release()
 
     def exported(self) -> list[Path]:
-        """Files of complete exports (their meta.json is written last) that are not in the store as they are here."""
+        """Files of complete exports (meta.json is written last) that the store lacks, or has in an older form."""
         folders = [meta.parent for meta in sorted((self._workdir / EXPORTS).glob("*/meta.json"))]
         return [path for folder in folders for path in _files(folder) if not self._is_sent(path)]
 
     def send_exports(self) -> None:
-        """Sends them. Raises StoreError (GivenUpError after `cancel`)."""
+        """Sends the exports. Raises StoreError (GivenUpError after `cancel`)."""
         self._cancel.clear()
         for path in self.exported():
             self._export(path)
 
     def outputs(self) -> None:
-        """Everything the trainer leaves besides checkpoints."""
+        """Sends everything the trainer leaves besides checkpoints."""
         for name in (EXPORTS, FINAL):
             for path in _files(self._workdir / name):
                 self._export(path)
@@ -386,7 +384,7 @@ class Publisher:
         self.metrics()
 
     def _require(self, names: Iterable[str]) -> list[tuple[str, int]]:
-        """Sends the exports that a checkpoint relies on, unless an earlier attempt has; gives what is there."""
+        """Sends the exports that a checkpoint relies on, unless an earlier attempt did; returns names and sizes."""
         found = []
         for name in names:
             prefix = name.rstrip("/")
@@ -399,14 +397,14 @@ class Publisher:
         return found
 
     def _export(self, path: Path) -> None:
-        """Sends a file once; again when it was written anew, whatever an earlier attempt has left in its place."""
+        """Sends a file once, and again after a change, whatever an earlier attempt put in its place."""
         if not self._is_sent(path):
             key, written = path.relative_to(self._workdir).as_posix(), self._own.stat(path).st_mtime_ns
             self._send(path, key)
             self._sent[key] = written
 
     def _is_sent(self, path: Path) -> bool:
-        """Nor is there anything to send of a file that has gone since it was listed: its export is being replaced."""
+        """Whether the file is sent, or gone since it was listed, because its export is being replaced."""
         try:
             written = self._own.stat(path).st_mtime_ns
         except FileNotFoundError:
@@ -426,7 +424,7 @@ class Publisher:
             return atomic.sha256(held)
 
     def _send_scalars(self, own: ForeignFolder, path: Path) -> None:
-        """A file of TensorBoard's as far as it is written, where it has grown."""
+        """Sends the written part of a TensorBoard file, if it has grown."""
         name = path.name
         try:
             size = own.stat(path).st_size
@@ -446,14 +444,14 @@ class Publisher:
             raise GivenUpError("publication given up")
 
     def _improves(self, commit: Commit) -> bool:
-        """Whether it is better than the best of its phase, or of a later phase than the best."""
+        """Whether the commit is better than the best of its phase, or of a later phase than the best."""
         best = self._best
         if commit.val_loss is None or best is None or best.val_loss is None:
             return commit.val_loss is not None
         return commit.val_loss < best.val_loss if commit.phase == best.phase else commit.step > best.step
 
     def _offer(self, commit: Commit, place: CheckpointPlace) -> None:
-        """best.json names this published checkpoint, if it is better than the one it names."""
+        """Makes best.json name this published checkpoint, if it is better than the one there."""
         if self._improves(commit):
             best = Best(place=place, phase=commit.phase, val_loss=commit.val_loss)
             self._store.put_bytes(atomic.json_bytes(best.to_json()), BEST)
@@ -470,6 +468,6 @@ class Publisher:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files below the folder that may come home, without what links outside of it lead to."""
+    """The files below the folder that may be downloaded, without links that lead outside of it."""
     own = ForeignFolder(folder)
     return sorted(folder / name for name, _ in own.files(folder) if not refusal(name) and own.is_file(folder / name))

@@ -1,16 +1,16 @@
-"""The receipt: what the run cost, line by line against its bill, and why the two differ.
+"""The receipt: what the run cost, line by line next to its bill, and why the two differ.
 
-Actual money is metered time at the hour's prices, and what lies in the run's prefix at its end: stored as long as the
-bill says, brought home once, its logs sent once. Requests are as in the bill; AWS reports them a day later. A first
-hour that AWS interrupted is not charged for compute; the receipt credits it and says so. One that the owner ended, by a
-change of the fleet, is charged; where nobody knows whose hand it was, it is counted too.
+Actual cost is metered time at the hours' prices, and the objects in the run's prefix at its end: stored as long as the
+bill says, downloaded once, the logs sent once. Requests are taken from the bill; AWS reports them a day later. A first
+hour that AWS interrupted has no compute charge; the receipt deducts it and says so. If the owner ended it, by a change
+of the fleet, it is charged; it also counts if nobody knows who ended it.
 
 Causes, which add up to the difference exactly: *price*, the hours used at another price than estimated;
-*interruptions*, restarts, repeated steps, idling for AWS and the minute that each start costs at least, less what was
-free, against the bill's line; *runtime*, all other hours against the estimated ones; *other*, the rest, storage and
-transfer among it, to the last digit.
+*interruptions*, restarts, repeated steps, idling because of AWS and the minimum charge of each start, less the free
+hours, against the bill's line; *runtime*, all other hours against the estimated ones; *other*, the rest, with storage
+and transfer, to the last digit.
 
-A receipt also keeps what the run measured of its own speed, so that the next bill of this job can stand on it.
+A receipt also keeps the run's measured speed, for the next bill of this job.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.spent import CENT_100, MINIMUM_S, Attempt, hours
 from gpufleet.job.contract.workdir import LOG, METRICS
 
-GB, MONTH_H = Decimal(10**9), 730  # a month's hours, as the bill has them
-UNKEPT_DAYS = 1  # how long a bucket that goes with the stack is kept
+GB, MONTH_H = Decimal(10**9), 730  # hours in a month, as in the bill
+UNKEPT_DAYS = 1  # how long a bucket exists that is deleted with the stack
 
 
 def build(
@@ -43,9 +43,9 @@ def build(
     objects: Mapping[str, int] | None = None,
     measurement: Mapping[str, Any] | None = None,
 ) -> Receipt:
-    """What receipt.json says. `attempts` oldest first, the one that ends the run last.
-    `done` says how and until when it is counted; `objects`: bytes of what the run has left, by key, None where
-    that is not known; `measurement` as `measure` gives it.
+    """The content of receipt.json. `attempts` oldest first, the one that ends the run last. `done` says how it ended
+    and until when costs count; `objects`: bytes of the run's objects by key, None if not known; `measurement` is what
+    `measure` returns.
     """
     estimate, lines = run.estimate, _lines(run, attempts, objects)
     actual = _total(line.actual for line in lines)
@@ -77,9 +77,9 @@ def build(
 def measure(
     run: RunFile, attempts: Sequence[Attempt], workdir: Path, node: AttemptRecord, *, at: str
 ) -> dict[str, Any] | None:
-    """What the run's metrics say about its speed (job/measured.py); `node` is the one that ends it.
+    """What the run's metrics say of its speed (job/measured.py); `node` is the one that ends it.
 
-    None where they say nothing, or were written on more than one type of node.
+    None if they say nothing, or come from more than one type of node.
     """
     try:
         lines = (workdir / METRICS).read_bytes()
@@ -90,7 +90,7 @@ def measure(
         return None
     started = [float(each.record.started_s) for each in attempts if each.record.started_s is not None]
     machine = node.machine or Hardware()
-    # What a command has of packages is in its image, which this process does not see.
+    # A command's packages are in its image, which this process cannot see.
     ours = {} if not run.config.code_folders() else {**machine.versions, "python": machine.python}
     code = None if run.config.code_folders() else (run.code.sha256 if run.code else "")
     found = measured.document(
@@ -160,7 +160,7 @@ def text(receipt: Receipt) -> str:
 
 
 def _lines(run: RunFile, attempts: Sequence[Attempt], objects: Mapping[str, int] | None) -> tuple[ReceiptLine, ...]:
-    """Every line of the bill with what became of it."""
+    """Every line of the bill with its actual amount."""
     used = _total(hours(attempt.seconds) for attempt in attempts)
     at_ceiling = _total(hours(attempt.ceiling_s) for attempt in attempts)
     note = f"{at_ceiling:.4f} h at the on-demand price: AWS told no spot price" if at_ceiling else ""
@@ -168,7 +168,7 @@ def _lines(run: RunFile, attempts: Sequence[Attempt], objects: Mapping[str, int]
     found = [_line(line.name, line.amount, compute, note) for line in run.estimate.of_kind("compute")]
     hourly = run.estimate.of_kind("hourly")
     actual = {line.name: (used * run.hourly[line.name]).quantize(CENT_100) for line in hourly}
-    if hourly:  # the meter rounds each node's sum, so what is left of it goes to the first
+    if hourly:  # the meter rounds each node's sum; the first line takes the remainder
         first = hourly[0].name
         actual[first] += _total(each.usd - each.compute_usd for each in attempts) - _total(actual.values())
     found += [_line(line.name, line.amount, actual[line.name]) for line in hourly]
@@ -190,8 +190,8 @@ def _lines(run: RunFile, attempts: Sequence[Attempt], objects: Mapping[str, int]
 
 
 def _quantities(run: RunFile, objects: Mapping[str, int]) -> dict[str, Decimal]:
-    """What was measured of what the bill counts without hours, by its item: GB-months of all that is stored, GB of what
-    `gpufleet results` brings, GB of logs.
+    """Measured amounts of the bill's lines that do not count hours, by item: GB-months stored, GB that `gpufleet
+    results` downloads, GB of logs.
     """
     given = (run.dataset, run.weights, run.code, *run.folders.values())
     own = sum(file.bytes for each in given if each is not None and each.uri is None for file in each.files)
@@ -210,7 +210,7 @@ def _line(name: str, estimate: Decimal, actual: Decimal, note: str = "") -> Rece
 
 
 def _lost(attempts: Sequence[Attempt]) -> Decimal:
-    """Billed seconds that only interruptions explain."""
+    """Billed seconds caused by interruptions alone."""
     total, reached = Decimal(0), 0
     for index, attempt in enumerate(attempts):
         seconds = attempt.idle_s
@@ -223,10 +223,11 @@ def _lost(attempts: Sequence[Attempt]) -> Decimal:
         total += min(seconds, attempt.lived_s)
     lived = _total(attempt.lived_s for attempt in attempts)
     billed = _total(attempt.seconds for attempt in attempts)
-    return total + billed - max(lived, MINIMUM_S)  # one start in one piece has its minimum too
+    return total + billed - max(lived, MINIMUM_S)  # an uninterrupted start has its minimum too
 
 
-LEFT = ("instance", "type", "zone", "capacity", "started_s", "pulled_s", "rung", "exit", "alarm")  # by the node itself
+# fields that the node writes
+LEFT = ("instance", "type", "zone", "capacity", "started_s", "pulled_s", "rung", "exit", "alarm")
 PAID = ("seconds", "lived_s", "usd", "ceiling_s", "free_usd", "reclaimed", "last_step")
 
 

@@ -1,4 +1,4 @@
-"""Where a trainer is among those of several nodes: torchrun's words for it, and a command's."""
+"""Where the trainers of several nodes meet: torchrun's options for it, and a command's environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from gpufleet.job.contract import environment
 from gpufleet.job.contract.gang import GangGeneration
 
-FIRST_PORT, PORTS = 29400, 500  # one port a generation: a rank of an old one finds nobody there
+FIRST_PORT, PORTS = 29400, 500  # one port per generation: a rank of an old one finds nobody there
 ROUTES = Path("/proc/net/route")  # Linux
 
 
@@ -21,11 +21,11 @@ class Rendezvous:
     master: str
     port: int
     number: int = 1
-    gbps: float = 0.0  # of the cards by which they meet; 0: not known
+    gbps: float = 0.0  # rate of the cards between nodes; 0: not known
 
     @classmethod
     def of_member(cls, generation: GangGeneration, rank: int, gbps: float = 0.0) -> Rendezvous:
-        """That of the member with this rank."""
+        """The rendezvous for the member with this rank."""
         return cls(
             nodes=len(generation.members),
             rank=rank,
@@ -37,13 +37,13 @@ class Rendezvous:
 
     @property
     def torchrun(self) -> list[str]:
-        """Static: nobody is waited for that has not been named, and nobody is started again."""
+        """torchrun's options for a static rendezvous: it waits for no unnamed node, and restarts none."""
         meeting = ["--master-addr", self.master, "--master-port", str(self.port)]
         return ["--nnodes", str(self.nodes), "--node-rank", str(self.rank), *meeting, "--max-restarts", "0"]
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a command is told, and which interface gloo takes: of several it takes any."""
+        """A command's environment variables, and the interface for gloo, which would take any of several."""
         told = {"nodes": self.nodes, "node_rank": self.rank, "master": self.master, "port": self.port}
         named = {environment.COMMAND[name]: str(value) for name, value in told.items()}
         cards = {environment.GBPS: f"{self.gbps:g}"} if self.gbps else {}
@@ -51,7 +51,7 @@ class Rendezvous:
 
 
 def interface(master: str, routes: Path = ROUTES) -> str:
-    """The network interface of the default route; of a rehearsal the loopback."""
+    """The network interface of the default route; in a rehearsal the loopback."""
     if master.startswith("127."):
         return "lo"
     rows = [line.split() for line in routes.read_text().splitlines()[1:]]

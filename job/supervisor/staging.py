@@ -1,7 +1,7 @@
-"""What an attempt needs before it can train: dataset, base weights, and the newest checkpoint that verifies.
+"""Downloads what an attempt needs before it can train: dataset, base weights, and the newest checkpoint that verifies.
 
-A checkpoint counts only through its manifest: right schema, run and config, every file there with its size, its sha256
-right once downloaded. The highest step that passes is taken; one that fails is set aside and the next lower is tried.
+A checkpoint counts only by its manifest: right schema, run and config, every file there with its size and, downloaded,
+its sha256. The highest step that passes is taken; one that fails is set aside, and the next lower one tried.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpufleet.job.contract.workdir import CHECKPOINTS, CODE, DATA, EXPORTS, FINA
 from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.supervisor.store import Entry, GivenUpError, MissingError, Store, StoreError, open_store, parent
 
-UNFIT = (DoubtError, MissingError)  # a checkpoint that must not be resumed from
+UNFIT = (DoubtError, MissingError)  # errors of a checkpoint that must not be resumed from
 T = TypeVar("T")
 PARALLEL = 8
 LOOK_S = 0.25  # between two calls of `check`
@@ -37,7 +37,7 @@ TRIES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """Where things come from and go to. `check` is called often, by the caller's thread, and may raise to give up."""
+    """Where files come from and go. The caller's thread calls `check` often, which may raise to give up."""
 
     store: Store
     run: RunFile
@@ -45,12 +45,12 @@ class Stage:
     say: Callable[[str], None]
     check: Callable[[], None] = lambda: None
     pause: Callable[[float], None] = lambda seconds: None
-    doubts: Callable[[str], bool] = lambda key: False  # a key's bytes that arrive wrong are this node's fault
-    node: int = 0  # of several: its rank
+    doubts: Callable[[str], bool] = lambda key: False  # whether wrong bytes of a key are blamed on this node
+    node: int = 0  # its rank, if there are several
 
 
 class MismatchError(Exception):
-    """Bytes that are not the promised ones."""
+    """Bytes differ from their promised hash."""
 
     def __init__(self, key: str, found: str, promised: str) -> None:
         super().__init__(f"{key}: sha256 is {found}, expected {promised}")
@@ -58,7 +58,7 @@ class MismatchError(Exception):
 
 
 def clear(workdir: Path) -> None:
-    """Empties a used work folder: what counts is in the store, a node's disk is no memory."""
+    """Empties a used work folder: only the store counts, not a node's disk."""
     for name in (CHECKPOINTS, EXPORTS, FINAL, f"{USER}/{CODE}"):
         shutil.rmtree(workdir / name, ignore_errors=True)
     for path in workdir.glob("*"):
@@ -67,10 +67,10 @@ def clear(workdir: Path) -> None:
 
 
 def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
-    """Fills <workdir>/data with the dataset, and <workdir>/inputs with base weights where the run names any; of a
-    command <workdir>/user with its code and its inputs.
+    """Fills <workdir>/data with the dataset, and <workdir>/inputs with the run's base weights; for a command,
+    <workdir>/user with its code and its inputs.
 
-    Raises ValueError when they are not what the run names, MismatchError when bytes arrive wrong.
+    Raises ValueError if they are not those that the run names, MismatchError if bytes arrive wrong.
     """
     if stage.run.dataset is not None:
         _fill(stage, "dataset", stage.run.dataset, DATASET, stage.workdir / DATA, opened)
@@ -84,13 +84,13 @@ def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
         _fill(stage, "code", stage.run.code, "", stage.workdir / INPUTS, opened)
         with tarfile.open(stage.workdir / INPUTS / bucket.CODE) as packed:
             packed.extractall(user / CODE, filter="data")
-        ForeignFolder(user).open_to_all(user / CODE)  # its container may run as anybody
+        ForeignFolder(user).open_to_all(user / CODE)  # its container may have any user
 
 
 def _fill(
     stage: Stage, what: str, wanted: InputData, manifest: str, folder: Path, opened: Callable[[str], Store]
 ) -> None:
-    """Brings an input's files into `folder`; where run.json does not name them, the input's own `manifest` does, or
+    """Downloads an input's files into `folder`; if run.json does not name them, the input's own `manifest` does, or
     without one the listing of its place.
     """
     place = opened(wanted.uri or f"{parent(stage.store.uri)}/{bucket.INPUTS}/{wanted.sha256}")
@@ -118,8 +118,8 @@ def _listed(place: Store, path: Path, wanted: InputData, what: str) -> tuple[Inp
 
 
 def _as_listed(entries: Sequence[Entry], wanted: InputData, what: str) -> tuple[InputFile, ...]:
-    """What lies at the place, if it is what `gpufleet prepare` found there. Nobody has hashed it: its listing tells
-    whether it is the same.
+    """The listed files, if they are those that `gpufleet prepare` found there. Nobody hashed them: the listing alone
+    shows whether they are the same.
     """
     files = [(each.key, each.bytes, each.etag) for each in entries if listing.is_file(each.key)]
     if listing.digest(files) != wanted.sha256:
@@ -128,9 +128,9 @@ def _as_listed(entries: Sequence[Entry], wanted: InputData, what: str) -> tuple[
 
 
 def checkpoint(stage: Stage) -> Manifest | None:
-    """Puts the newest good checkpoint into <workdir>/ckpt and gives its manifest; None: start from scratch.
+    """Puts the newest good checkpoint into <workdir>/ckpt; returns its manifest, or None to start from scratch.
 
-    Raises MismatchError where bytes arrive wrong and the stage doubts this node.
+    Raises MismatchError if bytes arrive wrong and the stage doubts this node.
     """
     sizes = _sizes(stage)
     found = (checkpoint_at(stage, place, sizes) for place in reversed(bucket.published(sizes)))
@@ -138,8 +138,8 @@ def checkpoint(stage: Stage) -> Manifest | None:
 
 
 def checkpoint_at(stage: Stage, place: CheckpointPlace, sizes: dict[str, int] | None = None) -> Manifest | None:
-    """The one that lies there, as `checkpoint` does it. None: it does not verify, and is set aside. `sizes`: of the
-    objects that are there, by key.
+    """Like `checkpoint`, for the checkpoint at `place`. None if it does not verify, and is set aside. `sizes`: bytes of
+    the objects there, by key.
     """
     try:
         return _restored(stage, place, _sizes(stage) if sizes is None else sizes, "resuming from")
@@ -150,7 +150,7 @@ def checkpoint_at(stage: Stage, place: CheckpointPlace, sizes: dict[str, int] | 
 
 
 def set_aside(stage: Stage, step: int, why: str) -> bool:
-    """Rejects a step that verifies but cannot be read. False: there is no other that is fit, and nothing is done."""
+    """Rejects a step that verifies but cannot be read. False, and nothing is done, if no other one is fit."""
     sizes = _sizes(stage)
     places = bucket.published(sizes)
     if not any(_is_fit(stage, place, sizes) for place in places if place.step != step):
@@ -163,7 +163,7 @@ def set_aside(stage: Stage, step: int, why: str) -> bool:
 
 
 def _reject(stage: Stage, place: CheckpointPlace, why: str) -> None:
-    """Out of the way, but kept to look at: the node script counts progress by the newest manifest."""
+    """Moves a checkpoint aside, where people can look at it: the node script counts progress by the newest manifest."""
 
     def act() -> None:
         stage.store.put_bytes(f"{why}\n".encode(), place.prefix + bucket.REJECTED)
@@ -173,9 +173,7 @@ def _reject(stage: Stage, place: CheckpointPlace, why: str) -> None:
 
 
 def best_too(stage: Stage, newest: CheckpointPlace) -> bool:
-    """The best checkpoint beside a newer one, for a job that exports the best. False: best.json names one that cannot
-    be had.
-    """
+    """Downloads the best checkpoint beside a newer one, for a job that exports it. False if it cannot be had."""
     if not stage.run.config.delivers_best:
         return True
     best = Best.from_bytes(retried(stage, lambda: stage.store.get_bytes(BEST), BEST))
@@ -200,9 +198,7 @@ def _sizes(stage: Stage) -> dict[str, int]:
 
 
 def _fit(stage: Stage, place: CheckpointPlace, sizes: dict[str, int]) -> Manifest:
-    """The manifest there. Raises DoubtError with why it must not be resumed from, as far as can be seen without a
-    download.
-    """
+    """The manifest at `place`. Raises DoubtError if it must not be resumed from, as far as seen without a download."""
     content = retried(stage, lambda: stage.store.get_bytes(place.manifest), place.manifest)
     found = Manifest.from_json(reading.parse(content or b""), place.generation)
     if found.place != place:
@@ -226,8 +222,8 @@ def _is_fit(stage: Stage, place: CheckpointPlace, sizes: dict[str, int]) -> bool
 
 
 def _restored(stage: Stage, place: CheckpointPlace, sizes: dict[str, int], what: str) -> Manifest:
-    """The manifest there, its checkpoint in <workdir>/ckpt: of several nodes' what this one reads. Files that are there
-    already are not brought again. Raises UNFIT, and MismatchError on a doubted node.
+    """The manifest at `place`, after its checkpoint is in <workdir>/ckpt; with several nodes, the part that this one
+    reads. Files on the disk are not downloaded again. Raises UNFIT, and MismatchError on a doubted node.
     """
     manifest = _fit(stage, place, sizes)
     files = manifest.read_by(stage.node, stage.run.config.parts.is_of_rank)
@@ -241,7 +237,7 @@ def _restored(stage: Stage, place: CheckpointPlace, sizes: dict[str, int], what:
     shutil.rmtree(unfinished, ignore_errors=True)
     for file in files.values():
         (unfinished / file.name).parent.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError):  # none is there
+        with suppress(OSError):  # there is none
             os.link(folder / file.name, unfinished / file.name)
     stage.say(f"{what} step {commit.step}: {commit.bytes / 1e6:.1f} MB")
     try:
@@ -258,7 +254,7 @@ def _restored(stage: Stage, place: CheckpointPlace, sizes: dict[str, int], what:
 
 
 def _download(stage: Stage, store: Store, files: Mapping[str, InputFile], folder: Path) -> None:
-    """Brings the files, by their keys, into the folder."""
+    """Downloads the files, by their keys, into the folder."""
 
     def one(key: str, file: InputFile) -> None:
         retried(stage, lambda: _verified(store, key, file, folder / file.name), key)
@@ -274,7 +270,7 @@ def _download(stage: Stage, store: Store, files: Mapping[str, InputFile], folder
         except BaseException:
             for each in waiting:
                 each.cancel()
-            while waiting:  # again and again: one may just be beginning
+            while waiting:  # again and again: a transfer may just be beginning
                 store.cancel()
                 waiting = wait(waiting, LOOK_S).not_done
             raise
@@ -292,7 +288,7 @@ def _verified(store: Store, key: str, file: InputFile, path: Path) -> None:
 
 
 def retried(stage: Stage, act: Callable[[], T], what: str) -> T:
-    """What `act` gives, tried again a moment later where the store refuses: a node that gives up costs a boot."""
+    """The result of `act`, tried again shortly after a refusal by the store: a node that gives up costs a boot."""
     for attempt in range(1, TRIES + 1):
         try:
             return act()

@@ -1,10 +1,10 @@
-"""Where a run's files outlive its node: an S3 prefix, or a folder. Objects appear whole or not at all in both.
+"""Stores a run's files beyond its node's life, in an S3 prefix or a folder. Objects appear whole or not at all in both.
 
-`open_store("s3://bucket/run")` or `open_store("/a/folder")`. Keys are relative to that. Every trouble is a StoreError;
-the store itself retries only what its client calls transient. What to do next is the caller's choice.
+`open_store("s3://bucket/run")` or `open_store("/a/folder")` opens one. Keys are relative to it. Every failure is a
+StoreError; the store itself retries only what its client calls transient. The caller decides what follows.
 
-A put has a condition, which the store itself holds against what is there in that moment: ANY, ABSENT, or the etag that
-the object must have. TakenError says that it is another one.
+A put has a condition, which the store checks against the object there at that moment: ANY, ABSENT, or the etag that the
+object must have. TakenError says that another object is there.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 from gpufleet.job.kind.common import PART_BYTES
 
-METADATA_TIMEOUT_S = 5  # of each request; botocore's own is 1
-CONNECTIONS = 32  # one TCP flow is capped at 5 Gbit/s: uploads need many
-ANY, ABSENT = "*", ""  # conditions of a put: whatever is there is replaced; nothing may be there
+METADATA_TIMEOUT_S = 5  # per request; botocore's default is 1
+CONNECTIONS = 32  # one TCP flow is limited to 5 Gbit/s: uploads need many
+ANY, ABSENT = "*", ""  # conditions of a put: replace whatever is there; nothing may be there
 
 
 class StoreError(OSError):
@@ -41,15 +41,15 @@ class RefusedError(StoreError):
 
 
 class TakenError(StoreError):
-    """What a put was to replace is not there in that form, or somebody else is putting it in this moment."""
+    """A put found another object than its condition allows, or somebody else is putting it at this moment."""
 
 
 class SupersededError(StoreError):
-    """Another of the run's nodes leads by now (presence.py): trying again is of no use."""
+    """Another of the run's nodes leads by now (presence.py): trying again cannot help."""
 
 
 class GivenUpError(StoreError):
-    """The transfer was given up by `cancel`."""
+    """`cancel` gave the transfer up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +58,12 @@ class Entry:
 
     key: str
     bytes: int
-    etag: str = ""  # which another content changes
-    at: float = 0.0  # when it was put, by the store's own clock
+    etag: str = ""  # changes with the content
+    at: float = 0.0  # when it was put, by the store's clock
 
 
 class Store(Protocol):
-    """What the supervisor needs of a place for files. Methods may be called from several threads."""
+    """The methods that the supervisor needs of a store. Several threads may call them."""
 
     uri: str
 
@@ -83,7 +83,7 @@ def open_store(uri: str) -> Store:
 
 
 def create(store: Store, content: bytes, key: str) -> bool:
-    """Puts an object that is not there yet. False: there is one already, which stays. Raises StoreError."""
+    """Puts an object only if there is none; whether it did. Raises StoreError."""
     try:
         store.put_bytes(content, key, over=ABSENT)
     except TakenError:
@@ -92,16 +92,16 @@ def create(store: Store, content: bytes, key: str) -> bool:
 
 
 def parent(uri: str) -> str:
-    """The place that holds `uri`: the bucket of a run."""
+    """The place that contains `uri`: a run's bucket."""
     return uri.rstrip("/").rsplit("/", 1)[0]
 
 
 _UNDER_WAY = re.compile(r".*\.[0-9a-f]{32}~", re.DOTALL)
-_LOCK = f"lock.{'0' * 32}~"  # no object either
+_LOCK = f"lock.{'0' * 32}~"  # not an object either
 
 
 class FolderStore:
-    """A folder. Writes under way have names of their own (_UNDER_WAY), and are no objects."""
+    """A store in a folder. Unfinished writes have names of their own (_UNDER_WAY), and are no objects."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -144,7 +144,7 @@ class FolderStore:
         for key in keys:
             (self.root / key).unlink(missing_ok=True)
             with suppress(OSError):
-                (self.root / key).parent.rmdir()  # only when that was the last object of the folder
+                (self.root / key).parent.rmdir()  # fails unless that was the folder's last object
 
     def cancel(self) -> None:
         """Does nothing: a copy is short."""
@@ -172,7 +172,7 @@ class FolderStore:
 
 
 def _etag(path: Path) -> str:
-    """A text that is another one for each file that a put leaves there; ABSENT where there is none."""
+    """A text that differs for each file that a put makes; ABSENT without a file."""
     try:
         stat = path.stat()
     except FileNotFoundError:
@@ -181,7 +181,7 @@ def _etag(path: Path) -> str:
 
 
 class S3Store:
-    """A prefix of a bucket. Large files go in parallel parts; `cancel` gives up the parts not yet sent."""
+    """A store below a prefix of a bucket. Large files go in parallel parts; `cancel` gives up those not yet sent."""
 
     def __init__(self, uri: str, client: Any = None) -> None:
         from boto3.s3.transfer import TransferConfig, create_transfer_manager
@@ -196,13 +196,13 @@ class S3Store:
                 max_concurrency=CONNECTIONS // 2,
                 multipart_threshold=PART_BYTES,
                 multipart_chunksize=PART_BYTES,
-                preferred_transfer_client="classic",  # the other one knows neither these settings nor `cancel`
+                preferred_transfer_client="classic",  # the other client has neither these settings nor `cancel`
             ),
         )
         self._running: set[Any] = set()
         self._lock = threading.Lock()
-        self._conditions: dict[str, str] = {}  # by key, of the transfers under way
-        for name in ("PutObject", "CompleteMultipartUpload"):  # s3transfer passes no condition on
+        self._conditions: dict[str, str] = {}  # of the transfers under way, by key
+        for name in ("PutObject", "CompleteMultipartUpload"):  # s3transfer does not pass conditions on
             self._client.meta.events.register(f"before-parameter-build.s3.{name}", self._add_condition)
 
     def put_file(self, path: Path, key: str, over: str = ANY) -> None:
@@ -274,7 +274,7 @@ class S3Store:
 
     @contextmanager
     def _told_apart(self, key: str) -> Iterator[None]:
-        """A missing object is answered with 403 where listing is allowed for a prefix only: the listing tells."""
+        """Tells a missing object from a refusal by listing: both are 403 if only a prefix may be listed."""
         try:
             yield
         except RefusedError:
@@ -293,7 +293,7 @@ class S3Store:
 
 
 def _condition(over: str) -> dict[str, str]:
-    """The arguments of S3's calls for it."""
+    """The condition as arguments of S3's calls."""
     if over == ANY:
         return {}
     return {"IfNoneMatch": "*"} if over == ABSENT else {"IfMatch": over}
@@ -311,10 +311,10 @@ _KINDS: dict[str, type[StoreError]] = {
 }
 
 
-@functools.cache  # the keys and the descriptions of services are fetched once
+@functools.cache  # keys and service descriptions are fetched once
 def session() -> Any:
-    """boto3's, patient with the metadata service: one that takes a second for its token, as on a node whose cores are
-    all taken, would leave botocore without credentials at once, however often it may try (1.44's IMDSFetcher).
+    """A boto3 session that waits for the metadata service: if a token takes a second, as on a node with all cores busy,
+    botocore would have no credentials at once, however often it may retry (1.44's IMDSFetcher).
     """
     import boto3
     from botocore.session import Session
@@ -324,9 +324,9 @@ def session() -> Any:
     return boto3.Session(botocore_session=core)
 
 
-@functools.cache  # its description takes half a second to read
+@functools.cache  # reading its description takes half a second
 def ec2() -> Any:
-    """A client that gives up soon: nothing that training needs is asked of it."""
+    """An EC2 client that gives up soon: training needs none of its answers."""
     from botocore.config import Config
 
     retries = {"mode": "standard", "total_max_attempts": 2}
@@ -334,7 +334,7 @@ def ec2() -> Any:
 
 
 def pages(call: Callable[..., dict[str, Any]], **asked: Any) -> Iterator[dict[str, Any]]:
-    """Every answer of a call of EC2, of which one may be empty and not the last. Raises what botocore raises."""
+    """Every answer of an EC2 call; one may be empty without being the last. Raises what botocore raises."""
     token: dict[str, str] = {}
     while answer := call(**asked, **token):
         yield answer

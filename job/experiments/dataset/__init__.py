@@ -1,1 +1,3 @@
-"""Datasets: text, TinyStories or a seed into hashed token shards. Used on the laptop and read by the trainer."""
+"""Datasets: turns text, TinyStories or a seed into hashed token shards. A laptop prepares them, and the trainer reads
+them.
+"""

@@ -22,19 +22,19 @@ from gpufleet.job.experiments.dataset.encodings import foreign, not_utf8
 from gpufleet.job.text import counted
 
 ROLES = ("system", "user", "assistant")
-LEARNED = ("weight", "train", "training")  # of the assistant's messages, as OpenAI and users of axolotl call it
-OTHERS = {  # what other tools call our keys
+LEARNED = ("weight", "train", "training")  # keys of the assistant's messages, as OpenAI and axolotl call them
+OTHERS = {  # other tools' names for these keys
     "instruction": ("prompt", "question", "query", "input"),
     "response": ("completion", "answer", "output"),
 }
-SHOWN = 20  # problems of a file, at most
+SHOWN = 20  # the most problems shown per file
 GENERATED = (3, 16)  # numbers in a generated list
 _HALF = re.compile("[\ud800-\udfff]")
 T = TypeVar("T")
 
 
 class Turn(NamedTuple):
-    """One message. `learned` False: its file says that nobody is to learn it."""
+    """One message. `learned` False: the file excludes it from the loss."""
 
     role: str
     text: str
@@ -57,8 +57,8 @@ class JsonlChats:
     """One JSON object a line: `instruction` and `response`, perhaps `system`; or `messages` with `role` and `content`,
     perhaps `weight`.
 
-    Other keys are left out, and counted in `left_out` once the file is read to its end: how many lines say something
-    there. Blank lines are skipped.
+    Other keys are ignored, and once the file is read to its end, `left_out` counts the lines in which each has a value.
+    Blank lines are skipped.
     """
 
     path: Path
@@ -99,16 +99,16 @@ class GeneratedPairs:
             )
 
     def text(self) -> str:
-        """Everything a conversation may say."""
+        """Every text that a conversation may contain."""
         return " ".join(("Reverse this list of numbers:", *map(str, range(100))))
 
 
 class FormError(ValueError):
-    """The file's form: another encoding, or keys of another tool, the same on every line."""
+    """The form of the whole file is wrong: another encoding, or another tool's keys on every line."""
 
 
 def hashed(path: Path) -> str:
-    """The sha256 of a file that the user names. Raises ValueError."""
+    """The sha256 of a file of the user's. Raises ValueError."""
     try:
         with progress.shown(f"hashing {path}", path.stat().st_size) as advance:
             return atomic.sha256(path, advance)
@@ -117,8 +117,8 @@ def hashed(path: Path) -> str:
 
 
 def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]:
-    """What `read` makes of each line that is not blank, as long as there is no mistake; then reads on for others and
-    raises ValueError with all of them, each with its lines. `wanted`: the keys of a line.
+    """The result of `read` for each line that is not blank; after a mistake it reads on, and raises ValueError with all
+    mistakes and their lines. `wanted`: the keys of a line.
     """
     require_lines(path)
     problems: dict[str, list[int]] = {}
@@ -134,7 +134,7 @@ def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]
                 found = read(line)
             except ValueError as error:
                 problems.setdefault(str(error), []).append(number)
-                if isinstance(error, FormError):  # not a mistake of this line
+                if isinstance(error, FormError):  # this is no mistake of one line
                     break
                 if len(problems) == SHOWN:
                     more = f"\n{path}: more after line {number} is not looked at"
@@ -150,14 +150,12 @@ def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]
 
 
 def _repeated_note(lines: list[int]) -> str:
-    """Where the same mistake is again."""
+    """The other lines with the same mistake, as text."""
     return f" (and in {counted(f'{len(lines):,}', 'more line')}, the next is {lines[0]})" if lines else ""
 
 
 def require_lines(path: Path) -> None:
-    """Raises ValueError for a file that is a table, one JSON array, or objects over several lines each: of these every
-    line would be a mistake.
-    """
+    """Raises ValueError for a table, one JSON array, or objects over several lines: every line would be a mistake."""
     with path.open("rb") as file:
         begins = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()
         if path.suffix.lower() == ".csv" and not begins.startswith(b"{"):
@@ -168,11 +166,11 @@ def require_lines(path: Path) -> None:
         file.seek(0)
         lines = (line.removeprefix(codecs.BOM_UTF8) for line in file if not is_blank(line))
         first, more = next(lines), next(lines, None)
-    ends = False  # the first line before its object does
+    ends = False  # the first line ends before its object does
     if more is not None:
         try:
             json.loads(first)
-            return  # a line by itself: that one is the mistake
+            return  # the object ends on its line: that line is the mistake
         except json.JSONDecodeError as error:
             ends = error.pos >= len(error.doc.rstrip())
         except (ValueError, RecursionError):
@@ -187,7 +185,7 @@ def require_lines(path: Path) -> None:
 
 
 def is_blank(line: bytes) -> bool:
-    """Nothing on it but a byte-order mark, perhaps."""
+    """Whether the line is blank, except for a byte-order mark."""
     return not line.removeprefix(codecs.BOM_UTF8).strip()
 
 
@@ -232,9 +230,7 @@ def _conversation(tree: dict[str, Any]) -> Conversation:
 
 
 def _left_out(tree: dict[str, Any]) -> list[str]:
-    """Keys of a line that say something and are not read, each once, so that they can be printed; a message's own begin
-    with `messages.`.
-    """
+    """Ignored keys of a line that have a value, each once and printable; a message's own begin with `messages.`."""
     read = ("messages",) if "messages" in tree else ("system", "instruction", "response")
     said = [(key, value) for key, value in tree.items() if key not in read]
     for message in tree.get("messages", ()):
@@ -245,7 +241,7 @@ def _left_out(tree: dict[str, Any]) -> list[str]:
 
 
 def _other_keys(tree: dict[str, Any]) -> None:
-    """Raises FormError for ShareGPT's, Alpaca's, TRL's and others, with what they are called here."""
+    """Raises FormError for the keys of ShareGPT, Alpaca, TRL and others, with the names to use instead."""
     if "conversations" in tree and "instruction" not in tree:
         raise FormError(
             "conversations is called messages here: a list of role (for human: user, for gpt: assistant) and content"
@@ -284,7 +280,7 @@ def _messages(messages: Any) -> Conversation:
         if role == "system" and number:
             raise ValueError(f"messages[{number}].role: system only as the first message")
         if role == "system" and not message.get("content"):
-            continue  # as a `system` beside instruction that says nothing
+            continue  # an empty `system` beside instruction
         learned = role != "assistant" or _learned(message, f"messages[{number}].")
         turns.append(Turn(role, text_at(message, "content", f"messages[{number}]."), learned))
     if not turns or turns[-1].role != "assistant":
@@ -295,7 +291,7 @@ def _messages(messages: Any) -> Conversation:
 
 
 def _learned(message: dict[str, Any], path: str) -> bool:
-    """Whether the answer is to be learned. Raises ValueError for a share."""
+    """Whether the answer is to be learned. Raises ValueError for a weight between 0 and 1."""
     for key in LEARNED:
         if message.get(key) not in (None, 0, 1):
             raise ValueError(f"{path}{key}: {message[key]!r:.60} is neither 1, learned, nor 0, not learned")

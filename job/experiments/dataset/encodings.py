@@ -1,4 +1,4 @@
-"""What makes UTF-8 text of a file that is none, told by how it begins."""
+"""Recognises files that are not UTF-8 text by their beginning, and says how to convert them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _BEGINS = {
     b"\xff\xff\xff\xff": "it is an Arrow stream, as `datasets` keeps one; write it as text first: Dataset.to_json",
     b"\0\x05\x16\x07": "it is what macOS keeps beside a file: name the file without ._ before its name",
 }
-_NOT_TEXT = frozenset(range(32)) - set(b"\t\n\f\r\x1b")  # control characters, but those of texts and terminals
+_NOT_TEXT = frozenset(range(32)) - set(b"\t\n\f\r\x1b")  # control characters, except those of texts and terminals
 LOOKED_AT = 1 << 16  # characters
-NOISE = 0.01  # share of such characters (of Unicode's, 0x80 to 0x9f as well) above which a text is none
+NOISE = 0.01  # a larger share of control characters (also Unicode's, 0x80 to 0x9f) means that it is no text
 
 
 def foreign(content: bytes) -> str:
-    """What to do with a file that begins like `content`; nothing where it may be text."""
+    """What to do with a file that begins like `content`; empty if it may be text."""
     return next((todo for begin, todo in _BEGINS.items() if content.startswith(begin)), "")
 
 
 def not_utf8(content: bytes, error: UnicodeDecodeError) -> str:
-    """Why `content`, a file or its first line, cannot be read, and what to do. iconv has to be told what a file is in:
-    else it takes it for what the terminal is in, mostly UTF-8, and stops at the same byte.
+    """Why `content`, a file or its first line, cannot be read, and what to do. iconv needs the file's encoding: else it
+    takes the terminal's, mostly UTF-8, and stops at the same byte.
     """
     todo = "convert the file first, e.g. iconv -f LATIN1 -t UTF-8 OLD > NEW"
     if odd := next((byte for byte in content if byte in _NOT_TEXT), None):
@@ -42,7 +42,7 @@ def not_utf8(content: bytes, error: UnicodeDecodeError) -> str:
 
 
 def require_text(text: str, path: Path) -> None:
-    """Raises ValueError for what is UTF-8 and no text, as a compressed file that iconv was told to be Latin-1."""
+    """Raises ValueError for valid UTF-8 that is no text, as a compressed file that iconv took for Latin-1."""
     begin = text[:LOOKED_AT]
     odd = sum(ord(letter) in _NOT_TEXT or 0x7F <= ord(letter) < 0xA0 for letter in begin)
     if odd > NOISE * len(begin):

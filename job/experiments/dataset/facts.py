@@ -1,7 +1,8 @@
-"""What dataset.json must say of each kind of dataset, because somebody relies on it. Other facts are for people.
+"""The facts that dataset.json must have for each kind of dataset, because some code needs them. Other facts are for
+people.
 
-Of windows it says, beside the files: tokenizer {kind, vocab, id}, tokens {train, validation}, stories {train,
-validation}. Packed rows, characters and rankings have these in a section of their own.
+Windows have, beside the files: tokenizer {kind, vocab, id}, tokens {train, validation}, stories {train, validation}.
+Packed rows, characters and rankings have theirs in their own sections.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _all_of(**facts: Callable[[Any], object]) -> Callable[[Fields], None]:
     return read
 
 
-FACTS: Mapping[str, Callable[[Fields], object]] = {  # the first: of a dataset.json that names no kind
+FACTS: Mapping[str, Callable[[Fields], object]] = {  # first: a dataset.json without a kind is of this one
     "windows": _windows,
     "packed": _all_of(
         **dict.fromkeys(("row", "longest", "most_examples", "rows", "examples", "tokens", "vocab"), reading.several),

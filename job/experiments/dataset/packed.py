@@ -1,4 +1,4 @@
-"""Whole examples packed into rows of one length: what sft-h100 and kernel-sft train on.
+"""Whole examples packed into rows of one length: the data of sft-h100 and kernel-sft.
 
     dataset.json           kind "packed"; facts: examples, tokens, mean_tokens, p95_tokens, fill, truncated, rows, ...
     train_00000.bin        rows of token ids, one after the other (shards.py; 2 bytes each, 4 above 65,536 ids)
@@ -9,8 +9,8 @@
     texts.jsonl            only where asked for: the conversations of each training row, a row a line
     tokenizer.json or words.json
 
-Rows are filled as packing.py says. The same input gives the same bytes. No torch. User mistakes raise ValueError with
-the choice to make.
+packing.py fills the rows. The same input gives the same bytes. No torch. User mistakes raise ValueError with the choice
+to make.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from gpufleet.job.text import counted
 
 PROMPTS, TEXTS = "prompts.jsonl", "texts.jsonl"
 BATCH = 1000  # conversations tokenised at once
-RENDERED = 2  # raised where the same file gives other tokens: a dataset of before is prepared again
-UNCLOSED = 0.1  # share of examples without a closing token, above which the model learns to go on
+RENDERED = 2  # raised when the same file gives other tokens: an older dataset is then prepared again
+UNCLOSED = 0.1  # the largest share of examples without a closing token: above it the model learns not to stop
 
 
 @dataclass(slots=True)
 class _Counts:
-    """What happened while reading."""
+    """Counts of what happened while reading."""
 
     truncated: int = 0
-    dropped: int = 0  # nothing of the answer was left
-    unclosed: int = 0  # nothing of the answer's end was left
-    unlearned: int = 0  # turns that the file says nobody is to learn
-    trimmed: int = 0  # turns that lost blanks
+    dropped: int = 0  # examples of whose answer nothing remained
+    unclosed: int = 0  # examples whose answer lost its end
+    unlearned: int = 0  # answers that the file excludes from the loss
+    trimmed: int = 0  # turns from which blanks were removed
     examples: list[Example] = field(default_factory=list)
-    conversations: list[int] = field(default_factory=list)  # number in the source of each example
+    conversations: list[int] = field(default_factory=list)  # each example's number in the source
 
 
 def prepare_packed(
@@ -63,7 +63,7 @@ def prepare_packed(
     model_vocab: int,
     say: Callable[[str], None] = lambda line: None,
 ) -> DatasetManifest:
-    """The packed dataset in `folder`, made now or found there, and its report. Raises ValueError."""
+    """The packed dataset in `folder`, made now or found there, with a report. Raises ValueError."""
     if tokenizer.vocab > model_vocab:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab} ids, the model's vocabulary (job.parameters.model.vocab) is "
@@ -126,10 +126,10 @@ def prepare_packed(
 
 
 def cut(rendered: Rendered, loss_on: str, longest: int) -> Example:
-    """At most `longest` tokens, and which of them the loss counts. Never the first: nothing predicts it."""
+    """The first `longest` tokens, and which of them the loss counts: never the first, which nothing predicts."""
     tokens = np.array(rendered.tokens[:longest], dtype=np.uint32)
     counted = np.array(rendered.answered if loss_on == "response" else rendered.left, dtype=np.bool_)[:longest]
-    counted ^= loss_on == "all"  # everything but what is left
+    counted ^= loss_on == "all"  # everything except excluded answers
     counted[0] = False
     return Example(tokens, counted)
 
@@ -158,7 +158,7 @@ def _read(chats: Chats, renderer: Renderer, how: Packing) -> _Counts:
 
 
 def _learned_too(splits: dict[Split, list[Example]]) -> int:
-    """Examples held out whose very tokens are in the training rows, too."""
+    """How many held-out examples have the same tokens as a training example."""
     held = [example.tokens.tobytes() for example in splits["validation"]]
     learned = set(held).intersection(example.tokens.tobytes() for example in splits["train"])
     return sum(tokens in learned for tokens in held)
@@ -196,7 +196,7 @@ def _facts(
 
 
 def report(manifest: DatasetManifest, say: Callable[[str], None]) -> None:
-    """Says what the rows are."""
+    """Prints what the rows contain."""
     f = manifest.facts
 
     def quantity(key: str, noun: str) -> str:
@@ -254,8 +254,8 @@ def _write_rows(
 
 
 def _prompts(chats: Chats, held_out: Sequence[int], renderer: Renderer, how: Packing) -> list[str]:
-    """A line for each of the first held-out questions that are no longer than a training example: answers are made
-    side by side, and one whole conversation would take all the memory.
+    """A line for each of the first held-out questions no longer than a training example: answers are generated side by
+    side, and one whole conversation would take all the memory.
     """
     lines: list[str] = []
     left = set(held_out)

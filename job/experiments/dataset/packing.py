@@ -1,4 +1,4 @@
-"""Rows of whole examples: how they are packed, drawn in order, and read back. No torch.
+"""Packs whole examples into rows, draws rows in an order, and reads them back. No torch.
 
 Packing is first-fit decreasing: the longest example first, each into the first row with room; then rows of very many
 short examples trade with rows of few. The files are described in packed.py.
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset.shards import HEADER, read_header
 
-MOST_EXAMPLES = (1 << 15) - 1  # in a row: what a mark can count to
-CROWDED, CROWDED_MEANS = 32, 3  # a row with more examples than this, and than so many times the mean, trades
+MOST_EXAMPLES = (1 << 15) - 1  # examples in a row, as many as a mark can count
+# a row with more examples than the first, and more than the second times the mean, trades
+CROWDED, CROWDED_MEANS = 32, 3
 GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea, Flood 2014)
 Split = Literal["train", "validation"]
 Ids = NDArray[np.uint32]
@@ -26,7 +27,7 @@ Ids = NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One tokenised conversation. `counted`: tokens whose prediction the loss counts."""
+    """One tokenised conversation. `counted`: the tokens whose prediction the loss counts."""
 
     tokens: Ids
     counted: NDArray[np.bool_]
@@ -34,19 +35,19 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """How conversations become rows."""
+    """How conversations are packed into rows."""
 
-    row: int  # tokens of a row
-    longest: int  # tokens of an example; the rest is cut off
+    row: int  # tokens per row
+    longest: int  # tokens per example; the rest is cut off
     loss_on: Literal["response", "all"] = "response"
-    held_out: float = 0.01  # share of examples
+    held_out: float = 0.01  # share of the examples
     packing: bool = True  # False: one padded example per row
     prompts: int = 0  # held-out questions to keep
-    texts: bool = False  # keep the conversations of each training row, so that they can be tokenised while training
-    seed: int = 0  # of what is held out
+    texts: bool = False  # keep the conversations of each training row, so that training can tokenise them
+    seed: int = 0  # for the choice of held-out examples
 
     def words(self) -> str:
-        """For the name of the source: everything the rows depend on."""
+        """Everything the rows depend on, for the name of the source."""
         return ", ".join(f"{key} {getattr(self, key)}" for key in self.__slots__)
 
 
@@ -92,12 +93,12 @@ def first_fit_decreasing(lengths: NDArray[np.int64], row: int) -> NDArray[np.int
 
 
 def evened(lengths: NDArray[np.int64], row_of: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The row of each example after exchanges that leave each row as full, and few rows with many more examples than
-    the mean. The most that a row holds sets what attention launches for all of them, and first-fit decreasing leaves
-    the last rows nothing but the shortest.
+    """The row of each example after exchanges that keep each row's length, and leave few rows with many more examples
+    than the mean. The fullest row sets how much attention launches for all of them, and first-fit decreasing puts the
+    shortest examples together in the last rows.
 
-    A crowded row gives a run of its shortest for one example of exactly as many tokens, from a row with room for more
-    examples; where there is no such example, it stays crowded. Where no row is, nothing moves.
+    A crowded row trades a run of its shortest for one example with exactly as many tokens, from a row with room for
+    more examples; without such an example it stays crowded. Without crowded rows nothing moves.
     """
     counts = np.bincount(row_of)
     most = max(CROWDED, math.ceil(CROWDED_MEANS * len(lengths) / len(counts)))
@@ -109,7 +110,7 @@ def evened(lengths: NDArray[np.int64], row_of: NDArray[np.int64]) -> NDArray[np.
     members = [by_row[ends[row] - counts[row] : ends[row]] for row in crowded]  # shortest first
     alike = np.argsort(lengths, kind="stable")
     edges = np.searchsorted(lengths[alike], np.arange(int(lengths.max()) + 2))
-    asked = edges[:-1].copy()  # of each length, the next in `alike`; nobody is asked twice
+    asked = edges[:-1].copy()  # for each length, the next in `alike`; none is used twice
     for row, own in zip(crowded, members, strict=True):
         gone, upto = 0, np.concatenate([[0], np.cumsum(lengths[own])])
         run = int(counts[row]) - most + 1
@@ -125,7 +126,7 @@ def evened(lengths: NDArray[np.int64], row_of: NDArray[np.int64]) -> NDArray[np.
                     counts[there] += run - 1
                     counts[row] -= run - 1
                     gone += run
-                    run = int(counts[row]) - most + 2  # of what is left, as many as needed
+                    run = int(counts[row]) - most + 2  # as many of the rest as needed
                     break
             run -= 1
     return row_of
@@ -155,7 +156,7 @@ class PackedRows:
         return len(self.tokens)
 
     def counted(self, rows: NDArray[np.int64]) -> int:
-        """Targets of these rows that the loss counts."""
+        """The number of targets in these rows that the loss counts."""
         return int((self.marks[rows] & 1).sum())
 
 

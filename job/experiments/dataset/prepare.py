@@ -1,13 +1,14 @@
-"""From text to a prepared dataset: a folder of token shards, what the tokenizer needs, and `dataset.json`.
+"""Prepares a dataset from text: a folder of token shards, the tokenizer's files, and `dataset.json`.
 
     dataset.json     as job/contract/inputs.py has it; facts.py says what of each kind
     train_00000.bin, validation_00000.bin
     tokenizer.json   (gpt2) or vocab.json (words)
 
-`publish` and `read_manifest` serve every kind: windows (here), packed, characters and ranking (modules of their own).
+`publish` and `read_manifest` serve every kind: windows (here), packed, characters and ranking (in modules of their
+own).
 
-The same input gives the same bytes; nothing in it is a time or a path. User mistakes raise ValueError with the choice
-to make.
+The same input gives the same bytes; it contains no time and no path. User mistakes raise ValueError with the choice to
+make.
 """
 
 from __future__ import annotations
@@ -31,20 +32,18 @@ from gpufleet.job.experiments.dataset.sources import Source
 from gpufleet.job.experiments.dataset.tokenizer import Gpt2, Tokenizer, Words
 
 MANIFEST = inputs.DATASET
-HELD_OUT = 0.01  # the last stories of a text, for validation
+HELD_OUT = 0.01  # share of a text's stories, from its end, for validation
 SHARD_TOKENS = 1 << 25
 BATCH = 1000  # stories tokenised at once
 
 
 def read_manifest(folder: Path) -> DatasetManifest:
-    """What dataset.json in `folder` says. Raises ValueError when there is none or it is damaged. Hashes no other
-    file.
-    """
+    """The content of dataset.json in `folder`. Raises ValueError if it is missing or damaged. Hashes no other file."""
     return inputs.read_dataset(folder, FACTS)
 
 
 def checked(folder: Path) -> DatasetManifest:
-    """The dataset that is there, every file of it checked. Raises ValueError when it is none, or damaged."""
+    """The dataset in `folder`, with every file checked. Raises ValueError if there is none, or it is damaged."""
     manifest = _read_existing(folder)
     inputs.verify(folder, manifest)
     return manifest
@@ -82,9 +81,9 @@ def publish(
     validation: tuple[str, ...] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> DatasetManifest:
-    """A prepared dataset of any kind in `folder`: what `write` puts into the temporary folder it is given, and a
-    dataset.json that names every file by hash. Appears whole or not at all; an identical one that is there stays.
-    `facts` (JSON) is read after `write` has run. Raises ValueError when `folder` holds something else.
+    """A prepared dataset of any kind in `folder`: the files that `write` puts into the temporary folder that it gets,
+    and a dataset.json that lists every file with its hash. It appears whole or not at all; an identical one that exists
+    stays. `facts` (JSON) is read after `write` has run. Raises ValueError when `folder` holds something else.
     """
     existing_dataset(folder)
 
@@ -104,7 +103,7 @@ def describe(manifest: DatasetManifest) -> str:
             for name, value in facts.items()
             if isinstance(value, int | float) or (isinstance(value, str) and value not in manifest.source)
         )
-        source = re.sub(r"(?<=sha256 [0-9a-f]{12})[0-9a-f]+", "", manifest.source)  # what a person tells apart
+        source = re.sub(r"(?<=sha256 [0-9a-f]{12})[0-9a-f]+", "", manifest.source)  # enough for people
         return f"{manifest.kind} from {source}: {words}; {size}"
     tokenizer = facts["tokenizer"]
     return (
@@ -114,8 +113,8 @@ def describe(manifest: DatasetManifest) -> str:
 
 
 def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[[str], None]) -> DatasetManifest:
-    """Fills a temporary folder, writes its dataset.json from the fields that `fill` gives, and puts it in place."""
-    place = folder.resolve()  # a link, to a larger disk perhaps, stays one
+    """Fills a temporary folder, writes dataset.json from the fields that `fill` returns, and moves it to its place."""
+    place = folder.resolve()  # a link, perhaps to a larger disk, stays one
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as scratch:
         made = Path(scratch) / "dataset"
@@ -125,7 +124,8 @@ def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[
         files = [asdict(file) for file in inputs.hashed(paths, made)]
         tree = json.dumps({"schema": 1, **fields, "files": files}, indent=1)
         atomic.write_bytes(made / MANIFEST, f"{tree}\n".encode())
-        kept = existing_dataset(folder)  # looked at late: another preparation's; only ever our own kind of folder
+        # checked late, because another preparation may have finished; only folders of this kind are replaced
+        kept = existing_dataset(folder)
         if kept is not None and kept.sha256 == atomic.sha256(made / MANIFEST):
             say(f"{folder} is prepared already: {describe(kept)}")
             return kept
@@ -138,8 +138,8 @@ def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[
 
 
 def existing_dataset(folder: Path) -> DatasetManifest | None:
-    """The dataset in `folder`; None when there is none or a file of it is damaged, and it is made again. Raises
-    ValueError when the folder is something else's too, or its dataset.json cannot say.
+    """The dataset in `folder`; None if there is none, or a file of it is damaged, so that it is made again. Raises
+    ValueError if the folder has other content too, or its dataset.json is unreadable.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
@@ -159,9 +159,7 @@ def existing_dataset(folder: Path) -> DatasetManifest | None:
 
 
 def _read_existing(folder: Path) -> DatasetManifest:
-    """The manifest in `folder`. Raises read_manifest's ValueError without its advice to prepare again: that is under
-    way.
-    """
+    """The manifest in `folder`. Raises read_manifest's ValueError, without its advice to prepare again."""
     try:
         return read_manifest(folder)
     except ValueError as error:
@@ -174,14 +172,14 @@ def _read_existing(folder: Path) -> DatasetManifest:
 
 
 def _strangers(folder: Path, manifest: DatasetManifest) -> list[str]:
-    """What somebody else has put there; hidden files apart, which file managers leave."""
+    """Files that somebody else put there; hidden files, which file managers make, do not count."""
     own = {MANIFEST, *(file.name for file in manifest.files)}
     found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
     return [name for name in found if name not in own and not name.rpartition("/")[2].startswith(".")]
 
 
 def _write(folder: Path, source: Source, tokenizer: Tokenizer, kind: str, tokenizer_id: str) -> dict[str, Any]:
-    """Shards and tokenizer of windows; dataset.json's fields. A source has two stories at least."""
+    """Writes shards and tokenizer of windows; returns dataset.json's fields. A source has at least two stories."""
     stories = source.stories()
     held_out = max(1, round(len(stories) * HELD_OUT))
     splits = {"train": stories[:-held_out], "validation": stories[-held_out:]}
@@ -205,7 +203,7 @@ def _write(folder: Path, source: Source, tokenizer: Tokenizer, kind: str, tokeni
 
 
 def _write_split(folder: Path, split: str, texts: list[str], tokenizer: Tokenizer) -> tuple[list[str], int]:
-    """Shards of one split: (names, tokens)."""
+    """Writes the shards of one split: (names, tokens)."""
     names: list[str] = []
     total = 0
     with progress.shown(f"tokenising the {split} split", len(texts), "stories") as advance:

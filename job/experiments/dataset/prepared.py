@@ -1,4 +1,4 @@
-"""What the datasets of ready-made jobs have in common."""
+"""The common part of the ready-made jobs' datasets."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ C = TypeVar("C", bound=JobConfig)
 
 
 class PreparedDataset(Dataset[C]):
-    """A folder with a dataset.json, as prepare.py writes it."""
+    """A folder with a dataset.json, written by prepare.py."""
 
-    arguments: ClassVar[dict[str, str]] = {}  # by data.source: what the user names for `gpufleet prepare`
+    arguments: ClassVar[dict[str, str]] = {}  # by data.source: the argument of `gpufleet prepare`
 
     def accept(self, folder: Path, given: Given) -> DatasetManifest:
         manifest = prepare.checked(folder)
@@ -42,10 +42,10 @@ class PreparedDataset(Dataset[C]):
 
     @property
     def source(self) -> str:
-        """data.source."""
+        """The parameter data.source."""
         return str(self._data.source)
 
     @property
     def _data(self) -> Any:
-        """The section of the parameters."""
+        """The section `data` of the parameters."""
         return cast(Any, self.config).data

@@ -1,10 +1,10 @@
-"""Conversations to token ids: chat templates, and the tokenizers that fit them.
+"""Turns conversations into token ids: chat templates, and the tokenizers that fit them.
 
-A template is data: which special tokens open and close a turn. Contents are tokenised on their own, so that text can
-never become one of them (what a tokenizer only adds, like Qwen3's `<think>`, is read as it is); because the pieces
-around them end or begin with a line break or a special token, byte-level BPEs give the same ids as for the joined text
-(unless ChatML's content begins with a line break: then as an answer that begins so is generated). Nothing is added that
-the data does not say: no default system prompt, no date, no empty thoughts.
+A template is data: the special tokens that open and close a turn. Contents are tokenised on their own, so that text can
+never become a special token (tokens that a tokenizer only adds, like Qwen3's `<think>`, are read as they are); because
+the pieces around them end or begin with a line break or a special token, byte-level BPEs give the same ids as for the
+joined text (unless ChatML's content begins with a line break: then the ids are as in a generated answer that begins
+so). Nothing is added to the data: no default system prompt, no date, no empty thoughts.
 
 `tokenizers` is imported only for a tokenizer.json. User mistakes raise ValueError.
 """
@@ -25,14 +25,14 @@ from gpufleet.job.experiments.dataset.tokenizer import Words
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Template:
-    """How a family writes a conversation. Words beginning with `<|` are special tokens, `{role}` is filled in."""
+    """How a family of models writes a conversation. `<|` begins a special token, `{role}` is filled in."""
 
     name: str
     begin: tuple[str, ...]
     header: tuple[str, ...]  # before a turn's content
     end: str  # the special token that closes a turn; generation stops at it
     gap: str  # between turns
-    trims: bool  # the blanks around a turn's content are left out, as the family's own template does
+    trims: bool  # whether blanks around a turn's content are removed, as in the family's own template
 
     @property
     def specials(self) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ TEMPLATES = {"llama": _LLAMA3, "qwen2": _CHATML, "qwen3": _CHATML}  # by model.f
 
 
 def jinja(template: Template) -> str:
-    """The template in Jinja, as `transformers` takes it: a prompt made with it has the form of the data."""
+    """The template in Jinja for `transformers`: its prompts have the form of the data."""
     before, after = "".join(template.header).split("{role}")
     gap, asked = json.dumps(template.gap), json.dumps(template.gap + before + "assistant" + after)
     content = 'message["content"]' + (" | trim" if template.trims else "")
@@ -70,7 +70,7 @@ def jinja(template: Template) -> str:
 
 
 def chat_template(folder: Path) -> str:
-    """What the weights in `folder` come with; "": nothing."""
+    """The chat template of the weights in `folder`; "" if there is none."""
     try:
         return (folder / CHAT_TEMPLATE).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -78,25 +78,26 @@ def chat_template(folder: Path) -> str:
 
 
 def foreign(template: Template, folder: Path) -> bool:
-    """Whether the weights in `folder` come with a chat template of another form: it never writes what closes a turn."""
+    """Whether the weights in `folder` have another form of chat template, without this one's closing token."""
     theirs = chat_template(folder)
     return theirs != "" and template.end not in theirs
 
 
 def tokenizer_of(weights: Path | None, given: Path | None = None) -> Path | None:
-    """The tokenizer.json beside the base weights in the folder `weights`, else the one `given`, if any. Raises
-    ValueError where both are there and differ.
+    """The tokenizer.json beside the base weights in the folder `weights`, else the `given` one, if any. Raises
+    ValueError if both exist and differ.
     """
     beside = None if weights is None else weights / FileTokenizer.kind
     if beside is None or not beside.is_file():
         return given
     if given is not None and given.is_file() and given.read_bytes() != beside.read_bytes():
         raise ValueError(f"{given} is not {beside}, the tokenizer of the base weights; leave out --tokenizer")
-    return given if given is not None and not given.is_file() else beside  # the error of a file that is not there
+    # opening it raises the error for a missing file
+    return given if given is not None and not given.is_file() else beside
 
 
 class ChatTokenizer(Protocol):
-    """What rendering and sampling need. `files` go into the prepared dataset, for `open_chat_tokenizer`."""
+    """The methods that rendering and sampling need. `files` go into the prepared dataset, for `open_chat_tokenizer`."""
 
     @property
     def kind(self) -> str: ...
@@ -112,12 +113,12 @@ class ChatTokenizer(Protocol):
 
 
 def file_id(content: bytes) -> str:
-    """What tells one tokenizer.json from another."""
+    """The identity of a tokenizer.json."""
     return "tokenizer-" + hashlib.sha256(content).hexdigest()[:16]
 
 
 class FileTokenizer:
-    """A tokenizer.json, the base weights' own. Raises ValueError for a file that is none."""
+    """A tokenizer.json of base weights. Raises ValueError for any other file."""
 
     kind = "tokenizer.json"
 
@@ -129,7 +130,7 @@ class FileTokenizer:
             self._bpe: Any = Tokenizer.from_str(self._content.decode())
         except OSError as error:
             raise ValueError(f"{file}: cannot be read ({error.strerror}); it lies beside the base weights") from error
-        except Exception as error:  # the package raises nothing narrower
+        except Exception as error:  # the package has no narrower error
             raise ValueError(f"{file}: not a tokenizer.json ({error})") from error
         self._bpe.encode_special_tokens = True  # as plain text: only a template writes special tokens
         self._bpe.no_truncation()
@@ -143,14 +144,14 @@ class FileTokenizer:
         return {"tokenizer.json": self._content}
 
     def special(self, name: str) -> int:
-        """Raises ValueError when the tokenizer lacks it: another family's."""
+        """The special token's id; raises ValueError if the tokenizer lacks it, because it is another family's."""
         found = self._bpe.token_to_id(name)
         if found is None:
             raise ValueError(f"{self.file}: no token {name}, which the chat template needs; is model.family right?")
         return int(found)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Over all cores; without offsets, which nobody needs."""
+        """The ids of many texts, over all cores; without offsets, which nothing needs."""
         return [encoding.ids for encoding in self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -159,7 +160,7 @@ class FileTokenizer:
 
 
 def own_tokenizer(file: Path | None) -> FileTokenizer:
-    """The base weights' own, where it was found. Raises ValueError."""
+    """The tokenizer of the base weights, from its file. Raises ValueError."""
     if file is None:
         raise ValueError(
             "no tokenizer: put the base weights with their tokenizer.json into the folder that storage.base_weights "
@@ -180,7 +181,7 @@ class WordTokenizer:
 
     @classmethod
     def from_text(cls, text: str, template: Template) -> WordTokenizer:
-        """Every word of `text` and the roles."""
+        """A tokenizer with every word of `text` and the roles."""
         return cls(Words.from_text(" ".join((text, *ROLES))), template.specials)
 
     @property
@@ -189,7 +190,7 @@ class WordTokenizer:
         return {"words.json": (json.dumps(tree, ensure_ascii=False) + "\n").encode()}
 
     def special(self, name: str) -> int:
-        """Raises ValueError for a token of another template."""
+        """The special token's id; raises ValueError for another template's token."""
         if name not in self._specials:
             raise ValueError(f"words were made for another chat template: no token {name}; prepare the dataset again")
         return self._specials.index(name)
@@ -202,7 +203,7 @@ class WordTokenizer:
 
 
 def open_chat_tokenizer(kind: str, folder: Path) -> ChatTokenizer:
-    """The one a dataset was prepared with, from the dataset's folder."""
+    """The tokenizer with which a dataset was prepared, from its folder."""
     if kind == WordTokenizer.kind:
         tree = json.loads((folder / "words.json").read_text(encoding="utf-8"))
         return WordTokenizer(Words(tuple(tree["words"])), tuple(tree["specials"]))
@@ -210,9 +211,7 @@ def open_chat_tokenizer(kind: str, folder: Path) -> ChatTokenizer:
 
 
 class Rendered(NamedTuple):
-    """A conversation in ids; which of them are answers to learn (with their closing token), and which are answers that
-    nobody is to learn.
-    """
+    """A conversation in ids; the answers to learn (with their closing token), and those excluded from the loss."""
 
     tokens: list[int]
     answered: list[bool]
@@ -230,7 +229,7 @@ class Renderer:
         self._headers = {role: self._header(role) for role in ROLES}
 
     def render(self, conversations: Sequence[Conversation]) -> list[Rendered]:
-        """Whole conversations; contents are tokenised together."""
+        """Whole conversations in ids; contents are tokenised together."""
         contents = iter(self._contents(conversations))
         found = []
         for conversation in conversations:
@@ -246,7 +245,7 @@ class Renderer:
         return found
 
     def prompt(self, conversation: Conversation) -> list[int]:
-        """Up to where the assistant's last turn begins."""
+        """The conversation's ids up to the assistant's last turn."""
         asked = self.render([conversation[:-1]])[0].tokens
         return asked + self._gap + self._headers["assistant"]
 

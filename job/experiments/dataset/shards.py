@@ -22,7 +22,7 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardHeader:
-    """What the first 64 bytes say."""
+    """The content of a shard's first 64 bytes."""
 
     token_bytes: int  # 1 (characters), 2 or 4
     vocab: int

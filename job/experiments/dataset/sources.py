@@ -1,7 +1,7 @@
-"""Where a dataset's stories come from, and which tokenizer fits them: a text file, TinyStories, or a seed.
+"""The sources of a dataset's stories, each with its tokenizer: a text file, TinyStories, or a seed.
 
-Each source has a `name` that says everything its stories depend on, so that a prepared folder can be recognised. Public
-files come over HTTPS, as much of them as is needed, continued where an earlier attempt stopped.
+A source's `name` contains everything that its stories depend on, so that a prepared folder can be recognised. Public
+files are downloaded over HTTPS as far as needed, and a download continues where an earlier one stopped.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ CHUNK = 1 << 20
 
 
 class FetchError(ValueError):
-    """A file could not be fetched. What has arrived stays; the next attempt goes on from there."""
+    """A file could not be downloaded. The part that arrived stays; the next attempt continues it."""
 
 
 def fetch(url: str, path: Path, *, first_bytes: int | None = None, total_bytes: int | None = None) -> Path:
-    """`path` holding the file, or at least its first `first_bytes` (all of it where it is shorter).
+    """Makes `path` hold the file, or at least its first `first_bytes` (all of it if it is shorter).
 
     `total_bytes` is the size the whole file must have on the server. One path is fetched either whole or by its
     beginning, never both. Raises FetchError.
     """
     if path.exists() and (first_bytes is None or path.stat().st_size >= first_bytes):
         return path
-    import http.client  # here: 20 ms, and a bill, which knows of datasets, fetches nothing
+    import http.client  # imported here: it takes 20 ms, and a bill, which imports this module, downloads nothing
     import urllib.error
 
     path.parent.mkdir(parents=True, exist_ok=True)
     part, note = path.with_name(path.name + ".part"), path.with_name(path.name + ".part.json")
-    if path.exists():  # a shorter beginning of the same file
+    if path.exists():  # a shorter part of the same file
         path.replace(part)
     try:
         _continue(url, part, note, first_bytes, total_bytes)
@@ -79,14 +79,14 @@ def _continue(url: str, part: Path, note: Path, first_bytes: int | None, total_b
     have = part.stat().st_size if known.get("etag") else 0
     wanted = min((size for size in (first_bytes, known.get("bytes")) if size is not None), default=None)
     if have and wanted is not None and have >= wanted:
-        return  # an earlier attempt wanted more, or ended before it could say that this is all: asking gives 416
+        return  # complete, though an earlier attempt could not note it: a request past the end gives 416
     headers = {"User-Agent": "gpufleet"}
     if have or first_bytes:
         headers["Range"] = f"bytes={have}-{first_bytes - 1 if first_bytes else ''}"
     if have:
         headers["If-Range"] = known["etag"]
     with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_S) as answer:
-        if answer.status != 206:  # the whole file: no ranges there, or it has changed since
+        if answer.status != 206:  # the whole file: the server has no ranges, or it changed since
             have = 0
         size, wanted = _sizes(answer, first_bytes)
         if total_bytes is not None and size is not None and size != total_bytes:
@@ -105,7 +105,7 @@ def _continue(url: str, part: Path, note: Path, first_bytes: int | None, total_b
 
 
 def _sizes(answer: http.client.HTTPResponse, first_bytes: int | None) -> tuple[int | None, int | None]:
-    """(bytes of the whole file, bytes that must lie on disk at the end); None where the server does not say."""
+    """(bytes of the whole file, bytes that must lie on disk at the end); None if the server does not say."""
     size: int | None = None
     if answer.status == 206:
         total = answer.headers.get("Content-Range", "").rpartition("/")[2]
@@ -118,12 +118,12 @@ def _sizes(answer: http.client.HTTPResponse, first_bytes: int | None) -> tuple[i
 
 
 TINYSTORIES_STORY_BYTES = 1000  # 908 on average, 2.12 M stories in 1.92 GB; a first guess of how much to fetch
-OWN_TEXT = "text: sha256 "  # begins the name of every TextFile
+OWN_TEXT = "text: sha256 "  # the prefix of every TextFile's name
 Named = tuple[Tokenizer, str, str]  # tokenizer, kind, id
 
 
 class Source(Protocol):
-    """Two stories or more, and the tokenizer for them. Both may fetch, and raise ValueError."""
+    """At least two stories, and their tokenizer. Both may download, and raise ValueError."""
 
     @property
     def name(self) -> str: ...
@@ -152,18 +152,18 @@ class Generated:
 
 @dataclass(frozen=True, kw_only=True)
 class TextTokenizer:
-    """GPT-2's BPE where the model can hold it, bytes where it cannot. Never bytes because a file is lacking: with 257
-    ids instead of 50,257 it would be another job than the bill's.
+    """GPT-2's BPE if the model's vocabulary holds it, else bytes. A missing file never leads to bytes: with 257 ids
+    instead of 50,257 it would be another job than the bill's.
     """
 
     model_vocab: int
     cache: Path  # where fetched files are kept
-    file: Path | None = None  # a tokenizer.json given by hand
+    file: Path | None = None  # a tokenizer.json that the user gave
     url: str = GPT2_URL
     say: Callable[[str], None] = field(default=lambda line: None)
 
     def choose(self) -> Named:
-        """Raises ValueError: a file given by hand is not GPT-2's, GPT-2's cannot be had, or its package is lacking."""
+        """The tokenizer; raises ValueError if it, or its package, cannot be had, or the user's file is not GPT-2's."""
         if self.file is not None:
             return self._gpt2(self.file)
         if self.model_vocab < GPT2_VOCAB:
@@ -208,7 +208,7 @@ class TextFile:
     def stories(self) -> list[str]:
         content = self._content()
         try:
-            text = content.decode("utf-8-sig").replace("\r\n", "\n")  # a model need not learn line ends twice
+            text = content.decode("utf-8-sig").replace("\r\n", "\n")  # a model need not learn two kinds of line ends
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.path}: {not_utf8(content, error)}") from error
         require_text(text, self.path)
@@ -223,7 +223,7 @@ class TextFile:
         return found
 
     def tokenizer(self) -> Named:
-        self.stories()  # a wrong text is said before anything is fetched for it
+        self.stories()  # reports a wrong text before it downloads anything for it
         return self.text_tokenizer.choose()
 
     def _content(self) -> bytes:
@@ -235,7 +235,7 @@ class TextFile:
 
 @dataclass(frozen=True, kw_only=True)
 class TinyStories:
-    """The first `count` stories of TinyStories (Eldan and Li 2023, CDLA-Sharing-1.0), fetched as far as needed."""
+    """The first `count` stories of TinyStories (Eldan and Li 2023, CDLA-Sharing-1.0), downloaded as far as needed."""
 
     count: int
     text_tokenizer: TextTokenizer
@@ -249,7 +249,7 @@ class TinyStories:
         return f"{self.url}: the first {self.count} stories"
 
     def stories(self) -> list[str]:
-        """Raises ValueError with what to do when there is no way to the server."""
+        """The stories; raises ValueError with what to do if the server cannot be reached."""
         wanted = min(self.count * TINYSTORIES_STORY_BYTES, self.total_bytes)
         path = self.cache / "TinyStories-train.txt"
         while True:
@@ -267,7 +267,7 @@ class TinyStories:
             whole = len(content) >= self.total_bytes
             found = split(content.decode(errors="ignore" if not whole else "strict"))
             if not whole:
-                found = found[:-1]  # cut somewhere in the middle
+                found = found[:-1]  # the last one is cut off
             if len(found) >= self.count or whole:
                 return found[: self.count]
             wanted = min(2 * wanted, self.total_bytes)

@@ -20,7 +20,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 class Tokenizer(Protocol):
-    """What preparing and sampling need. `end` is the id that closes every story."""
+    """The methods that preparation and sampling need. `end` is the id that closes every story."""
 
     @property
     def vocab(self) -> int: ...
@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """UTF-8 bytes: any text, no files."""
+    """UTF-8 bytes as ids: works for any text, without files."""
 
     vocab = BYTES_VOCAB
     end = 256
@@ -45,13 +45,13 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Words:
-    """One id per word or punctuation mark; what is not in the list is `<unk>`. Id 0 ends a story."""
+    """One id per word or punctuation mark; unknown ones are `<unk>`. Id 0 ends a story."""
 
     words: tuple[str, ...]
 
     @classmethod
     def from_text(cls, text: str) -> Words:
-        """Every word of `text`, sorted."""
+        """A tokenizer with every word of `text`, sorted."""
         return cls((END_OF_TEXT, "<unk>", *sorted(set(_WORD.findall(text)))))
 
     @property
@@ -70,7 +70,9 @@ class Words:
         return {word: i for i, word in enumerate(self.words)}
 
     def decode(self, ids: list[int]) -> str:
-        """Words apart, punctuation attached; ids beyond the list (the model's table may be larger) as `<unk>`."""
+        """The text, with blanks between words and none before punctuation; ids beyond the list (the model's table may
+        be larger) become `<unk>`.
+        """
         words = [self.words[i] if i < len(self.words) else "<unk>" for i in ids]
         return re.sub(r" ([.,!?;:])", r"\1", " ".join(words))
 
@@ -83,7 +85,7 @@ class Gpt2:
 
         try:
             self._bpe: Any = Bpe.from_file(str(file))
-        except Exception as error:  # the package raises nothing narrower
+        except Exception as error:  # the package has no narrower error
             raise ValueError(f"{file}: not a tokenizer.json ({error})") from error
         self.file = file
         self.vocab: int = self._bpe.get_vocab_size()
@@ -97,7 +99,7 @@ class Gpt2:
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Many texts at once, over all cores."""
+        """The ids of many texts, over all cores."""
         return [encoding.ids for encoding in self._bpe.encode_batch(texts)]
 
     def decode(self, ids: list[int]) -> str:

@@ -1,8 +1,8 @@
 """Whether the base weights know the tokens of the chat template: a base model has often never trained the rows of these
 tokens.
 
-An adapter trains neither embedding nor head. Rows of zeros (Llama-3's base), rows that are the same for two tokens, or
-far shorter than those of words, stay what they are, and the tuned model cannot stop. numpy is imported here alone.
+An adapter trains neither embedding nor head. So rows of zeros (Llama-3's base), equal rows of two tokens, or rows far
+shorter than words' stay as they are, and the tuned model cannot stop. numpy is imported only here.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from typing import Any
 from gpufleet.job.experiments.dataset import weights
 from gpufleet.job.experiments.dataset.rendering import FileTokenizer, Template
 
-# Both far from what training leaves, so that a warning is seldom wrong; a row that is merely odd passes. Chosen, not
-# measured on published weights.
+# Both are far from what training leaves, so that a warning is seldom wrong; a slightly odd row passes. They are chosen,
+# not measured on published weights.
 ALIKE = 0.99  # cosine of two rows
 SHORT = 0.1  # of the median row's length
-LOOKED_AT = 8192  # rows of a table, evenly spread: tokens that nothing has trained lie side by side
+LOOKED_AT = 8192  # rows of a table, evenly spread: untrained tokens lie side by side
 
 
 def untrained(tokenizer: FileTokenizer, template: Template) -> str:
-    """What is odd about the rows of the template's tokens in the weights that lie beside the tokenizer; "" where
-    nothing is, or none are there. Raises ValueError for weights that cannot be read.
+    """What is odd about the rows of the template's tokens in the weights beside the tokenizer; "" if nothing is, or
+    there are no weights. Raises ValueError for weights that cannot be read.
     """
     folder = tokenizer.file.parent
     if not weights.present(folder):
         return ""
     found: dict[str, list[str]] = defaultdict(list)
     held = weights.check(folder)
-    for name, tokens in ((weights.EMBED, template.specials), (weights.HEAD, (template.end,))):  # read, and written
+    # read in the first, written by the second
+    for name, tokens in ((weights.EMBED, template.specials), (weights.HEAD, (template.end,))):
         if name in held:
             for token, why in _odd(held[name], {token: tokenizer.special(token) for token in tokens}):
                 found[f"{why} in {name}"].append(token)
@@ -37,7 +38,7 @@ def untrained(tokenizer: FileTokenizer, template: Template) -> str:
 
 
 def _odd(table: weights.Stored, ids: dict[str, int]) -> list[tuple[str, str]]:
-    """(token, what its row is) of each whose row is not one of a trained token."""
+    """(token, a description of its row) for each row that no training has made."""
     import numpy as np
 
     places = np.unique([*range(0, table.shape[0], max(1, table.shape[0] // LOOKED_AT)), *ids.values()])

@@ -1,11 +1,11 @@
-"""Base weights as inputs of a run: a folder somebody downloaded, and beside its files `weights.json` that names them.
+"""Base weights as a run's input: a downloaded folder, and in it `weights.json`, which lists its files.
 
-Only what trainer or deliverable need counts. Repositories hold more, Llama's every weight a second time below
-`original/`, and that would be hashed, uploaded and billed.
+Only files that the trainer or the delivery needs are listed. Repositories hold more, Llama's every weight again below
+`original/`, which would be hashed, uploaded and billed.
 
-Written once by `gpufleet prepare`, since hashing 16 GB takes a quarter of a minute and previews are many; afterwards a
-file is believed by its size, and hashed again by whoever uploads or downloads it. `safetensors` and numpy are imported
-only where tensors are looked at.
+`gpufleet prepare` writes the list once, because hashing 16 GB takes a quarter of a minute and previews are many; later
+checks compare sizes, and uploads and downloads hash again. `safetensors` and numpy are imported only to look at
+tensors.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _PUBLISHED = {  # by the folder that a file of stacks/ names
     "qwen3-8b": "Qwen/Qwen3-8B",
 }
 _DTYPES = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}  # as safetensors and numpy call them; numpy has no bfloat16
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # the two tables, as they are published
-_COMPARED = 4096  # rows of two matrices at once
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # the two tables' published names
+_COMPARED = 4096  # rows of two matrices that are compared at once
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
@@ -45,12 +45,12 @@ class Stored(NamedTuple):
     start: int
 
     def rows(self, wanted: slice | list[int]) -> Any:
-        """Those of a matrix, fp32 [rows, columns]; no others are read."""
+        """These rows of a matrix, fp32 [rows, columns]; it reads no others."""
         found = self._mapped()[wanted]
         return (found.astype("<u4") << 16).view("<f4") if self.dtype == "BF16" else found.astype("<f4")
 
     def equals(self, other: Stored) -> bool:
-        """Whether another matrix has the same numbers, in the same dtype."""
+        """Whether another matrix has the same numbers in the same dtype."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
         parts = (slice(start, start + _COMPARED) for start in range(0, self.shape[0], _COMPARED))
@@ -63,9 +63,7 @@ class Stored(NamedTuple):
 
 
 def paths(folder: Path) -> list[Path]:
-    """Every file that counts. Raises ValueError for a folder that is missing, holds no weights, or lacks a file of
-    theirs.
-    """
+    """Every file to list. Raises ValueError for a folder without weights, or without one of their files."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; download the base weights into it, once: {_download(folder)}")
     top = {path.name: path for path in folder.iterdir() if path.is_file() and not _hidden(path, folder)}
@@ -75,14 +73,14 @@ def paths(folder: Path) -> list[Path]:
 
 
 def present(folder: Path) -> bool:
-    """Whether weights lie there; a tokenizer.json may lie by itself."""
+    """Whether the folder has weights; a tokenizer.json may lie there alone."""
     return (folder / _WHOLE).is_file() or (folder / _INDEX).is_file()
 
 
 def check(folder: Path) -> dict[str, Stored]:
-    """Every tensor by its name, from the header of each file as its library reads it, and no more. Raises ValueError
-    for a file that the library does not open, such as one cut short or the pointer that git clones without its lfs, or
-    that may not be read; for quantised tensors; and like `paths`. Raises ImportError without the library.
+    """Every tensor by its name, from the files' headers alone. Raises ValueError for a file that `safetensors` cannot
+    open, such as one cut short or a git-lfs pointer, or that may not be read; for quantised tensors; and like `paths`.
+    Raises ImportError without the library.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -114,7 +112,7 @@ def check(folder: Path) -> dict[str, Stored]:
 
 
 def left_out(folder: Path) -> dict[str, int]:
-    """Bytes of what `paths` does not give, by its name at the top of the folder, a folder's with a slash."""
+    """Bytes of everything that `paths` omits, by its name at the top of the folder; a folder's ends with a slash."""
     taken, found = set(paths(folder)), dict[str, int]()
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path not in taken and not _hidden(path, folder):
@@ -125,13 +123,13 @@ def left_out(folder: Path) -> dict[str, int]:
 
 
 def name_of(folder: Path | None) -> str | None:
-    """What users call the weights in `folder`: their id on the Hugging Face hub where config.json says it, else the
-    folder's name where they were prepared; None: unknown.
+    """The usual name of the weights in `folder`: their id on the Hugging Face hub if config.json has it, else the name
+    of the folder from which they were prepared; None if unknown.
     """
     if folder is None:
         return None
     said = (atomic.read_object(folder / "config.json") or {}).get("_name_or_path")
-    if isinstance(said, str) and _HUB_ID.fullmatch(said):  # not a path on the machine of whoever saved it
+    if isinstance(said, str) and _HUB_ID.fullmatch(said):  # not a path on somebody's machine
         return said
     name = (atomic.read_object(folder / MANIFEST) or {}).get("name")
     return name if isinstance(name, str) and name else None
@@ -145,8 +143,8 @@ def describe(folder: Path) -> WeightsManifest:
 
 
 def tensor_files(folder: Path) -> list[str]:
-    """The files of one copy of the weights, which `transformers` would take: some folders hold two. Raises ValueError
-    where there is none.
+    """The files of one copy of the weights, those that `transformers` would take: some folders hold two. Raises
+    ValueError if there is none.
     """
     if (folder / _WHOLE).is_file():
         return [_WHOLE]
@@ -165,7 +163,7 @@ def tensor_files(folder: Path) -> list[str]:
 
 
 def _download(folder: Path) -> str:
-    """How to come by what a folder of this name is to hold."""
+    """How to download the weights for a folder of this name."""
     if (model := _PUBLISHED.get(folder.name)) is None:
         return "those of job.parameters.model, as published, with config.json and tokenizer.json"
     return (
@@ -175,6 +173,6 @@ def _download(folder: Path) -> str:
 
 
 def _hidden(path: Path, folder: Path) -> bool:
-    """Caches of download tools, and our own list."""
+    """Whether it is a download tool's cache, or weights.json."""
     inside = path.relative_to(folder)
     return any(part.startswith(".") for part in inside.parts) or inside.as_posix() == MANIFEST

@@ -1,7 +1,7 @@
 """`python -m gpufleet.job.experiments.engine WORKDIR --rung N`: trains as WORKDIR/run.json says, from the newest
 checkpoint in WORKDIR/ckpt.
 
-With --wait it imports what that takes, and begins when start.json is there, which names the rung.
+With --wait it imports what it needs, and begins when start.json exists, which names the rung.
 
 Exit codes: 0 finished; 75 stopped on request; 69 out of memory (rung.json names the next rung); 65 cannot succeed, the
 reason in fatal.json; 71 this node is refused, the reason in preflight.json; 72 the newest checkpoint cannot be read
@@ -43,13 +43,13 @@ from gpufleet.job.kind.common import PhaseSize
 from gpufleet.job.kind.job import named
 from gpufleet.job.text import printable
 
-SHORT_OF_MEMORY = (  # parts of what others say, in small letters
+SHORT_OF_MEMORY = (  # parts of libraries' messages, in small letters
     ("cuda", "out of memory"),  # the driver, Triton
     ("cublas_status_alloc_failed",),
-    ("cublas_status_not_initialized", "create("),  # of a handle, which the backward pass has its own of
+    ("cublas_status_not_initialized", "create("),  # for a handle; the backward pass makes its own
     ("device_allocation_failed",),  # cuDNN 9
-    ("failed to cuda malloc",),  # NCCL, whose last error names the call and not its reason; it sets up what it needs
-    ("failed to cuda calloc",),  # for a collective as the first one runs, in the midst of a step
+    ("failed to cuda malloc",),  # NCCL, whose last error names the call, not its reason; it allocates
+    ("failed to cuda calloc",),  # when the first collective runs, within a step
 )
 
 
@@ -60,20 +60,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rung", type=int, default=0, help="of the micro-batch ladder (job/kind)")
     parser.add_argument("--wait", action="store_true", help=f"for WORKDIR/{START}")
     args = parser.parse_args(argv)
-    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is what is meant
-    if "OMP_NUM_THREADS" not in os.environ:  # one core for the supervisor and for saves: threads that wait spin
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is intended
+    if "OMP_NUM_THREADS" not in os.environ:  # leaves one core to the supervisor and to saves: waiting threads spin
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
     requests = Requests(args.workdir)
     requests.heed_signals()
     if args.wait:
-        with suppress(ValueError):  # said below
+        with suppress(ValueError):  # reported below
             imported(Task.read(args.workdir).name)
         args.rung = await_start(args.workdir)
     return train(args.workdir, args.rung, requests)
 
 
 def train(workdir: Path, rung: int, requests: Requests) -> int:
-    """The exit code."""
+    """Trains; returns the exit code."""
     world = parallel.expected()
     try:
         run = Task.read(workdir)
@@ -81,7 +81,7 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
             world = parallel.join(run.config.device)
             experiment, session = start(run, workdir, rung, requests, world)
             while not Loop(session, experiment).run():
-                del experiment  # and its weights, before there are others
+                del experiment  # frees its weights before the next are made
                 session.device.tidy()
                 checkpoints = Checkpoints(workdir / CHECKPOINTS, config_sha256=run.digest, world=world)
                 session = dataclasses.replace(session, checkpoints=checkpoints)
@@ -95,16 +95,16 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
         code = TrainerExit.OUT_OF_MEMORY
     except WorkdirBusyError as error:
         say(str(error))
-        return TrainerExit.CRASHED  # nothing is written: the folder is somebody else's
+        return TrainerExit.CRASHED  # writes nothing: another trainer uses the folder
     except device.PeerRefusedError as error:
         say(f"another node is refused: {error}")
         code = TrainerExit.CRASHED
-    except (device.NodeRefusedError, OSError) as error:  # the latter: its disk, as good as always
+    except (device.NodeRefusedError, OSError) as error:  # an OSError comes from the node's disk
         if not isinstance(error, device.NodeRefusedError):
             say(traceback.format_exc())
         say(f"this node is refused: {error}")
         code = TrainerExit.REFUSED
-        if (workdir / ACCEPT).exists():  # others were refused before it: it is not the node
+        if (workdir / ACCEPT).exists():  # other nodes were refused before it, so the node is not the cause
             note(workdir, Fatal(error=type(error).__name__, detail=str(error)))
             code = TrainerExit.FATAL
         elif not (Preflight.read(workdir) or Preflight()).problems:
@@ -113,7 +113,8 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
         note(workdir, Unreadable(step=error.step, problem=str(error)))
         say(f"{error}; another start takes the one before it, if there is one")
         code = TrainerExit.UNREADABLE
-    except (ValueError, SafetensorError) as error:  # what a library will not read or write, it will not on another node
+    # what a library cannot read or write here, it cannot on another node
+    except (ValueError, SafetensorError) as error:
         say(f"fatal: {error}")
         if workdir.is_dir():
             note(workdir, Fatal(error=type(error).__name__, detail=str(error)))
@@ -126,12 +127,14 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
 
 
 class WorkdirBusyError(Exception):
-    """Another trainer is at work here."""
+    """Another trainer is at work in this folder."""
 
 
 @contextmanager
 def workdir_lock(workdir: Path) -> Iterator[None]:
-    """Within it no other trainer starts here. A node's first rank holds it for all. Raises WorkdirBusyError."""
+    """Within the block no other trainer starts in this folder. A node's first rank holds it for all. Raises
+    WorkdirBusyError.
+    """
     if not parallel.expected().first_here:
         yield
         return
@@ -146,8 +149,8 @@ def workdir_lock(workdir: Path) -> Iterator[None]:
 
 
 def leave(workdir: Path, world: World, code: int) -> int:
-    """What this process exits with. torchrun knows only 0 and failure, so the run's own code goes into ended.json, and
-    ranks that stopped together exit with 0 together.
+    """The exit code of this process. torchrun knows only 0 and failure, so the run's own code goes into ended.json, and
+    ranks that stopped together exit with 0.
     """
     if world.size == 1:
         return code
@@ -160,7 +163,7 @@ def leave(workdir: Path, world: World, code: int) -> int:
 
 
 def note(workdir: Path, message: Message) -> None:
-    """A file for whoever started this process. A disk too full for it changes nothing about how the run ends."""
+    """Writes a message for the parent process. If the disk is too full, the run ends as it would anyway."""
     try:
         message.write(workdir)
     except OSError as error:
@@ -168,7 +171,7 @@ def note(workdir: Path, message: Message) -> None:
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Also where it is not torch's allocator that asked in vain."""
+    """Whether memory ran out, also outside of torch's allocator."""
     words = str(error).lower()
     short = any(all(part in words for part in parts) for parts in SHORT_OF_MEMORY)
     return isinstance(error, torch.OutOfMemoryError) or short
@@ -181,7 +184,7 @@ def imported(name: str) -> Callable[[Session], Experiment]:
 
 
 def start(run: Task, workdir: Path, rung: int, requests: Requests, world: World) -> tuple[Experiment, Session]:
-    """Everything opened and checked, the banner said, nothing trained. Raises ValueError."""
+    """Opens and checks everything and prints the banner, without training. Raises ValueError."""
     config, inputs = cast(ExperimentConfig, run.config), workdir / INPUTS
     bf16 = "bf16" in (config.precision.compute, *(config.state_dtype(i) for i in range(len(config.phases()))))
     found = device.choose(config.device, bf16=bf16, local_rank=world.local_rank)
@@ -216,18 +219,18 @@ def start(run: Task, workdir: Path, rung: int, requests: Requests, world: World)
 
 
 def _silent(line: str) -> None:
-    """What ranks other than the first say."""
+    """Drops the lines of all ranks except the first."""
 
 
 def say(line: str) -> None:
-    """One line for job.log; lost where its disk is full."""
+    """Writes one line into job.log, unless the disk is full."""
     with suppress(OSError):
         sys.stdout.write(printable(line) + "\n")
         sys.stdout.flush()
 
 
 def banner_lines(session: Session, run: dict[str, Any]) -> Iterator[str]:
-    """After the device's own line."""
+    """The banner's lines after the device's own."""
     config = session.config
     sizes = config.phases()
     yield "phases: " + ", ".join(f"{s.name} {s.params_total:,} / {s.params_active:,} active" for s in sizes)
@@ -241,7 +244,7 @@ def banner_lines(session: Session, run: dict[str, Any]) -> Iterator[str]:
 
 
 def _work(sizes: Sequence[PhaseSize]) -> str:
-    """What mfu is a share of; figures of other conventions are not comparable."""
+    """The definition of the FLOPs in mfu; figures of other definitions cannot be compared."""
     trained = ", ".join(f"{size.name} {size.flops_per_token / 1e6:,.1f}" for size in sizes if size.steps)
     counted = sizes[0].attention
     return f"useful work: {trained} MFLOP per token" + (f", attention counted {counted}" if counted else "")
@@ -257,7 +260,7 @@ def _figures(predicted: dict[str, Any]) -> str:
 
 
 def _against_limits(session: Session, run: dict[str, Any]) -> str:
-    """The one line: predicted against limit."""
+    """The line that compares prediction and limit."""
     limits, estimate = run.get("limits") or {}, run.get("estimate") or {}
     hours, usd = (estimate.get(key) or {} for key in ("hours", "usd"))
     memory = max(predicted["memory_gb"] for predicted in session.predicted)

@@ -1,4 +1,4 @@
-"""When a checkpoint is saved before its phase ends: for an improvement, the interval, or a wish of the supervisor's."""
+"""When to save a checkpoint before its phase ends: for an improvement, an interval, or a request of the supervisor."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from gpufleet.job.experiments.engine.experiment import Session
 
 
 class Stall:
-    """How long the newest save of a phase held training up."""
+    """How long the newest save of a phase delayed training."""
 
     def __init__(self) -> None:
-        self._busy = False  # a save was on its way since the last stretch
+        self._busy = False  # whether a save was on its way since the last stretch
         self._blocked_s = 0.0
-        self._beside = [0.0, 0]  # seconds, steps: since that save began
-        self._alone = [0.0, 0]  # since the phase began
+        self._beside = [0.0, 0]  # [seconds, steps] since that save began
+        self._alone = [0.0, 0]  # the same since the phase began, without saves
 
     def begin(self, blocked_s: float) -> None:
-        """A save begins, for which training waited `blocked_s`."""
+        """Notes that a save begins, for which training waited `blocked_s`."""
         self._busy, self._blocked_s, self._beside = True, blocked_s, [0.0, 0]
 
     def see(self, step_s: float | None, steps: int, *, busy: bool) -> None:
-        """A stretch of `steps` steps ends, each of `step_s` (None: none was timed). `busy`: a save is on its way."""
+        """Notes the end of `steps` steps, each of `step_s` (None: not timed). `busy`: a save is on its way."""
         stretch = self._beside if self._busy else self._alone
         stretch[0] += steps * (step_s or 0.0)
         stretch[1] += steps
@@ -33,66 +33,66 @@ class Stall:
 
     @property
     def seconds(self) -> float:
-        """0 before the first save; what steps lost is unknown, and not in it, before any was timed alone."""
+        """The delay; 0 before the first save, and without lost step time before any step was timed alone."""
         (beside_s, beside), (alone_s, alone) = self._beside, self._alone
         return self._blocked_s + (max(0.0, beside_s - beside * alone_s / alone) if alone else 0.0)
 
 
-STALL = 0.01  # of the time since a save: what it may have cost when an improvement asks for the next one
+STALL = 0.01  # the share of the time since the last save that it may have cost, if an improvement asks for the next
 
 
 class Cadence:
-    """Asked once per optimizer step; rank 0's word counts. One save at a time.
+    """Decides once per optimizer step; rank 0's answer counts. One save runs at a time.
 
     An improvement is saved at exactly its step, unless the last save cost more than STALL of the time since: then the
-    next improvement or the interval has its turn, so that frequent evaluations never make a run that only saves.
+    next improvement or the interval is saved, so that frequent evaluations never lead to a run that only saves.
     """
 
     def __init__(self, session: Session, *, improvements: bool, event: Callable[[str], None]) -> None:
-        """`improvements`: whether they are a reason at all. `event`: told what is not saved, and why."""
+        """`improvements`: whether these are saved. `event`: gets a line about each improvement not saved, and why."""
         self._session, self._improvements, self._event = session, improvements, event
         self._keeps_best = session.config.delivers_best
         self._phase = ""
-        self._best = math.inf  # lowest validation loss of the phase that has a checkpoint
-        self._to_beat = math.inf  # and that of earlier nodes, wherever its checkpoint is
-        self._wished = False  # by the supervisor, and not begun yet
+        self._best = math.inf  # lowest validation loss in this phase with a checkpoint
+        self._to_beat = math.inf  # the same with earlier nodes, wherever the checkpoint is
+        self._wished = False  # whether the supervisor asked for a save that has not begun
         self.begin("")
 
     def begin(self, phase: str) -> None:
-        """A phase begins, or goes on after `resume`."""
+        """Begins a phase, or continues it after `resume`."""
         if phase != self._phase:
             self._phase, self._best, self._to_beat = phase, math.inf, math.inf
         self._saved_at, self.stall = time.monotonic(), Stall()
 
     def resume(self, phase: str, best: float | None) -> None:
-        """`best`: what was to be beaten in `phase` when the checkpoint was saved."""
+        """`best`: the loss to beat in `phase` when the checkpoint was saved."""
         self._phase = phase
-        # What is exported must be on this disk; elsewhere the best that was ever saved is what is to be beaten.
+        # An export needs its checkpoint on this disk; other jobs compare with the best ever saved.
         if best is not None and not self._keeps_best:
             self._to_beat = best
         self.recall()
 
     @property
     def best(self) -> float | None:
-        """The validation loss to be beaten; None: any."""
+        """The validation loss to beat; None: any improves."""
         return None if self._best == math.inf else self._best
 
     def improve(self, val_loss: float) -> None:
-        """A checkpoint with this validation loss is on its way."""
+        """Notes that a checkpoint with this validation loss is being saved."""
         self._best = min(self._best, val_loss)
 
     def recall(self) -> None:
-        """Forgets what reached no disk."""
+        """Forgets losses whose checkpoint reached no disk."""
         saved = self._session.checkpoints.committed.best(self._phase)
         self._best = min(self._to_beat, math.inf if saved is None or saved.val_loss is None else saved.val_loss)
 
     def due(self, val_loss: float | None) -> Reason | None:
-        """Why this step is to be saved. `val_loss`: of its evaluation, if there was one."""
+        """Why this step is to be saved; None if it is not. `val_loss`: of its evaluation, if any."""
         since = time.monotonic() - self._saved_at
         improved = self._improvements and val_loss is not None and val_loss < self._best
         self._wished |= self._session.requests.save()
         if improved and self._keeps_best:
-            return "best"  # what the run leaves are these very weights: worth waiting for a save under way
+            return "best"  # the run exports these very weights: worth waiting for the save under way
         if self._session.checkpoints.busy:
             if self._wished:
                 self._event("a save is on its way already")
@@ -107,7 +107,7 @@ class Cadence:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """What training waits for within it is the save's cost."""
+        """Counts the wait within the block as the save's cost."""
         began = time.monotonic()
         yield
         self._saved_at, self._wished = time.monotonic(), False

@@ -1,11 +1,11 @@
-"""Checkpoints on the local disk: written beside training, committed last.
+"""Writes checkpoints to the local disk while training goes on, and commits them last.
 
-A save copies the tensors to host memory (training waits for that alone), then one thread writes a
-torch.distributed.checkpoint folder, syncs it and commits it (committed.py). Uploading is somebody else's work.
+A save copies the tensors to host memory (training waits only for that), then a thread writes a
+torch.distributed.checkpoint folder, syncs it and commits it (committed.py). The supervisor uploads it.
 
-With several ranks each one's thread writes its own part (replicated tensors: one of them does), they meet on a gloo
-group of their own, and rank 0 writes the commit when all are done. What N ranks saved, M can read. Of several nodes
-the first alone has checkpoints: its ranks write them, read them, and hand on to the others'.
+With several ranks each one's thread writes its own part (one rank writes a replicated tensor); they meet on a gloo
+group of their own, and rank 0 writes the commit when all are done. Any number of ranks can read what another number
+saved. Of several nodes only the first has checkpoints: its ranks write and read them, and pass them on to the others'.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from gpufleet.job.experiments.engine.parallel import World, hand_on, local, on_h
 
 State = Mapping[str, Mapping[str, Tensor]]  # kind (model, exp_avg, exp_avg_sq) -> parameter name -> tensor
 FREE_FACTOR = 1.2  # free space before a save, in sizes of the save
-KEEP = 2  # newest ones, beside the best
+KEEP = 2  # newest ones to keep, besides the best
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """One save that ended. `problem` None: committed."""
+    """A save that ended. `problem` None: it was committed."""
 
     step: int
     reason: Reason
@@ -49,7 +49,7 @@ class Saved:
 
 
 class CheckpointDamagedError(Exception):
-    """A committed checkpoint whose files cannot be read, although they have their sizes."""
+    """A committed checkpoint's files have their sizes but cannot be read."""
 
     def __init__(self, step: int, problem: str) -> None:
         super().__init__(problem)
@@ -57,34 +57,34 @@ class CheckpointDamagedError(Exception):
 
 
 class Checkpoints:
-    """The checkpoints of one config in one work folder. At most one is being written at any time."""
+    """The checkpoints of one config in a work folder. At most one is being written at any time."""
 
     def __init__(self, folder: Path, *, config_sha256: str, world: World | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.committed = Committed(folder, config_sha256)
-        self.saved_step = -1  # newest that is committed or on its way
+        self.saved_step = -1  # the newest that is committed or being saved
         self._folder, self._world = folder, world or World()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._future: Future[Saved] | None = None
-        self._host: dict[str, dict[str, Tensor]] = {}  # kept from save to save: pinning memory is slow
-        self._room: Future[None] | None = None  # that memory, on its way
+        self._host: dict[str, dict[str, Tensor]] = {}  # kept between saves: pinning memory is slow
+        self._room: Future[None] | None = None  # the thread that prepares this memory
 
     def newest(self) -> Found | None:
-        """The highest step that is whole. Every rank calls it."""
+        """The whole checkpoint with the highest step. Every rank calls it."""
         found = self._agreed(self.committed.newest() if self._world.is_saving else None)
         if found is not None:
             self.saved_step = found.step
         return found
 
     def of_step(self, step: int) -> Found:
-        """That of a step which rank 0 knows to be whole. Every rank calls it."""
+        """The checkpoint of a step that rank 0 knows to be whole. Every rank calls it."""
         there = self.committed if self._world.is_saving else ()
         found = self._agreed(next((each for each in there if each.step == step), None))
         assert found is not None
         return found
 
     def _agreed(self, found: Found | None) -> Found | None:
-        """Rank 0's, where other nodes have none of their own."""
+        """Rank 0's checkpoint: other nodes have none."""
         if not self._world.spans_nodes:
             return found
         told = self._world.agree(None if found is None else {"commit": found.commit.to_json(), "own": found.progress})
@@ -94,16 +94,16 @@ class Checkpoints:
         return Found(path=self._folder / commit.folder, commit=commit, progress=told["own"])
 
     def load(self, found: Found, state: State) -> None:
-        """Reads the tensors into `state`'s own: of each, this rank's part. However many ranks wrote them.
+        """Reads this rank's part of every tensor into `state`. Any number of ranks may have written it.
 
-        Raises CheckpointDamagedError on every rank where one of them cannot, after which `newest` gives the one before
-        it, if there is one. What is this node's fault (memory, disk, GPU) is raised as it is.
+        Raises CheckpointDamagedError on every rank if one of them cannot read it; `newest` then gives the one before,
+        if any. Errors of this node (memory, disk, GPU) are raised unchanged.
         """
         problem: str | None = None
         if self._world.is_saving and (cause := _failure(found.path, state)) is not None:
             own = isinstance(cause, OSError | MemoryError | torch.AcceleratorError | torch.OutOfMemoryError)
             if own and not isinstance(cause, FileNotFoundError):
-                raise cause  # of this node, and says nothing of the checkpoint
+                raise cause  # this node's error, which says nothing about the checkpoint
             problem = f"{type(cause).__name__}: {' '.join(str(cause).split())[:100]}"
         problems = [text for text in self._world.every(problem) if text is not None]
         if problems:
@@ -114,17 +114,17 @@ class Checkpoints:
         hand_on((tensor for tensors in state.values() for tensor in tensors.values()), self._world)
 
     def prepare(self, state: State) -> None:
-        """Takes host memory for saves of `state`, beside training: the first save does not stop for it."""
+        """Allocates host memory for saves of `state` while training goes on, so that the first save need not."""
         if self._world.is_saving:
             self._room = self._thread.submit(self._make_copies, state)
 
     @property
     def busy(self) -> bool:
-        """A save is on its way."""
+        """Whether a save is on its way."""
         return self._future is not None and not self._future.done()
 
     def save(self, state: State, commit: Commit, progress: dict[str, Any]) -> list[Saved]:
-        """Starts a save, after the one on its way. Gives the saves that ended meanwhile, this one too if it cannot
+        """Starts a save, after the one on its way. Returns the saves that ended meanwhile, and this one if it cannot
         even begin. The caller may go on training once this returns. Every rank calls it at the same step.
         """
         ended = self.wait()
@@ -148,11 +148,11 @@ class Checkpoints:
         return ended
 
     def poll(self) -> list[Saved]:
-        """The save that ended since the last look, if one did."""
+        """The save that ended since the last call, if any."""
         return [] if self._future is None or self.busy else self.wait()
 
     def wait(self) -> list[Saved]:
-        """Until nothing is on its way."""
+        """Waits until no save is on its way; returns those that ended."""
         if self._future is None:
             return []
         future, self._future = self._future, None
@@ -163,16 +163,16 @@ class Checkpoints:
         return [saved]
 
     def release(self) -> None:
-        """Gives back the host copies: the next phase has other shapes."""
+        """Frees the host copies, because the next phase has other shapes."""
         self._roomy()
         self._host = {}
 
     def close(self) -> None:
-        """Ends the thread, after what it is writing."""
+        """Ends the thread once its write is done."""
         self._thread.shutdown(wait=True)
 
     def _stage(self, state: State) -> None:
-        """Copies to host memory; returns when it holds exactly this step."""
+        """Copies to host memory; returns when that holds exactly this step."""
         self._roomy()
         self._make_copies(state)
         for kind, tensors in state.items():
@@ -182,13 +182,13 @@ class Checkpoints:
             torch.cuda.synchronize()
 
     def _roomy(self) -> None:
-        """Waits for the memory that is on its way."""
+        """Waits for the memory being allocated."""
         if self._room is not None:
             room, self._room = self._room, None
             room.result()
 
     def _make_copies(self, state: State) -> None:
-        """Those that are not there yet, with all their pages."""
+        """Allocates missing copies, with all their pages."""
         for kind, tensors in state.items():
             kept = self._host.setdefault(kind, {})
             for name, tensor in tensors.items():
@@ -204,8 +204,8 @@ class Checkpoints:
             with _without_crc32():
                 save(
                     dict(host),
-                    # Otherwise a CUDA stream is waited for, although all of this is in host memory: training's own on
-                    # one GPU; on other ranks the first GPU's, with a context there for each of them.
+                    # Otherwise it waits for a CUDA stream, although all of this is in host memory: training's own on
+                    # one GPU; on other ranks the first GPU's, where each would get a context.
                     storage_writer=FileSystemWriter(path, per_thread_copy_ahead=0),
                     process_group=self._world.saves,
                     no_dist=self._world.size == 1,
@@ -227,8 +227,8 @@ class Checkpoints:
         )
 
     def _make_way(self, path: Path, size: int) -> str | None:
-        """Why there is no room for a save of `size` bytes; None when there is, after pruning if need be. What an
-        earlier attempt left torn at `path` goes now: later it would go under the feet of ranks that write.
+        """Why there is no room for a save of `size` bytes; None if there is, after pruning if needed. Removes an
+        earlier attempt's torn folder at `path` now: later, ranks would be writing in it.
         """
         shutil.rmtree(path, ignore_errors=True)
         for keep in (KEEP, 1):
@@ -243,16 +243,16 @@ class Checkpoints:
 
 
 def all_finite(state: State) -> Tensor:
-    """Whether every number of this rank's part is finite: a scalar bool on its device, which nothing waits for."""
+    """Whether all numbers of this rank's part are finite: a scalar bool on its device, which nothing waits for."""
     parts = [local(tensor) for tensors in state.values() for tensor in tensors.values()]
     ends = [end for part in parts if part.is_floating_point() and part.numel() for end in part.aminmax()]
-    return torch.stack([end.float() for end in ends]).isfinite().all()  # a NaN is both ends of what holds it
+    return torch.stack([end.float() for end in ends]).isfinite().all()  # a NaN is both minimum and maximum
 
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
     """torch.save spends a third of its CPU time on checksums of its own (300 MB: 0.29 s with, 0.19 s without, 2 cores,
-    2026-11-21). What is uploaded is hashed, and sizes are compared before a checkpoint is believed.
+    2026-11-21). Uploads are hashed, and sizes are compared before a checkpoint is used.
     """
     before = get_crc32_options()
     set_crc32_options(False)
@@ -263,7 +263,7 @@ def _without_crc32() -> Iterator[None]:
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    """Room for `tensor` in host memory: pinned, so that the copy is quick, or where there is no more of that, plain."""
+    """Host memory for `tensor`: pinned for a fast copy, or plain once pinned memory runs out."""
     if tensor.is_cuda:
         with suppress(RuntimeError):
             return torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -271,10 +271,10 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _failure(path: Path, state: State) -> BaseException | None:
-    """Reads a checkpoint's tensors into `state`'s own. Why it could not, if so."""
+    """Reads a checkpoint's tensors into `state`. Returns the error, if any."""
     reader = FileSystemReader(path)
     try:
-        reader.read_metadata()  # `load` takes whatever goes wrong there for a file that is not there
+        reader.read_metadata()  # `load` takes any error there for a missing file
     except Exception as error:  # noqa: BLE001 - unpickling raises anything
         return error
     try:
@@ -285,6 +285,6 @@ def _failure(path: Path, state: State) -> BaseException | None:
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """What one rank met; `error` itself is all ranks' tracebacks."""
+    """One rank's own error; `error` has the tracebacks of all."""
     (cause, _), *_ = error.failures.values()
     return cause

@@ -1,7 +1,6 @@
-"""Checkpoints as they lie in a folder of the local disk: which are whole, which is the best, which go.
+"""Checkpoints in a folder of the local disk: which are whole, which is the best, which are removed.
 
-`commit.json` is written last, by an atomic rename. A folder without it, or whose files have other sizes than it names,
-does not exist.
+`commit.json` is written last, by an atomic rename. A folder without it, or with files of other sizes, does not count.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from gpufleet.job.contract.commit import COMMIT, HELD, Commit, Retry
 from gpufleet.job.contract.workdir import STEPS
 
 PROGRESS = "progress.json"
-DAMAGED = "damaged.json"  # what commit.json becomes where the tensors cannot be read
+DAMAGED = "damaged.json"  # the new name of commit.json if the tensors cannot be read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """A committed checkpoint whose files all have their sizes. `progress` is what the experiment carries along."""
+    """A committed checkpoint whose files all have their sizes. `progress` is the experiment's own state."""
 
     path: Path
     commit: Commit
@@ -33,19 +32,17 @@ class Found:
 
     @property
     def step(self) -> int:
-        """After so many."""
+        """The number of steps done."""
         return self.commit.step
 
     @property
     def val_loss(self) -> float | None:
-        """The validation loss of exactly this step; None: it was not evaluated."""
+        """The validation loss of exactly this step; None if it was not evaluated."""
         return self.commit.val_loss
 
 
 class Committed:
-    """The whole checkpoints of one config, oldest first. Another's are left alone, until one of this step replaces
-    them.
-    """
+    """The whole checkpoints of one config, oldest first. Another config's stay until one of this step replaces them."""
 
     def __init__(self, folder: Path, config_sha256: str) -> None:
         self._folder, self._config_sha256 = folder, config_sha256
@@ -61,32 +58,30 @@ class Committed:
         return max(self, key=lambda found: found.step, default=None)
 
     def best(self, phase: str) -> Found | None:
-        """The lowest validation loss of a phase, the oldest of equals; None: none was evaluated."""
+        """The lowest validation loss of a phase, the oldest of equals; None without an evaluation."""
         return _best(self, phase)
 
     def add(self, path: Path, commit: Commit, progress: dict[str, Any]) -> None:
-        """Its tensors are on the disk. From here on it exists."""
+        """Commits a checkpoint whose tensors are on the disk. From here on it exists."""
         atomic.write_json(path / PROGRESS, progress)
         files = tuple((file.name, file.stat().st_size) for file in sorted(path.iterdir()))
         atomic.write_json(path / COMMIT, replace(commit, files=files).to_json())
-        atomic.sync_folder(self._folder)  # a run of one's own machine goes on from its disk
+        atomic.sync_folder(self._folder)  # a run on one's own machine resumes from its disk
 
     def evaluated(self, step: int, val_loss: float) -> None:
-        """The checkpoint of `step` tells its validation loss, not known when it was saved. Raises OSError."""
+        """Adds a validation loss to the checkpoint of `step` that was not known when it was saved. Raises OSError."""
         for found in self:
             if found.step == step:
                 atomic.write_json(found.path / COMMIT, replace(found.commit, val_loss=val_loss).to_json())
 
     def set_aside(self, found: Found) -> None:
-        """What cannot be read, or holds lost weights, counts no more, unless it is all there is: no run begins again
-        because of it.
-        """
+        """Rejects a checkpoint that is damaged or has diverged, unless it is the only one."""
         if len(list(self)) > 1:
             (found.path / COMMIT).replace(found.path / DAMAGED)
 
     def go_back(self, step: int, lost_at: int, reason: str) -> Found | None:
-        """The newest checkpoint up to `step`, from now on the newest of all, with the retry in its commit. None: there
-        is none. Raises OSError, and then it is not to be gone on from: nobody would count the retries.
+        """Makes the newest checkpoint up to `step` the newest of all, with the retry in its commit. None if there is
+        none. Raises OSError; then do not resume from it, because the retries would not be counted.
         """
         good = max((found for found in self if found.step <= step), key=lambda found: found.step, default=None)
         if good is not None:
@@ -98,8 +93,8 @@ class Committed:
         return good
 
     def prune(self, keep: int) -> None:
-        """Removes all but the newest `keep`, the best of the newest's phase and one being uploaded. One that lacks a
-        file is not whole any more; what the disk refuses to remove stays.
+        """Removes all but the newest `keep`, the best of the newest's phase and one being uploaded. A checkpoint that
+        has lost a file does not count any more; those that the disk cannot remove stay.
         """
         there = list(self)
         best = _best(there, there[-1].commit.phase) if there else None
@@ -126,8 +121,8 @@ ENDS = 1 << 20  # bytes read at either end of a file
 
 
 def weights_identity(folder: Path) -> str:
-    """sha256 over each file's name, size, first and last MiB: tens of gigabytes are not read for it. Two fine-tunings
-    of one model differ in it, as their first and last tensors do.
+    """One sha256 over each file's name, size, first and last MiB: reading tens of gigabytes would take too long.
+    Fine-tunings of one model differ in it, because their first and last tensors do.
     """
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("[!.]*") if path.is_file()):

@@ -1,15 +1,15 @@
-"""Compiled graphs in a file, so that a later start compiles nothing that an earlier one has: <workdir>/compile_cache/.
+"""Compiled graphs in a file, so that a later start need not compile them again: <workdir>/compile_cache/.
 
-One file for each phase, rung, rank and kind of device: what `torch.compiler.save_cache_artifacts` gives (Inductor's
-graphs with their Triton kernels, AOTAutograd's, the choices of autotuning) behind its sha256. The supervisor brings
-such files before the trainer starts, and keeps those that are new.
+One file per phase, rung, rank and kind of device: what `torch.compiler.save_cache_artifacts` returns (Inductor's graphs
+with their Triton kernels, AOTAutograd's, autotuning's choices) after its sha256. The supervisor downloads such files
+before the trainer starts, and uploads new ones.
 
 torch looks a graph up by a hash of the graph itself, torch, Triton, settings and device: a file of other graphs is
-useless and never wrong. The device is cuda:3, not cuda, so each rank has a file of its own (torch 2.13's source, read
+useless, but never wrong. The device is cuda:3, not cuda, so each rank has a file of its own (torch 2.13's source, read
 2026-11-21: `FxGraphCachePickler` reduces a tensor to its metadata, device index included).
 
-torch unpickles what it loads, and a pickle can run anything: nothing may come to that folder but what this trainer
-wrote or what lay in the run's own bucket.
+torch unpickles these files, and a pickle can run any code: only files that this trainer wrote, or from the run's own
+bucket, may enter the folder.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ HIT, MISS, UNCACHEABLE = "fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cac
 
 
 class CompileCache:
-    """The compiled graphs of one phase. Made before its first step: an earlier start's graphs are used then."""
+    """The compiled graphs of one phase. Make it before the phase's first step: it loads an earlier start's graphs."""
 
     def __init__(self, session: Session, phase: Phase, rung: Rung) -> None:
         self._session, self._phase = session, phase
         self._path = session.workdir / GRAPHS / name(session, phase, rung)
-        self._held: set[tuple[str, str]] = set()  # what the file holds, by torch's kinds and keys
+        self._held: set[tuple[str, str]] = set()  # the file's content, by torch's kinds and keys
         self._graphs, self._cached, self._total_s = 0, 0, 0.0
-        CacheArtifactManager.clear()  # other phases' graphs; torch has no public way to forget them
-        # A growth's check says "highest", a start says nothing: the same products, and to torch's hash another graph.
+        CacheArtifactManager.clear()  # removes other phases' graphs; torch has no public way
+        # A growth's check sets "highest", a start sets nothing: both give the same products, but torch hashes them
+        # differently.
         torch.set_float32_matmul_precision(torch.get_float32_matmul_precision())
         began = time.perf_counter()
         self._load()
         self._counts, self._compiled_s = _counts(), _compiled_s() - (time.perf_counter() - began)
 
     def keep(self) -> str | None:
-        """What was compiled since the last call, in words; None: nothing was. What the file lacks goes into it, and a
-        disk that is full costs the file. Cheap enough for every step.
+        """A line about graphs compiled since the last call; None without any. Writes new ones into the file; a full
+        disk only loses the file. It is cheap enough for every step.
         """
         new = _counts() - self._counts
         if not new:
@@ -66,7 +67,7 @@ class CompileCache:
         return f"compiled in {seconds:.1f} s{source}"
 
     def _load(self) -> None:
-        """A file that is damaged or foreign costs a message."""
+        """Loads the file; one that is damaged or foreign only costs a message."""
         try:
             content = self._path.read_bytes()
         except OSError:
@@ -94,7 +95,7 @@ class CompileCache:
         self._held = _keys(found)
 
     def _record(self) -> None:
-        """compiled.json: per phase of this start, what compiling took and how many graphs the cache had."""
+        """Writes compiled.json: per phase of this start, the compile time and how many graphs the cache had."""
         if not self._session.world.first_here:
             return
         path = self._session.workdir / COMPILED
@@ -103,7 +104,7 @@ class CompileCache:
 
 
 def name(session: Session, phase: Phase, rung: Rung) -> str:
-    """The file's name: a hash of what the graphs depend on beside the settings, which name the supervisor's folder."""
+    """The file's name: a hash of what graphs depend on besides the settings, which name the supervisor's folder."""
     world = session.world
     checkpointing = "-recompute" if rung.products_too else "-checkpointing" if rung.checkpointing else ""
     parts = (
@@ -120,14 +121,14 @@ def _keys(found: CacheInfo) -> set[tuple[str, str]]:
 
 
 def _counts() -> Counter[str]:
-    """Graphs of this process so far, by what became of them."""
+    """This process's graphs so far, counted by hit and miss."""
     from torch._dynamo.utils import counters
 
     return Counter({key: counters["inductor"][key] for key in (HIT, MISS, UNCACHEABLE)})
 
 
 def _compiled_s() -> float:
-    """Seconds of this process in the compiler since torch.compiler.reset, which ends each phase."""
+    """Seconds in the compiler since torch.compiler.reset, which ends each phase."""
     from torch._dynamo.utils import calculate_time_spent
 
     return float(calculate_time_spent()["total_wall_time"])

@@ -1,8 +1,9 @@
-"""Data order, for every experiment, and windows of ids held on the training device. No loader, no workers, no state.
+"""The order of data, for every experiment, and windows of ids on the training device. It has no loader, no workers and
+no state.
 
 The rows of step s are a pure function of (seed, s): those of the whole global batch are drawn first (`draw`, or in
-turn, `in_epochs`), then cut over ranks and micro-batches by position (`split`). Resuming needs nothing but the step.
-Legend: B windows, T sequence.
+turn, `in_epochs`), then split over ranks and micro-batches by position (`split`). A resume needs only the step. Legend:
+B windows, T sequence.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ class Part(NamedTuple):
     """One micro-batch of this rank."""
 
     rows: range  # places in the global batch
-    missing: int  # rows without targets to put behind them
+    missing: int  # rows without targets to add after them
 
 
 def split(total: int, world: World, micro: int) -> list[Part]:
     """This rank's micro-batches of a global batch of `total` rows: consecutive, at most `micro` rows each.
 
-    All ranks get equally many of equal size, because sharded ones pass through the model together: where rows run
-    short, some without targets take their place.
+    All ranks get equally many of equal size, because sharded ones pass through the model together: rows without targets
+    fill the gaps.
     """
     share = -(-total // world.size)
     first = world.rank * share
@@ -56,8 +57,8 @@ class Windows:
 
     def __init__(self, ids: NDArray[Any], sequence: int, device: torch.device) -> None:
         """`ids`: unsigned, one, two or four bytes each."""
-        assert sys.byteorder == "little"  # as shards are written
-        signed = ids if ids.itemsize == 1 else ids.view(f"i{ids.itemsize}")  # torch gathers no wider unsigned ones
+        assert sys.byteorder == "little"  # shards' byte order
+        signed = ids if ids.itemsize == 1 else ids.view(f"i{ids.itemsize}")  # torch cannot gather wider unsigned ones
         self._ids, self._mask = torch.from_numpy(signed).to(device), (1 << 8 * ids.itemsize) - 1
         self.sequence = sequence
 
@@ -65,7 +66,7 @@ class Windows:
         return self._ids.numel()
 
     def windows(self, starts_B: Tensor) -> tuple[Tensor, Tensor]:
-        """(ids, targets), each [B, T] int64 on the device: targets are the ids one position on."""
+        """(ids, targets), each [B, T] int64 on the device: targets are the ids shifted by one."""
         places = starts_B.to(self._ids.device, non_blocking=True)[:, None] + torch.arange(
             self.sequence + 1, device=self._ids.device
         )
@@ -73,7 +74,7 @@ class Windows:
         return ids[:, :-1], ids[:, 1:]
 
     def fixed(self, count: int) -> Tensor:
-        """Where `count` windows begin, evenly spread from the first id to the last; the same every time."""
+        """Where `count` windows begin, evenly spread from the first id to the last; always the same."""
         last = len(self) - self.sequence - 1
         return torch.arange(count, dtype=torch.int64) * last // max(1, count - 1)
 
@@ -86,7 +87,7 @@ class Windows:
         real = starts_B[part.rows.start : part.rows.stop]
         tokens_BT, targets_BT = self.windows(torch.cat([real, real.new_zeros(part.missing)]) if part.missing else real)
         if part.missing:
-            targets_BT = targets_BT.clone()  # the ids are a view of the same memory
+            targets_BT = targets_BT.clone()  # the ids share this memory
             targets_BT[len(real) :] = IGNORED
         return Micro((tokens_BT, targets_BT), len(real) * self.sequence, part.rows.start)
 
@@ -117,7 +118,7 @@ class TokenDataset:
         return self.train.work(draw(seed, step, sequences, len(self.train) - self.train.sequence), world, micro)
 
     def fixed(self, windows: int, micro: int, world: World) -> Work:
-        """The validation windows as micro-batches, always the same ones, evenly spread over the held-out stories."""
+        """The validation windows as micro-batches, always the same, evenly spread over the held-out stories."""
         return self.validation.work(self.validation.fixed(windows), world, micro)
 
 
@@ -131,9 +132,7 @@ def read_tokens(folder: Path, names: Sequence[str]) -> NDArray[Any]:
 
 
 def in_epochs(places: Ids, count: int, order: Callable[[int], Ids]) -> Ids:
-    """What stands at `places` of an endless list: epoch after epoch of `count` entries, each in the order that
-    `order(epoch)` gives.
-    """
+    """The entries at `places` of an endless list: epochs of `count` entries, each in the order of `order(epoch)`."""
     found = np.empty(len(places), dtype=np.int64)
     for epoch in np.unique(places // count):
         here = places // count == epoch
@@ -150,7 +149,7 @@ def draw(seed: int, step: int, count: int, below: int) -> Tensor:
 
 
 def mix(*words: int) -> int:
-    """One number in [0, 2**63) from several: what random generators are seeded with."""
+    """One number in [0, 2**63) from several, to seed random generators."""
     mixed = np.zeros(1, dtype=np.uint64)
     for word in words:
         mixed = mix64(mixed * np.uint64(GOLDEN) + np.uint64(word & 0xFFFFFFFFFFFFFFFF))

@@ -1,4 +1,4 @@
-"""The device a run trains on: chosen once, checked, described. Everything that asks the hardware is here."""
+"""Chooses, checks and describes the device a run trains on. All queries to the hardware are here."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-# By the name that torch gives, and no other: a chip's boards differ, and one that is not here has no MFU. Dense bf16
-# TFLOP/s, GB/s and GB of memory, NVIDIA data sheets, 2026-11; A10G: AWS's own (the A10 has 125); B200: HGX table.
+# By torch's exact name, because a chip's boards differ; a board that is not listed has no MFU. Dense bf16 TFLOP/s, GB/s
+# and GB of memory, NVIDIA data sheets, 2026-11; A10G: AWS's own (the A10 has 125); B200: HGX table.
 DATA_SHEETS: dict[str, tuple[float, float, float]] = {
     "NVIDIA A10G": (70, 600, 24),
     "NVIDIA L4": (121, 300, 24),
@@ -42,16 +42,16 @@ class DeviceRefusedError(ValueError):
 
 
 class NodeRefusedError(Exception):
-    """This node is not what it was rented as, or not worth its price."""
+    """This node is not as rented, or not worth its price."""
 
 
 class PeerRefusedError(Exception):
-    """Another node of the run is refused, which ends what this one has begun with it."""
+    """Another node of the run is refused, which also ends this one's start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """What was found. Memory in GB (1e9 bytes); `peak_tflops` None: unknown, so no MFU."""
+    """The device that was found. Memory is in GB (1e9 bytes); `peak_tflops` None: unknown, so there is no MFU."""
 
     torch: torch.device
     name: str
@@ -66,33 +66,31 @@ class Device:
 
     @property
     def room_gb(self) -> float:
-        """What a micro-batch is chosen for: the data sheet's memory, as in the bill. Drivers report up to 7 % more of
-        some boards; that stays a margin, so that the node cuts a batch as the bill has said.
+        """The memory for choosing a micro-batch: the data sheet's, as in the bill. Drivers report up to 7 % more for
+        some boards; that stays a margin, so that the node splits a batch as the bill does.
         """
         return min(self.memory_gb, DATA_SHEETS[self.name][2] if self.name in DATA_SHEETS else self.memory_gb)
 
     def seed(self, seed: int) -> None:
-        """Where the random numbers that a model draws begin. torch.manual_seed says it to every kind of device there
-        might be, and takes 0.4 ms of a step for it.
-        """
+        """Seeds the random numbers of a model. torch.manual_seed seeds all kinds of devices: 0.4 ms of each step."""
         torch.default_generator.manual_seed(seed)
         if self.is_cuda:
             torch.cuda.default_generators[self.torch.index].manual_seed(seed)
 
     def synchronize(self) -> None:
-        """Waits for all that was queued."""
+        """Waits for all queued work."""
         if self.is_cuda:
             torch.cuda.synchronize()
 
     def tidy(self) -> None:
-        """Gives back what the last phase held, cycles included, and starts a new peak of memory."""
+        """Frees the last phase's memory, cycles included, and resets the peak."""
         if self.is_cuda:
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
     def used_gb(self) -> float:
-        """Peak since `tidy` as torch's allocator counts it; on a CPU the peak of the process."""
+        """The peak since `tidy`, by torch's allocator; on a CPU the process's peak."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated() / 1e9
         unit = 1 if platform.system() == "Darwin" else 1024
@@ -110,8 +108,8 @@ class Device:
 
 
 def choose(wanted: str, *, bf16: bool, local_rank: int = 0) -> Device:
-    """This rank's device of the kind that a run config names: never a silent CPU run, never an emulated bf16. Raises
-    DeviceRefusedError, and NodeRefusedError where CUDA does not start: nvidia-smi may list GPUs all the same.
+    """This rank's device of the kind in the run config: never a silent CPU run, never an emulated bf16. Raises
+    DeviceRefusedError, and NodeRefusedError if CUDA does not start, which can happen although nvidia-smi lists GPUs.
     """
     if wanted == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
@@ -136,7 +134,7 @@ def choose(wanted: str, *, bf16: bool, local_rank: int = 0) -> Device:
 
 
 def require_cuda() -> None:
-    """Raises NodeRefusedError where there is no CUDA device."""
+    """Raises NodeRefusedError if there is no CUDA device."""
     if not torch.cuda.is_available():
         raise NodeRefusedError(
             "the run config says device: cuda and there is no CUDA device: check the instance type and the driver, or "
@@ -145,13 +143,13 @@ def require_cuda() -> None:
 
 
 def allocate_exactly() -> list[str]:
-    """GPU memory in segments that grow, and pinned host memory in the sizes asked for, given back when freed. Gives
+    """Lets torch use growing segments of GPU memory, and pinned host memory of the exact sizes, freed at once. Returns
     the settings that this torch knows (2.13: both; 2.11: the first).
 
     Segments of fixed sizes leave gaps: phase 3's 20.6 GB held 23.1 of an A10G's 23.7, the full weights of an 8 B
-    decoder on 8 GPUs 81.7 for 72.0; 21.0 and 76.7 with segments that grow (torch's own allocator, 2026-11-22).
-    Of pinned memory torch rounds each tensor up to a power of two and keeps it for ever: phase 3's 12.9 GB checkpoint
-    would take 20 GB, beside 7 of phase 2, of a g5.2xlarge's 32.
+    decoder on 8 GPUs 81.7 for 72.0; 21.0 and 76.7 with segments that grow (torch's own allocator, 2026-11-22). torch
+    rounds each pinned tensor up to a power of two and keeps it for ever: phase 3's 12.9 GB checkpoint would take 20 GB,
+    beside 7 of phase 2, of a g5.2xlarge's 32.
     """
     known = []
     for settings in ALLOCATORS:
@@ -162,17 +160,17 @@ def allocate_exactly() -> list[str]:
 
 
 def peak_tflops(name: str) -> float | None:
-    """Dense, bf16; None for a board that is not known by this very name."""
+    """The peak in dense bf16; None for a board that is not listed by this exact name."""
     return DATA_SHEETS[name][0] if name in DATA_SHEETS else None
 
 
 def bandwidth_gb_s(name: str) -> float | None:
-    """GB/s of the GPU's own memory; None where no data sheet is known."""
+    """GB/s of the GPU's own memory; None without a known data sheet."""
     return DATA_SHEETS[name][1] if name in DATA_SHEETS else None
 
 
 def determinism(device: Device) -> dict[str, Any]:
-    """What must be equal for a resumed run to continue bit for bit."""
+    """The facts that must be equal for a resumed run to continue bit for bit."""
     return {
         "torch": torch.__version__,
         "device": device.name,
@@ -188,13 +186,13 @@ def determinism(device: Device) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def settings(device: Device) -> Iterator[None]:
-    """The flags of a run: deterministic algorithms on a CPU, where resume is bit-exact, and memory that is kept."""
+    """Sets a run's flags: deterministic algorithms on a CPU, where resume is bit-exact, and memory that is kept."""
     if not device.is_cuda:
         _keep_freed_memory()
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(not device.is_cuda)
-    memory.fill_uninitialized_memory = False  # costs time and hides nothing: every value is written
+    memory.fill_uninitialized_memory = False  # it costs time and reveals nothing: every value is written
     try:
         yield
     finally:
@@ -203,18 +201,18 @@ def settings(device: Device) -> Iterator[None]:
 
 
 def _keep_freed_memory() -> None:
-    """What is freed stays with the process, for the next step. glibc gives large tensors back to the kernel, which
-    hands out zeroed pages anew, one fault each: 0.2 of 2.2 CPU-seconds of a joint step of two-tower's twenty members
-    (torch 2.13.0, glibc 2.36, 2026-11-22). Nothing changes where the C library is another.
+    """Keeps freed memory in the process for the next step. glibc returns large tensors to the kernel, which hands out
+    new zeroed pages, one fault each: 0.2 of 2.2 CPU-seconds of a joint step of two-tower's twenty members (torch
+    2.13.0, glibc 2.36, 2026-11-22). It does nothing with another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(M_MMAP_MAX, 0)  # no tensor has a mapping of its own, which would go with it
-        mallopt(M_TRIM_THRESHOLD, -1)  # nor does the heap shrink
+        mallopt(M_MMAP_MAX, 0)  # no tensor gets its own mapping, which would be unmapped with it
+        mallopt(M_TRIM_THRESHOLD, -1)  # the heap never shrinks
 
 
 def _driver() -> str | None:
-    """From the kernel module, without starting anything."""
+    """The driver's version from the kernel module, without starting CUDA."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""What the loop and an experiment say to each other."""
+"""The interface between the loop and an experiment."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from gpufleet.job.experiments.engine.requests import Requests
 from gpufleet.job.experiments.spec import ExperimentConfig
 from gpufleet.job.kind.common import PhaseSize, Rung
 
-IGNORED = -100  # a target that counts nothing, as in F.cross_entropy
-SPOKEN_S = 60.0  # between two lines of an evaluation: a trainer that says nothing for long is taken for a stuck one
+IGNORED = -100  # a target that the loss ignores, as in F.cross_entropy
+SPOKEN_S = 60.0  # between two lines of an evaluation: a trainer that is silent for long counts as stuck
 
 
 class Stopped(Exception):
-    """A stop request was heeded. `ends`: as in the request."""
+    """Raised after a stop request. `ends`: as in the request."""
 
     def __init__(self, reason: str, *, ends: bool = False) -> None:
         super().__init__(reason)
@@ -36,7 +36,7 @@ class Stopped(Exception):
 
 
 class LostError(ValueError):
-    """Training on makes nothing good of the weights at hand; of an earlier checkpoint's perhaps."""
+    """The current weights are beyond repair; an earlier checkpoint's may be good."""
 
 
 class LossNotFiniteError(LostError):
@@ -44,7 +44,7 @@ class LossNotFiniteError(LostError):
 
 
 class ForwardOutput(Protocol):
-    """The least that a module's forward pass gives."""
+    """The fields that every module's forward pass returns."""
 
     @property
     def loss_sum(self) -> Tensor | None:
@@ -52,9 +52,7 @@ class ForwardOutput(Protocol):
 
     @property
     def aux(self) -> dict[str, Tensor]:
-        """Detached figures to log, by name. Counts (integers) are summed over micro-batches and ranks, the others
-        averaged in proportion to their tokens.
-        """
+        """Detached figures to log, by name: counts (integers) are summed, others averaged by tokens, over all ranks."""
 
     @property
     def aux_loss(self) -> Tensor | None:
@@ -64,23 +62,23 @@ class ForwardOutput(Protocol):
 class Micro(NamedTuple):
     """One forward and backward pass: `module(*inputs)`."""
 
-    inputs: tuple[Any, ...]  # tensors, and numbers that never change: each value is a graph of its own
-    tokens: int  # that the loss is summed over
-    place: int = 0  # of its first row in the global batch; dropout is seeded with (seed, step, place)
+    inputs: tuple[Any, ...]  # tensors, and constants: each value has its own graph
+    tokens: int  # over which the loss is summed
+    place: int = 0  # of its first row in the global batch; (seed, step, place) seeds dropout
 
 
 class Work(NamedTuple):
-    """This rank's share of one global batch. `total` are the loss tokens of all ranks together, so the way a batch is
-    cut changes neither loss nor gradient.
+    """This rank's share of one global batch. `total` counts the loss tokens of all ranks, so the split of a batch
+    changes neither loss nor gradient.
     """
 
     micros: Iterable[Micro]
     total: int
-    full: float = 1.0  # how much of the rows of a step it has: the last one of all epochs may have fewer
+    full: float = 1.0  # the share of a full step's rows: the last step of all epochs may have fewer
 
 
 class Weights(NamedTuple):
-    """Those after `step` steps. `val_loss`: of exactly these, None where they were not evaluated."""
+    """The weights after `step` steps. `val_loss`: of exactly these, None if not evaluated."""
 
     step: int
     val_loss: float | None
@@ -95,12 +93,12 @@ class Phase:
     first: int
     steps: int
     flops_per_token: float  # training, forward and backward
-    tokens_per_step: int  # of the global batch: what tok/s and MFU count
-    validation: str | None = "val"  # what the console calls its validation figure; None: nothing is held out
+    tokens_per_step: int  # in the global batch, for tok/s and MFU
+    validation: str | None = "val"  # the console's name for its validation figure; None: no data are held out
 
     @classmethod
     def from_size(cls, size: PhaseSize, *, index: int = 0, first: int = 0, steps: int | None = None) -> Phase:
-        """The phase of a size, with `steps` in place of the size's where the data knows better."""
+        """The phase with this size; `steps` replaces the size's steps if the data know better."""
         return cls(
             index=index,
             name=size.name,
@@ -127,7 +125,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """One start of the trainer on one rank: what it was given and what it found."""
+    """One start of the trainer on one rank: its arguments and surroundings."""
 
     workdir: Path
     config: ExperimentConfig
@@ -135,20 +133,20 @@ class Session:
     device: Device
     world: World
     data: Path  # the prepared dataset
-    inputs: Path | None  # base weights, where the experiment starts from any
+    inputs: Path | None  # base weights, if the experiment uses any
     checkpoints: Checkpoints
     metrics: MetricsFile
     requests: Requests
-    rung: int  # of the micro-batch ladder, at least; the predicted memory may choose a lower one
+    rung: int  # the highest rung allowed; the predicted memory may choose a lower one
     predicted: Sequence[dict[str, Any]]  # the bill's figures per phase; may be empty
-    say: Callable[[str], None]  # silent but on rank 0
+    say: Callable[[str], None]  # silent except on rank 0
 
     def prediction(self, phase: str) -> dict[str, Any] | None:
         """The bill's figures of the phase of that name."""
         return next((figures for figures in self.predicted if figures.get("phase") == phase), None)
 
     def evaluation(self, work: Work) -> Iterator[Micro]:
-        """The micro-batches of an evaluation, which says once a minute how far it is. Raises Stopped between two."""
+        """The micro-batches of an evaluation; prints its progress once a minute. Raises Stopped between two of them."""
         said, seen = time.monotonic(), 0
         for number, micro in enumerate(work.micros):
             if number:
@@ -160,7 +158,7 @@ class Session:
             yield micro
 
     def check_stop(self) -> None:
-        """Between the parts of what is no step, all ranks together. Raises Stopped."""
+        """Raises Stopped on all ranks together if a stop was requested; for use between parts of work without steps."""
         stop = self.requests.stop() if self.world.first else None
         agreed = self.world.agree(None if stop is None else (stop.reason, stop.ends))
         if agreed is not None:
@@ -168,17 +166,17 @@ class Session:
 
 
 class Experiment(ABC):
-    """What the loop asks; it calls every method on every rank, in the same order. Only rank 0 may write a file.
+    """The methods that the loop calls, on every rank and in the same order. Only rank 0 may write a file.
 
-    `progress` is JSON that travels in every checkpoint, the same on all ranks.
+    `progress` is JSON that every checkpoint carries, the same on all ranks.
     """
 
     session: Session
     phases: Sequence[Phase]
     progress: dict[str, Any]
-    outcome: Mapping[str, Any] = MappingProxyType({})  # of the loop, into results.json and final/meta.json
-    aux_weight: float = 0.0  # of Output.aux_loss in the objective
-    saves_improvements: bool = True  # each at exactly its step; False: the cadence and stops are enough
+    outcome: Mapping[str, Any] = MappingProxyType({})  # the loop's result, for results.json and final/meta.json
+    aux_weight: float = 0.0  # the weight of aux_loss in the objective
+    saves_improvements: bool = True  # each at exactly its step; False: only by cadence and stops
 
     @abstractmethod
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
@@ -186,15 +184,15 @@ class Experiment(ABC):
 
     @abstractmethod
     def blank(self, phase: Phase) -> nn.Module:
-        """The module for a checkpoint to be read into: what `weights` does not name is filled already."""
+        """The module into which a checkpoint is read; tensors that `weights` does not name are filled already."""
 
     @abstractmethod
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
-        """A fresh one whose state exists already (`optimizer.make`, or zeros in its `state`)."""
+        """A fresh optimizer whose state exists already (`optimizer.make`, or zeros in its `state`)."""
 
     @abstractmethod
     def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
-        """Sets every group's rate for the step that follows `step` steps of the run; gives the one to log."""
+        """Sets every group's rate for the step that follows `step` steps of the run; returns the one to log."""
 
     @abstractmethod
     def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
@@ -210,16 +208,16 @@ class Experiment(ABC):
         return step == phase.last or (evaluation is not None and (step - phase.first) % evaluation.every == 0)
 
     def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
-        """What is logged as val_loss after `step` steps: `measure`, and what else the experiment finds out and keeps.
-        Raises Stopped as `measure` does: the next start makes up for it.
+        """The val_loss to log after `step` steps: `measure`, and whatever else the experiment computes and keeps.
+        Raises Stopped like `measure`: the next start repeats it.
         """
         return self.measure(phase, module, rung)
 
     @torch.no_grad()
     def measure(self, phase: Phase, module: nn.Module, rung: Rung) -> float | None:
-        """The validation loss, lower is better, the same on every rank; nothing remembers it. Mean loss in nats per
-        token. None: the phase holds nothing out. Raises Stopped, on all ranks together, where a stop comes before it is
-        over.
+        """The validation loss, lower is better, the same on every rank; it has no side effect. The default is the mean
+        loss in nats per token. None if the phase holds no data out. Raises Stopped on all ranks together if a stop
+        comes first.
         """
         module.eval()
         work = self.validation(phase, rung)
@@ -230,38 +228,36 @@ class Experiment(ABC):
         return self.session.world.sum(total).item() / work.total
 
     def clip(self, opt: Optimizer) -> Tensor:
-        """Scales the gradients of its next step down where need be; the global norm before, a scalar on the device."""
+        """Clips the gradients of the next step; returns the global norm before, a scalar on the device."""
         limit: float = getattr(self.session.config.optim, "clip", 0.0)
         return optimizer.clip(opt, limit)
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """What a checkpoint holds of the module: the module's own tensors."""
+        """The module's tensors that a checkpoint holds."""
         state: dict[str, Tensor] = module.state_dict()
         return state
 
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
-        """The figures of metrics.jsonl that come from `Output.aux`; called where a step is logged. Waits."""
+        """The figures for metrics.jsonl from `aux`; called when a step is logged. Waits."""
         return {name: [round(x, 4) for x in tensor.flatten().tolist()] for name, tensor in aux.items()}
 
     def stop_early(self, phase: Phase, step: int, val_loss: float | None) -> str | None:
-        """After each evaluation: why the phase is over now, as done. None: it goes on."""
+        """Called after each evaluation: why the phase is done now; None if it goes on."""
         return None
 
     def requires(self, phase: Phase) -> tuple[str, ...]:
-        """What a resume from a checkpoint of this phase will not make again, as paths of the work folder."""
+        """Files that a resume from a checkpoint of this phase does not make again, as paths of the work folder."""
         return ()
 
     @abstractmethod
     def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
-        """Exports and samples of what the module holds, `weights`. Repeated when a run resumes from the end of a phase.
-        May raise Stopped.
+        """Writes exports and samples of the module, which holds `weights`. It is repeated when a run resumes from the
+        end of a phase. May raise Stopped.
         """
 
     def cut(self, step: int, weights: Weights) -> None:  # noqa: B027 - may be nothing
-        """What a run leaves that a limit ends after `step` steps, beside its checkpoints: of `weights`, those that the
-        module holds.
-        """
+        """Writes what a run leaves that a limit ends after `step` steps; the module holds `weights`."""
 
     @abstractmethod
     def finish(self) -> None:
-        """What follows training, and the files a finished run leaves. Raises Stopped where it heeds a stop."""
+        """Does what follows training, and writes a finished run's files. Raises Stopped after a stop request."""

@@ -1,6 +1,6 @@
-"""Weights for others: which ones a run leaves, and model.safetensors with meta.json in a folder of their own.
+"""Exports weights: chooses which a run leaves, and writes model.safetensors with meta.json into a folder.
 
-An export is complete where meta.json is.
+An export is complete once meta.json exists.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WEIGHTS, META = "model.safetensors", "meta.json"
 
 
 def export(folder: Path, module: nn.Module, meta: dict[str, Any]) -> None:
-    """Writes the module's weights in their own dtype, then the meta file. Replaces what is there."""
+    """Writes the module's weights in their own dtype, then the meta file. Replaces an earlier export."""
     begin(folder)
     temporary = folder / f".{WEIGHTS}"
     save_file({name: tensor.detach().contiguous() for name, tensor in module.state_dict().items()}, temporary)
@@ -31,18 +31,18 @@ def export(folder: Path, module: nn.Module, meta: dict[str, Any]) -> None:
 
 
 def begin(folder: Path) -> None:
-    """Makes room for an export. What is there counts no more: never new weights beside the meta file of old ones."""
+    """Makes room for an export. Removes meta.json first: new weights must never lie beside old ones' meta file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / META).unlink(missing_ok=True)
 
 
 def describe(folder: Path, meta: dict[str, Any]) -> None:
-    """meta.json beside weights that are there already, with their size and hash."""
+    """Writes meta.json for weights that exist already, with their size and hash."""
     atomic.write_json(folder / META, {"schema": 1, **meta, "files": [entry(folder, WEIGHTS)]})
 
 
 def entry(folder: Path, name: str) -> dict[str, Any]:
-    """What meta.json says of a file, which is on the disk from then on."""
+    """A file's entry in meta.json; the file is on the disk from then on."""
     with (folder / name).open("rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -50,7 +50,7 @@ def entry(folder: Path, name: str) -> dict[str, Any]:
 
 
 def copy(source: Path, folder: Path) -> None:
-    """An export once more under another name; a hard link where the disk can."""
+    """Copies an export to another name, by a hard link if the disk can."""
     begin(folder)
     for name in (WEIGHTS, META):
         (folder / name).unlink(missing_ok=True)
@@ -61,9 +61,9 @@ def copy(source: Path, folder: Path) -> None:
 
 
 def deliver(experiment: Experiment, phase: Phase, module: nn.Module, last: Weights, lowest: Weights | None) -> Weights:
-    """The weights to leave, which the module holds then. They are its `last`, or those of the best evaluation that has
-    a checkpoint on this disk. Said in the log and, under `delivered`, in the experiment's `outcome`. `lowest`: the best
-    evaluation, with a checkpoint or without.
+    """Puts the weights to export into the module and returns them. They are its `last`, or those of the best evaluation
+    with a checkpoint on this disk. The log, and the experiment's `outcome` under `delivered`, tell which. `lowest`: the
+    best evaluation, with or without a checkpoint.
     """
     session = experiment.session
     checkpoints, asked = session.checkpoints, session.config.delivers_best
@@ -83,7 +83,7 @@ def deliver(experiment: Experiment, phase: Phase, module: nn.Module, last: Weigh
 
 
 def val_loss(weights: Weights) -> float:
-    """For comparisons: of weights that were not evaluated infinite."""
+    """The validation loss for comparisons: infinite if not evaluated."""
     return math.inf if weights.val_loss is None else weights.val_loss
 
 

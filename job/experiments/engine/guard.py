@@ -1,7 +1,7 @@
-"""When a run is lost, or slower than was promised.
+"""Detects that a run diverges, or is slower than predicted.
 
-Lost is what diverged: the logged losses have risen and stay up, and the validation loss shows it too. Hard batches
-among easy ones show neither, however hard they are. NaN and infinity are lost at once, and the loop's own business.
+A run has diverged if the logged losses have risen and stay high, and the validation loss confirms it. Hard batches
+among easy ones do neither, however hard they are. NaN and infinity fail at once, in the loop.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from gpufleet.job.experiments.engine.device import Device
 from gpufleet.job.experiments.engine.experiment import LostError
 from gpufleet.job.kind import Guard
 
-# The level is the upper tenth of a window, the lowest that any had: a step in ten may hold a hard row (2 % of rows,
-# four a step), and it is still that of the others. Ten in a row far above it hardly ever happen in 20,000 healthy steps
-# (bench/results/guard.md). At least LEAST losses make a level.
+# The level is the upper tenth of a window, the lowest of any window: one step in ten may hold a hard row (2 % of rows,
+# four a step) without raising it. Ten losses in a row far above it hardly ever come in 20,000 healthy steps
+# (bench/results/guard.md). A level needs at least LEAST losses.
 UPPER, LEAST = 0.9, 20
-WORSE = 1.1  # times the phase's best evaluation: nothing below is out of range, though it is the second of a phase
+WORSE = 1.1  # times the phase's best evaluation: a loss below is in range, even a phase's second
 
-# Warnings: below or above these a run costs more than its bill says, or is about to fail.
+# Thresholds for warnings: beyond these a run costs more than its bill predicts, or is about to fail.
 UTILIZATION, MEMORY, PACE, MFU = 80.0, 0.95, 0.6, 0.6
 
 
@@ -29,26 +29,25 @@ class LossSpikeError(LostError):
 
 
 class SpikeGuard:
-    """Looks at one phase's logged losses, in order. Each rank's sees the same ones, so all of them stop together.
+    """Watches one phase's logged losses, in order. Every rank sees the same ones, so all of them stop together.
 
-    `known`: the state of an earlier start's, so that an interruption makes it forget nothing. `first`: the steps before
-    the phase.
+    `known`: an earlier start's state, so that an interruption forgets nothing. `first`: the steps before the phase.
     """
 
     def __init__(self, config: Guard | None = None, known: Mapping[str, Any] | None = None, *, first: int = 0) -> None:
         config, known = config or Guard(), known or {}
         self._config = config
         self._window: collections.deque[float] = collections.deque(known.get("window", ()), maxlen=config.window)
-        self._level: float | None = known.get("level")  # the lowest that the window has had
+        self._level: float | None = known.get("level")  # the lowest upper tenth so far
         self._above: int = known.get("above", 0)
-        self._lowest: float | None = known.get("lowest")  # of the evaluations in range
+        self._lowest: float | None = known.get("lowest")  # among the evaluations in range
         self._highest: float | None = known.get("highest")
         self.clean: int = known.get("clean", first)
         """The newest step whose loss, or validation loss, was in range: checkpoints up to it are good."""
 
     @property
     def state(self) -> dict[str, Any]:
-        """For the checkpoint's progress."""
+        """The state for a checkpoint's progress."""
         return {
             "window": list(self._window),
             "level": self._level,
@@ -60,12 +59,12 @@ class SpikeGuard:
 
     @property
     def suspicious(self) -> bool:
-        """The newest loss is out of range: nothing but an improvement is saved until the next one has been seen."""
+        """Whether the newest loss is out of range: then only an improvement is saved until the next is seen."""
         return self._above > 0
 
     def see(self, loss: float, step: int, val_loss: float | None = None) -> bool:
-        """A logged loss, with the evaluation of the same step if there was one. True: it has been out of range for so
-        long that `judge` wants the validation loss.
+        """A logged loss, with the evaluation of the same step if there was one. True if it has been out of range for so
+        long that `judge` needs the validation loss.
         """
         above = self._level is not None and loss > self._level + self._config.rise
         self._window.append(loss)
@@ -81,9 +80,7 @@ class SpikeGuard:
         return self._above >= self._config.in_a_row
 
     def judge(self, val_loss: float | None, step: int) -> str | None:
-        """What was seen, and that it is no divergence; None: without a validation loss it is too early to tell. Raises
-        LossSpikeError.
-        """
+        """A line that the losses are no divergence; None: too early to tell. Raises LossSpikeError."""
         assert self._level is not None
         newest = self._window[-1]
         seen = (
@@ -102,12 +99,14 @@ class SpikeGuard:
         return f"no divergence, although {seen}: the validation loss is {val_loss:.4f}, in its range"
 
     def evaluated(self, val_loss: float) -> None:
-        """An evaluation in range."""
+        """Takes an evaluation in range."""
         self._lowest = val_loss if self._lowest is None else min(self._lowest, val_loss)
         self._highest = val_loss if self._highest is None else max(self._highest, val_loss)
 
     def _in_range(self, val_loss: float) -> bool:
-        """Nearer to the phase's best evaluation than to its worst. Before the first one: as training losses are."""
+        """Whether the loss is nearer to the phase's best evaluation than to its worst. Before the first evaluation it
+        is judged like training losses.
+        """
         if self._lowest is None or self._highest is None:
             return self._level is None or val_loss <= self._level + self._config.rise
         return val_loss <= max((self._lowest + self._highest) / 2, WORSE * self._lowest)

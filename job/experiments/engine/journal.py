@@ -1,4 +1,4 @@
-"""What a run writes down of its steps: the console line, metrics.jsonl, TensorBoard, and warnings. Rank 0's alone."""
+"""Records a run's steps: the console line, metrics.jsonl, TensorBoard, and warnings. Only rank 0 does."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ FIGURES = (
 
 
 class Journal:
-    """One start's. `event` may be called on every rank; only rank 0's words are kept."""
+    """One start's records. `event` may be called on every rank; only rank 0's are kept."""
 
     def __init__(self, session: Session, phases: Sequence[Phase]) -> None:
         self._session, self._phases = session, phases
-        self.left_out = 0  # tokens of the steps that phases which ended early did not take
+        self.left_out = 0  # tokens of steps that phases skipped by ending early
         wanted = session.device.is_cuda and session.world.first
         self._gpus = Sampler(gpus=session.world.ranks_per_node) if wanted else None
-        self._events: list[str] = []  # these three for the next line
+        self._events: list[str] = []  # these three are for the next line
         self._saves: list[Save] = []
         self._resumed: int | None = None
         self._thresholds: dict[str, Thresholds] = {}
         self._scalars: Scalars | None = None
-        self._lost: set[str] = set()  # whose lines could not be written, and it was said
+        self._lost: set[str] = set()  # files whose lines could not be written, which was reported
 
     def open(self, step: int) -> None:
-        """Goes on after `step`; what is there beyond it will be repeated. Raises ValueError."""
+        """Continues after `step`; lines beyond it will be repeated. Raises ValueError."""
         if not self._session.world.first:
             return
         with self._on_any_disk(METRICS):
@@ -51,7 +51,7 @@ class Journal:
                 self._scalars = Scalars(self._session.workdir, step)
 
     def close(self) -> None:
-        """Ends what runs beside."""
+        """Ends the threads beside."""
         if self._gpus is not None:
             self._gpus.close()
         if self._scalars is not None:
@@ -59,24 +59,24 @@ class Journal:
                 self._scalars.close()
 
     def event(self, text: str, *, aloud: bool = False) -> None:
-        """Goes into the next line of metrics.jsonl; `aloud`: also said at once."""
+        """Adds an event to the next line of metrics.jsonl; with `aloud` also prints it now."""
         if aloud:
             self._session.say(text)
         self._events.append(text)
 
     def saved(self, save: Save) -> None:
-        """Goes into the next line of metrics.jsonl."""
+        """Adds a save to the next line of metrics.jsonl."""
         self._saves.append(save)
 
     def resumed(self, step: int) -> None:
-        """Goes into the next line of metrics.jsonl: the time since the line before is not training's."""
+        """Notes a resume in the next line of metrics.jsonl: the time since the line before was not training."""
         self._resumed = step
 
     def _clear(self) -> None:
         self._events, self._saves, self._resumed = [], [], None
 
     def tokens(self, step: int) -> int:
-        """Trained on when `step` is reached."""
+        """The tokens trained on up to `step`."""
         planned = sum(max(0, min(step, phase.last) - phase.first) * phase.tokens_per_step for phase in self._phases)
         return planned - self.left_out
 
@@ -92,8 +92,8 @@ class Journal:
         shown_val_loss: float | None,
         over: bool,
     ) -> None:
-        """One logged step. `values`: loss, val_loss (None unless evaluated now), grad_norm, the experiment's own.
-        `shown_val_loss`: the newest there is. `over`: it is the phase's last, perhaps before its time.
+        """Writes one logged step. `values`: loss, val_loss (None unless evaluated now), grad_norm, the experiment's own
+        figures. `shown_val_loss`: the newest. `over`: whether it is the phase's last, perhaps early.
         """
         session = self._session
         memory_gb = session.device.used_gb()
@@ -154,14 +154,14 @@ class Journal:
                 self._scalars.write(record)
 
     def _gpu_figures(self) -> dict[str, float]:
-        """What the driver says of the GPUs now. An Xid error is an event too."""
+        """The GPUs' figures from the driver. An Xid error is an event too."""
         figures = {} if self._gpus is None else self._gpus.figures()
         if (xid := figures.get("gpu_xid")) is not None:
             self.event(f"warning: the GPU's driver told Xid {xid:.0f}", aloud=True)
         return figures
 
     def evaluated(self, step: int, val_loss: float) -> None:
-        """The evaluation of a step whose line is written already."""
+        """Adds the evaluation of a step whose line is written already."""
         self._session.say(f"evaluated at {step}, where a stop had come first: {val_loss:.4f}")
         if not self._session.world.first:
             return
@@ -172,7 +172,7 @@ class Journal:
                 self._scalars.write({"step": step, "ts": round(time.time(), 3), "val_loss": val_loss})
 
     def compare(self, phase: Phase) -> None:
-        """At the phase's end: one line, the bill's figures beside the measured ones."""
+        """Prints one line at the phase's end: the bill's figures beside the measured ones."""
         if not self._session.world.first:
             return
         told = self._session.prediction(phase.name) or {}
@@ -185,7 +185,7 @@ class Journal:
 
     @contextmanager
     def _on_any_disk(self, whose: str) -> Iterator[None]:
-        """What cannot be written within it is lost, and said once of each: a full disk costs lines, never the run."""
+        """Within the block a failed write loses lines, and is reported once: a full disk never ends the run."""
         try:
             yield
         except OSError as error:
@@ -194,7 +194,7 @@ class Journal:
             self._lost.add(whose)
 
     def _eta_s(self, phase: Phase, left: int, step_s: float) -> float:
-        """`left` steps of this phase and all of later ones, in proportion to their FLOPs; no growth, no evaluation."""
+        """Seconds for `left` steps of this phase and all later phases, by their FLOPs; no growth, no evaluation."""
         later = sum(p.steps * p.flops_per_token * p.tokens_per_step for p in self._phases[phase.index + 1 :])
         return step_s * (left + later / (phase.flops_per_token * phase.tokens_per_step))
 
@@ -203,8 +203,8 @@ FLUSH_S = 30
 
 
 class Scalars:
-    """The event file of this start; what an earlier start wrote beyond `step` is hidden by TensorBoard. Raises
-    ValueError without tensorboard.
+    """The event file of this start; TensorBoard hides what an earlier start wrote beyond `step`. Raises ValueError
+    without tensorboard.
     """
 
     def __init__(self, workdir: Path, step: int) -> None:
@@ -217,10 +217,10 @@ class Scalars:
         self._writer: Any = SummaryWriter(str(workdir / SCALARS), purge_step=step + 1, flush_secs=FLUSH_S)
 
     def write(self, record: dict[str, Any]) -> None:
-        """One record of metrics.jsonl."""
+        """Writes one record of metrics.jsonl."""
         for name, number in scalars(record):
             self._writer.add_scalar(name, number, record["step"], walltime=record["ts"])
 
     def close(self) -> None:
-        """Writes what is buffered."""
+        """Writes buffered records, and closes the file."""
         self._writer.close()

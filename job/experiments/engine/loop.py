@@ -1,11 +1,10 @@
 """The training loop, one for every experiment: phases of steps, evaluation, checkpoints, stopping, the log.
 
-An experiment says which phases there are, where each one's model comes from and what is left behind at its end. The
-loop does the rest and knows nothing of models but their `Output`. The checkpoint at the end of a phase holds that
-phase's model and no moments: resuming from it repeats what turns it into the next one, which begins with moments of
-its own, or what follows training.
+An experiment defines its phases, each one's model, and the files at its end. The loop does the rest and knows nothing
+of models except their output. The checkpoint at the end of a phase holds that phase's model without moments: a resume
+from it repeats the step to the next phase, which has new moments, or what follows training.
 
-Every rank runs this loop. What depends on time, on the supervisor or on the disk is decided by rank 0 and agreed upon
+Every rank runs this loop. Rank 0 makes every decision that depends on time, supervisor or disk, and all agree on it
 once per optimizer step, so no rank ever stops or saves alone.
 """
 
@@ -45,7 +44,7 @@ from gpufleet.job.kind.common import Rung
 
 
 class Loop:
-    """Trains an experiment from wherever it stands. Raises Stopped, ValueError (LostError, what an experiment refuses),
+    """Trains an experiment from its current state. Raises Stopped, ValueError (LostError, an experiment's refusal),
     torch.OutOfMemoryError.
     """
 
@@ -54,11 +53,11 @@ class Loop:
         self.world = session.world
         self.step = 0  # steps done
         self.val_loss: float | None = None  # the newest
-        self._lowest: Weights | None = None  # of this phase's evaluations
-        self._at: tuple[Phase, nn.Module] | None = None  # what is trained now
-        self._delivered: Weights | None = None  # what that module holds once its training is over
-        self._ended: str | None = None  # why this phase is over before its last step
-        self._unevaluated = False  # a stop came before this step's evaluation was over
+        self._lowest: Weights | None = None  # among this phase's evaluations
+        self._at: tuple[Phase, nn.Module] | None = None  # the phase and model being trained
+        self._delivered: Weights | None = None  # the module's weights once its training is over
+        self._ended: str | None = None  # why this phase ends before its last step
+        self._unevaluated = False  # whether a stop came before this step's evaluation was over
         self._manifest = read_manifest(session.data)
         given = session.inputs if self.world.first else None
         self._base_weights = None if given is None else committed.weights_identity(given)
@@ -67,14 +66,14 @@ class Loop:
         self._journal = Journal(session, experiment.phases)
         self._cadence = Cadence(session, improvements=experiment.saves_improvements, event=self._journal.event)
         self._guard = SpikeGuard(self.config.guard)
-        self._retries: tuple[Retry, ...] = ()  # of this run so far, by whatever node
-        self._judged = False  # the guard has seen this step's loss
-        self._look = False  # a save waits for the next step's
+        self._retries: tuple[Retry, ...] = ()  # in this run so far, on any node
+        self._judged = False  # whether the guard has seen this step's loss
+        self._look = False  # whether a save waits for the next step's loss
         self._finite = torch.ones((), dtype=torch.bool, device=session.device.torch)
-        self._graphs: CompileCache | None = None  # of this phase, where anything is compiled
+        self._graphs: CompileCache | None = None  # of this phase, if anything is compiled
 
     def run(self) -> bool:
-        """To the end. False: what was trained last is lost, and another loop is to go on from the checkpoint before."""
+        """Trains to the end. False if training diverged, and another loop must resume from the checkpoint before."""
         try:
             with device.settings(self.session.device):
                 try:
@@ -116,8 +115,8 @@ class Loop:
         self.experiment.finish()
 
     def _go_back(self, lost: LostError) -> None:
-        """Makes the last good checkpoint the newest, for another try at a lower rate. Raises what `lost` is, with what
-        has been tried, where there is none or enough was tried.
+        """Makes the last good checkpoint the newest, for another try at a lower rate. Raises `lost` with the earlier
+        tries if there is none, or enough were made.
         """
         guard, checkpoints = self.config.guard, self.session.checkpoints
         self._note(checkpoints.wait())
@@ -141,21 +140,21 @@ class Loop:
         )
 
     def _cut(self) -> None:
-        """A limit ends the run: what it leaves, of the phase that it is in."""
+        """Writes what the run leaves from the current phase, because a limit ends it."""
         if self._at is not None:
             phase, module = self._at
             weights = self._delivered or self._deliver(phase, module, Weights(self.step, None))
             self.experiment.cut(self.step, weights)
 
     def _deliver(self, phase: Phase, module: nn.Module, last: Weights) -> Weights:
-        """The weights that the run leaves are in the module; which, is said."""
+        """Puts the weights to export into the module, and logs which they are."""
         self._note(self.session.checkpoints.wait())
         self._delivered = export.deliver(self.experiment, phase, module, last, self._lowest)
         self.experiment.outcome = {**self.experiment.outcome, "retries": [asdict(each) for each in self._retries]}
         return self._delivered
 
     def _resume(self, found: Found) -> list[Phase]:
-        """Takes over where the checkpoint stands; the phases that are left, its own included."""
+        """Takes over the checkpoint's state; the phases still to do, its own included."""
         self._retries = found.commit.retries
         self.step, self.val_loss = found.step, found.progress["val_loss"]
         self._ended = found.progress.get("ended")
@@ -182,11 +181,11 @@ class Loop:
         return list(self.experiment.phases[first:])
 
     def _phase(self, phase: Phase, module: nn.Module, found: Found | None) -> None:
-        """The steps of one phase that are left."""
+        """Trains the remaining steps of one phase."""
         rung = rungs.choose(self.session, phase)
         if found is not None and self._phase_ended(phase):
             self.session.checkpoints.load(found, {"model": self.experiment.weights(module)})
-            self._make_up(phase, module, rung, found.val_loss)  # what follows may be kept under it: never twice
+            self._make_up(phase, module, rung, found.val_loss)  # the loss below may be kept under it: never twice
             return
         opt = self.experiment.optimizer(phase, module)
         self.session.checkpoints.release()
@@ -215,14 +214,14 @@ class Loop:
                 due, stop = self.world.agree((self._due(phase, val_loss), self._stop()))
                 self._look = due is not None and not self._judged
                 if due is not None and not self._look:
-                    self._clock.settle()  # what the steps before it left the device to do is not the save's
+                    self._clock.settle()  # the device's work from earlier steps is not the save's
                     with self._cadence.saving():
                         self._save(phase, state, due, val_loss if due == "best" else None)
                         if self.config.waits_for_saves():
                             self._note(self.session.checkpoints.wait())
                 self._handle_stop(phase, state, stop, val_loss)
                 if self.step == started + 1:
-                    gc.freeze()  # what lives now lives to the phase's end: later collections need not look at it
+                    gc.freeze()  # objects alive now live to the phase's end: later collections skip them
         self._journal.compare(phase)
         self._save(phase, state, "final" if phase is self.experiment.phases[-1] else "boundary", self.val_loss)
         gc.unfreeze()
@@ -233,7 +232,7 @@ class Loop:
     def _step(
         self, phase: Phase, module: nn.Module, opt: torch.optim.Optimizer, rung: Rung, *, first: bool
     ) -> float | None:
-        """One optimizer step with its log line; the validation loss where this step is evaluated."""
+        """One optimizer step with its log line; returns the validation loss if this step is evaluated."""
         lr = self._lower(opt, self.experiment.schedule(phase, opt, self.step))
         self._clock.start()
         self._own.begin()
@@ -250,7 +249,7 @@ class Loop:
             values = self._read_back(result)
         self._clock.stop(work.full)
         if values is not None:
-            self._require_finite()  # before anything is made of weights that may not be
+            self._require_finite()  # before anything uses weights that may not be finite
         val_loss = self._evaluate(phase, module, rung) if evaluated else None
         if self._graphs is not None and (compiled := self._graphs.keep()) is not None:
             self._journal.event(compiled, aloud=True)
@@ -275,19 +274,17 @@ class Loop:
         return val_loss
 
     def _judge(self, phase: Phase, module: nn.Module, rung: Rung, val_loss: float | None) -> None:
-        """The losses look diverged: a look at the validation loss, where this step was not evaluated anyway. Raises
-        LossSpikeError.
-        """
+        """Checks the validation loss, because the losses seem to diverge. Raises LossSpikeError."""
         try:
             asked = self.experiment.measure(phase, module, rung) if val_loss is None else val_loss
         except Stopped:
-            return  # heeded after this step; the next start looks again
+            return  # it stops after this step; the next start checks again
         self._require_finite(asked)
         if (said := self._guard.judge(asked, self.step)) is not None:
             self._journal.event(said, aloud=True)
 
     def _lower(self, opt: torch.optim.Optimizer, lr: float) -> float:
-        """Every rate is lower after a retry; the one to log."""
+        """Lowers every rate after a retry; returns the one to log."""
         factor = self.config.guard.lr_factor ** len(self._retries)
         if factor != 1.0:
             for group in opt.param_groups:
@@ -295,10 +292,10 @@ class Loop:
         return lr * factor
 
     def _evaluate(self, phase: Phase, module: nn.Module, rung: Rung, known: float | None = None) -> float | None:
-        """The validation loss after this step, or the `known` one. None: nothing is held out, or a stop came first."""
+        """The validation loss after this step, or the `known` one; None without held-out data, or if a stop came first."""
         try:
             val_loss = self.experiment.evaluate(phase, self.step, module, rung) if known is None else known
-        except Stopped:  # saved and heeded as any that comes within a step
+        except Stopped:  # saves and stops like any stop within a step
             self._unevaluated = True
             return None
         self._unevaluated = False
@@ -312,15 +309,15 @@ class Loop:
         return val_loss
 
     def _make_up(self, phase: Phase, module: nn.Module, rung: Rung, known: float | None = None) -> None:
-        """The evaluation that the start before was stopped in, if it was. Its loss goes where it would have gone: into
-        the step's checkpoint, which is here, and the step's line. `known`: one that a start in between has found.
+        """Repeats the evaluation in which the start before was stopped, if any. Its loss goes into that step's
+        checkpoint, which is on this disk, and into the step's line. `known`: a loss that a start in between computed.
         """
         if not self._unevaluated:
             return
         val_loss = self._evaluate(phase, module, rung, known)
         if val_loss is not None:
             if self.world.first:
-                with suppress(OSError):  # a full disk; the next improvement is saved as if there had not been this one
+                with suppress(OSError):  # a full disk; the next improvement is then saved as if this one had not been
                     self.session.checkpoints.committed.evaluated(self.step, val_loss)
             self._cadence.recall()
             self._guard.evaluated(val_loss)
@@ -337,8 +334,9 @@ class Loop:
         }
 
     def _due(self, phase: Phase, val_loss: float | None) -> Reason | None:
-        """Why this step is to be saved. What no loss was logged for waits for the next step, whose is: a save within a
-        divergence would push out those from before. With an improvement there is none: its weights are better.
+        """Why this step is to be saved; None if it is not. A step without a logged loss waits for the next logged one:
+        a save within a divergence would push out the earlier ones. An improvement does not wait: its weights are
+        better.
         """
         if not self.world.first or self._phase_ended(phase):
             return None
@@ -348,10 +346,10 @@ class Loop:
     def _save(self, phase: Phase, state: State, reason: Reason, val_loss: float | None) -> None:
         """Starts a save of this step, unless it is saved already."""
         checkpoints = self.session.checkpoints
-        self._note(checkpoints.wait())  # the one on its way, perhaps of this very step, may fail
+        self._note(checkpoints.wait())  # the one on its way, perhaps of this step, may fail
         if self.world.agree(checkpoints.saved_step == self.step):
             return
-        self._finite &= all_finite(state)  # the update of this very step: its loss was of the weights before
+        self._finite &= all_finite(state)  # this step's update: its loss was computed with the weights before
         self._require_finite()
         if val_loss is not None:
             self._cadence.improve(val_loss)
@@ -386,7 +384,7 @@ class Loop:
         self._note(checkpoints.save(state, commit, progress))
 
     def _note(self, ended: list[Saved]) -> None:
-        """Says what became of a save. One that failed costs a checkpoint, never the run."""
+        """Logs how saves ended. A failed one costs a checkpoint, never the run."""
         for saved in ended:
             if saved.problem is None:
                 blocked_s, took_s = round(saved.blocking_s, 3), round(saved.blocking_s + saved.seconds, 3)
@@ -406,8 +404,8 @@ class Loop:
     def _handle_stop(
         self, phase: Phase, state: State | None, stop: tuple[str, bool, bool] | None, val_loss: float | None = None
     ) -> None:
-        """Once per optimizer step. `state` None: this step's checkpoint is on its way already. `val_loss`: this step's
-        evaluation, which its checkpoint must tell: no resume repeats it.
+        """Handles a stop request, once per optimizer step. `state` None: this step's checkpoint is on its way already.
+        `val_loss`: this step's evaluation, which its checkpoint must have, because no resume repeats it.
         """
         if stop is None:
             return
@@ -419,7 +417,7 @@ class Loop:
         raise Stopped(reason, ends=ends)
 
     def _require_finite(self, val_loss: float | None = None) -> None:
-        """Raises where a loss, gradient or weight of any rank so far, or this step's `val_loss`, is not finite."""
+        """Raises LossNotFiniteError if any rank's loss, gradient or weight, or this `val_loss`, is not finite."""
         what = "loss, gradients or weights are"
         if not self.world.sum((~self._finite).float()).item():
             if val_loss is None or math.isfinite(val_loss):
@@ -427,6 +425,6 @@ class Loop:
             what = f"the validation loss is {val_loss}, which is"
         saved = self.session.checkpoints.saved_step
         before = f"the checkpoint of step {saved} is from before, and finite" if saved >= 0 else "nothing is saved yet"
-        if saved == self.step:  # of an evaluation made up for, the weights are saved already
+        if saved == self.step:  # its repeated evaluation comes late: the weights are saved already
             before = f"the checkpoint of step {saved} holds these very weights, finite themselves"
         raise LossNotFiniteError(f"{what} not finite at step {self.step}; {before}")

@@ -1,4 +1,4 @@
-"""What a run says: one console line and one JSON line per logged step. And the clocks behind both."""
+"""A run's console line and JSON line per logged step. And the clocks for both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpufleet.job.measured import WARM_UP, step_times
 class StepClock:
     """Seconds per optimizer step since the last reading, without evaluations, saves and the first WARM_UP steps.
 
-    `synchronize` waits for the device; the caller logs after a read-back, so only the end of the warm-up needs it.
+    `synchronize` waits for the device; callers log after a read-back, so only the end of the warm-up needs it.
     """
 
     def __init__(self, synchronize: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> None:
@@ -29,23 +29,23 @@ class StepClock:
         self._clock = clock
         self._warm = 0
         self._seconds = 0.0
-        self.steps = 0  # that the next reading is the mean of
-        self.full = 0.0  # the same, one with fewer rows counted for as much as it has of them
+        self.steps = 0  # steps in the mean of the next reading
+        self.full = 0.0  # the same, with a step of fewer rows counted as its share
         self._began = 0.0
 
     def restart(self) -> None:
-        """A new warm-up, behind a reading."""
+        """Begins a new warm-up, after a reading."""
         self._warm = 0
 
     def start(self) -> None:
-        """A step begins."""
+        """Notes that a step begins."""
         if self._warm == WARM_UP:
             self._synchronize()
             self._warm += 1
         self._began = self._clock()
 
     def stop(self, full: float = 1.0) -> None:
-        """It ended; where it is logged, after the read-back. `full`: Work's."""
+        """Notes that the step ended, for a logged one after the read-back. `full`: as in Work."""
         if self._warm < WARM_UP:
             self._warm += 1
             return
@@ -54,7 +54,7 @@ class StepClock:
         self.full += full
 
     def settle(self) -> None:
-        """Before something other than a step waits for the device: what steps have left it to do is their time."""
+        """Waits for the device before something other than a step does: the steps' unfinished work is their time."""
         began = self._clock()
         self._synchronize()
         if self.steps:
@@ -68,26 +68,26 @@ class StepClock:
 
 
 class OwnTime:
-    """How long a step takes a node before it needs the others, by which a slow one of several is found: from its batch
-    to its last backward pass, in which gradients cross the network. A GPU's is known once it has come so far, which
-    nobody waits for.
+    """How long a step takes a node before it needs the others, which reveals a slow node: from its batch to its last
+    backward pass, in which gradients cross the network. On a GPU the time is known once it has come so far; nothing
+    waits for that.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._began, self._open = 0.0, list[tuple[torch.cuda.Event, torch.cuda.Event]]()
         self._begun: torch.cuda.Event | None = None
-        self.seconds = 0.0  # of the newest step that is known; 0: none
+        self.seconds = 0.0  # of the newest step with a known time; 0: none
 
     def begin(self) -> None:
-        """A step begins."""
+        """Notes that a step begins."""
         if self._is_cuda:
             self._begun = torch.cuda.Event(enable_timing=True)
             self._begun.record()
         self._began = time.perf_counter()
 
     def end(self) -> None:
-        """All is asked of the device that no other node takes part in."""
+        """Notes that the device has all work of this step that needs no other node."""
         if self._begun is None:
             self.seconds = time.perf_counter() - self._began
             return
@@ -100,7 +100,7 @@ class OwnTime:
 
 
 class MetricsFile:
-    """metrics.jsonl: whole lines only, flushed at once. A resume cuts off what it will repeat."""
+    """metrics.jsonl: whole lines only, flushed at once. A resume cuts off the lines that it will repeat."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -115,9 +115,7 @@ class MetricsFile:
         atomic.write_bytes(self.path, b"".join(kept))
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends one line with every key of KEYS, then the experiment's own figures. Raises OSError, without half a
-        line left behind.
-        """
+        """Appends a line with every key of KEYS, then the experiment's figures. Raises OSError, with no half line left."""
         content = lines_of.write(record)
         with self.path.open("ab", buffering=0) as file:
             before = file.seek(0, os.SEEK_END)
@@ -126,18 +124,16 @@ class MetricsFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def evaluated(self, step: int, val_loss: float) -> None:
-        """Completes the line of `step`, where there is one: a stop came before its evaluation was over, a resume has
-        made up for it. Raises OSError.
-        """
+        """Adds the loss to the line of `step`, if any, after a resume repeated a stopped evaluation. Raises OSError."""
         records = self.records()
         for record in records:
-            if record["step"] == step and record["val_loss"] != val_loss:  # another start may have said it already
+            if record["step"] == step and record["val_loss"] != val_loss:  # another start may have written it already
                 record.update(val_loss=val_loss, resumed=step)
         atomic.write_bytes(self.path, b"".join(map(lines_of.write, records)))
 
     def records(self, phase: str | None = None) -> list[dict[str, Any]]:
-        """Every line, or those of one phase. One that is none, left by a kill where the disk then was too full for
-        `resume`, is passed over: it must not fail the run at a phase's end.
+        """Every line, or those of one phase. It skips a torn line that a kill left and `resume` could not remove from a
+        full disk: that must not fail the run at a phase's end.
         """
         if not self.path.exists():
             return []
@@ -146,8 +142,8 @@ class MetricsFile:
 
 
 def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """What one phase's lines of metrics.jsonl say, by the bill's names: medians, memory's peak. None: nothing was
-    timed. A step with fewer rows is as long as one with all.
+    """The figures of one phase's lines of metrics.jsonl, by the bill's names: medians, memory's peak. None: not timed.
+    A step with fewer rows counts as long as a full one.
     """
 
     def middle(values: Iterable[float | None]) -> float | None:
@@ -164,7 +160,7 @@ def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConsoleLine:
-    """The console line. `None` prints as a dash: the figure does not exist, or not yet."""
+    """The console line. `None` prints as a dash: there is no figure (yet)."""
 
     step: int
     steps: int
@@ -179,7 +175,7 @@ class ConsoleLine:
     gpu_util: float | None
     spent_usd: float | None
     eta_s: float | None
-    validation: str = "val"  # what val_loss is called
+    validation: str = "val"  # the name of val_loss
 
     def __str__(self) -> str:
         return " | ".join(
@@ -200,7 +196,7 @@ class ConsoleLine:
 
 
 def shown(value: float | None, form: str) -> str:
-    """A dash where there is no figure."""
+    """The figure as text; a dash without one."""
     return "-" if value is None else format(value, form)
 
 

@@ -1,6 +1,6 @@
-"""The update of NarrowAdamW on a GPU: one launch for all parameters of a group, however many and however small.
+"""The update of NarrowAdamW on a GPU: one launch for all parameters of a group, whatever their number and size.
 
-A row of the table says where a parameter and its tensors lie; each program takes TILE elements of one of them.
+A row of the table holds the addresses of a parameter and its tensors; each program takes TILE elements of one of them.
 `optimizer.update_plainly` is the same arithmetic in torch operations, and draws the same random bits.
 """
 
@@ -14,11 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 2048
-COLUMNS = tl.constexpr(7)  # of the table, int64: four addresses, elements, the parameter's first tile and counter
+# of the table, int64: four addresses, number of elements, the parameter's first tile and counter
+COLUMNS = tl.constexpr(7)
 
 
 class Launch:
-    """For these tensors of one device, contiguous bf16: weights, first and second moments."""
+    """The launch for these tensors of one device, contiguous bf16: weights, first and second moments."""
 
     def __init__(self, weights: Sequence[Tensor], averages: Sequence[Tensor], squares: Sequence[Tensor]) -> None:
         assert all(tensor.is_contiguous() for tensor in (*weights, *averages, *squares))
@@ -47,7 +48,7 @@ class Launch:
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        """One update. `counters`: where the random bits of each parameter begin."""
+        """Does one update. `counters`: where the random bits of each parameter begin."""
         assert all(gradient.is_contiguous() for gradient in gradients)
         self.table[:, 1] = torch.tensor([gradient.data_ptr() for gradient in gradients])
         self.table[:, 6] = torch.tensor(counters)
@@ -77,7 +78,7 @@ def _aligned(tensor: Tensor) -> bool:
 def _update(table, owner, scale, decay, rate, root, toward1, toward2, eps, ALIGNED: tl.constexpr, TILE: tl.constexpr):
     tile = tl.program_id(0)
     row = table + tl.load(owner + tile) * COLUMNS
-    count = tl.multiple_of(tl.load(row + 4), 8) if ALIGNED else tl.load(row + 4)  # else the mask forbids it
+    count = tl.multiple_of(tl.load(row + 4), 8) if ALIGNED else tl.load(row + 4)  # else the mask forbids a wide read
     at = (tile - tl.load(row + 5)) * TILE + tl.arange(0, TILE)
     inside = at < count
     weights = _tensor(row, ALIGNED) + at
@@ -101,14 +102,14 @@ def _update(table, owner, scale, decay, rate, root, toward1, toward2, eps, ALIGN
 
 @triton.jit
 def _tensor(address, ALIGNED: tl.constexpr):
-    """The bf16 tensor whose address stands there."""
+    """The bf16 tensor at that address."""
     found = tl.load(address).to(tl.pointer_type(tl.bfloat16))
     return tl.multiple_of(found, 16) if ALIGNED else found
 
 
 @triton.jit
 def _rounded(x, bits):
-    """Stochastically to bf16; infinities and NaN stay."""
+    """Rounds stochastically to bf16; infinities and NaN stay."""
     raw = x.to(tl.int32, bitcast=True)
     up = ((raw + (bits & 0xFFFF).to(tl.int32)) & -0x10000).to(tl.float32, bitcast=True)
     return tl.where((raw & 0x7F800000) != 0x7F800000, up, x).to(tl.bfloat16)

@@ -1,12 +1,12 @@
-"""AdamW, once in fp32 (torch's fused one) and once with everything in bf16: 8 bytes per parameter, gradient included.
+"""AdamW in two forms: in fp32 (torch's fused one), and entirely in bf16 with 8 bytes per parameter, gradient included.
 
 In bf16 a step of lr 8e-5 is often smaller than the distance to the next number, and rounding to nearest would lose it.
 `NarrowAdamW` computes in fp32 and rounds weights and moments stochastically, so that they are right on average
 (Connolly, Higham, Mary 2021). Its random bits are a hash of (seed, step, parameter, element): no generator, no state,
 the same on every device, so a resumed run continues bit for bit.
 
-Arguments: the learning rate is the engine's and set before each step; weight decay per group (`groups`); betas
-and eps from the run config; amsgrad and maximize off. Moments start at 0 with each phase.
+Arguments: the engine sets the learning rate before each step; weight decay is per group (`groups`); betas and eps come
+from the run config; amsgrad and maximize are off. Moments start at 0 with each phase.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 
 from gpufleet.job.experiments.engine import parallel
 
-KEYS = (1 << 62) - 1  # with an element's number added it still fits int64
+KEYS = (1 << 62) - 1  # fits int64 with an element's number added
 Tensors = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]  # weights, first and second moments
 
 
 class Moments(Protocol):
-    """What a section `optim` says of AdamW's moments."""
+    """AdamW's settings in a section `optim`."""
 
     @property
     def betas(self) -> tuple[float, ...]: ...
@@ -56,7 +56,7 @@ def zeros(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def groups(module: nn.Module, decays: Callable[[str], bool], weight_decay: float) -> list[dict[str, Any]]:
-    """Two, in the order of the state dict: the parameters that decay, by name, and the rest."""
+    """Two groups, in the order of the state dict: the parameters that decay, by name, and the rest."""
     named = list(module.named_parameters())
     return [
         {"params": [p for name, p in named if decays(name)], "weight_decay": weight_decay},
@@ -65,7 +65,7 @@ def groups(module: nn.Module, decays: Callable[[str], bool], weight_decay: float
 
 
 def moments(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's own moment tensors by kind and parameter name: what a checkpoint holds beside the weights."""
+    """The optimizer's moment tensors by kind and parameter name, which a checkpoint holds beside the weights."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, parameter in module.named_parameters():
         for kind, tensor in optimizer.state.get(parameter, {}).items():
@@ -75,7 +75,7 @@ def moments(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Tens
 
 
 def set_step(optimizer: Optimizer, step: int) -> None:
-    """Continues after `step` steps of this phase; the bias correction depends on it."""
+    """Continues after `step` steps of this phase, which the bias correction needs."""
     for parameter in parameters(optimizer):
         if "step" in optimizer.state.get(parameter, {}):
             optimizer.state[parameter]["step"].fill_(step)
@@ -87,15 +87,16 @@ def cosine(lr: float, floor: float, share: float) -> float:
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """For the next step."""
+    """Sets the rate of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 @torch.no_grad()
 def clip(optimizer: Optimizer, max_norm: float) -> Tensor:
-    """Scales its parameters' gradients down to a global norm of `max_norm` (0: only measures), the narrow one's while
-    its next step reads them. Gives the norm before, fp32, on the device. Unlike torch's it sums bf16 gradients in fp32.
+    """Scales the parameters' gradients down to a global norm of `max_norm` (0: only measures); NarrowAdamW scales them
+    when its next step reads them. Returns the norm before, fp32, on the device. Unlike torch's it sums bf16 gradients
+    in fp32.
     """
     gradients = [p.grad for p in parameters(optimizer) if p.grad is not None]
     total = parallel.norm(gradients)
@@ -109,16 +110,16 @@ def clip(optimizer: Optimizer, max_norm: float) -> Tensor:
 
 
 class NarrowAdamW(Optimizer):
-    """AdamW whose weights and moments are bf16, stochastically rounded. On CUDA a launch per group (narrow_kernel.py),
-    which knows where the tensors lie: a checkpoint is read into these very tensors, others put in their place would not
-    be seen.
+    """AdamW whose weights and moments are bf16, stochastically rounded. On CUDA it uses one launch per group
+    (narrow_kernel.py) with fixed addresses: read a checkpoint into these very tensors, because replaced ones are not
+    seen.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, betas: tuple[float, float], eps: float, seed: int) -> None:
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.seed = seed
-        self.scale: Tensor | None = None  # fp32 scalar on the device: the next step's gradients count times this
-        self._step = torch.zeros((), dtype=torch.int64)  # every parameter's
+        self.scale: Tensor | None = None  # fp32 scalar on the device: multiplies the next step's gradients
+        self._step = torch.zeros((), dtype=torch.int64)  # the same for every parameter
         for parameter in parameters(self):
             moments = {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
             self.state[parameter] = {"step": self._step, **moments}
@@ -126,7 +127,7 @@ class NarrowAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update from bf16 gradients, which stay as they are. `scale` counts once."""
+        """Does one update from bf16 gradients, which stay unchanged. `scale` is used once."""
         self._step += 1
         step, index = int(self._step), 0
         for group, update in zip(self.param_groups, self._updates, strict=True):
@@ -152,9 +153,9 @@ class NarrowAdamW(Optimizer):
 
 
 def _updater(tensors: Tensors) -> Callable[..., None]:
-    """One update of all of them."""
+    """A function that updates all of these tensors once."""
     if tensors[0][0].device.type == "cuda":
-        from gpufleet.job.experiments.engine.narrow_kernel import Launch  # Triton is there for Linux alone
+        from gpufleet.job.experiments.engine.narrow_kernel import Launch  # Triton exists only on Linux
 
         return Launch(*tensors)
     return functools.partial(update_plainly, tensors)
@@ -172,7 +173,7 @@ def update_plainly(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """narrow_kernel.Launch in torch operations, one parameter after the other."""
+    """The same as narrow_kernel.Launch in torch operations, one parameter after the other."""
     for weight, average, square, gradient, counter in zip(*tensors, gradients, counters, strict=True):
         g = gradient.float() * scale
         m = torch.lerp(average.float(), g, 1 - betas[0])
@@ -185,8 +186,8 @@ def update_plainly(
 
 
 def stochastic_bf16(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 to one of the two bf16 neighbours, up with the probability of the part that is cut off. `bits` int64, its
-    lowest 16 bits uniform. Infinities and NaN stay what they are.
+    """Rounds fp32 to one of its two bf16 neighbours, up with the probability of the part that is cut off. `bits` is
+    int64 with uniform lowest 16 bits. Infinities and NaN stay what they are.
     """
     raw = x.view(torch.int32)
     rounded = ((raw + (bits & 0xFFFF).to(torch.int32)) & -0x10000).view(torch.float32)
@@ -206,10 +207,10 @@ def _shift(x: Tensor, by: int) -> Tensor:
 
 
 def _key(seed: int, step: int, index: int) -> int:
-    """Where this parameter's counters begin at this step: far apart, positive, within int64."""
+    """Where this parameter's counters begin at this step: far from others, positive, within int64."""
     return (((seed * 1_000_003 + step) * 1_000_003 + index) * 0x9E3779B97F4A7C15) & KEYS
 
 
 def parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All that it updates. A module's own walk through its parts takes the host longer, at every step."""
+    """All parameters that it updates. Walking through the module would take the host longer, at every step."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

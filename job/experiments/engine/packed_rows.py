@@ -1,8 +1,8 @@
 """Packed rows as micro-batches: every row once per epoch, in an order from (seed, epoch).
 
-All rows of the global batch are known to every rank, so the number of tokens that count is known without asking
-anybody. Rows stay in host memory: a step's are some hundred kilobytes. Legend: R rows, T tokens of a row, N = R x T,
-K examples of a micro-batch at most, and one.
+Every rank knows all rows of the global batch, so it knows the number of tokens that count without communication. Rows
+stay in host memory: a step needs some hundred kilobytes. Legend: R rows, T tokens of a row, N = R x T, K at most the
+examples of a micro-batch plus one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from gpufleet.job.experiments.engine.parallel import World
 class PackedBatches:
     """Both splits of a packed dataset. `waited_s` adds up the seconds spent on making batches.
 
-    With a `renderer` the training rows are tokenised anew from their texts at every step: what it costs not to have
-    done it before, with the same result.
+    With a `renderer` it tokenises training rows from their texts at every step: that measures the cost of doing so,
+    with the same result.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PackedBatches:
         self.row = self.splits["train"].row
         self.waited_s = 0.0
         self.longest = min(int(manifest.facts.get("longest", self.row)), self.row)  # tokens of an example, at most
-        # In a row: examples, and the padding at the end in pieces. A row of padding alone has one example fewer.
+        # In a row: examples, and the pieces of padding at its end. A row of padding alone has one example fewer.
         self._most = int(manifest.facts["most_examples"]) + math.ceil((self.row - 1) / self.longest)
         self._renderer, self._cut = renderer, (manifest.facts["loss_on"], self.longest)
         self._texts = [] if renderer is None else (folder / TEXTS).read_bytes().split(b"\n")
@@ -71,15 +71,13 @@ class PackedBatches:
         return in_epochs(places, count, lambda epoch: self._order(seed, epoch, count))
 
     def fixed(self, rows: int) -> Ids:
-        """`rows` validation rows, the same ones every time, evenly spread; all of them where there are fewer."""
+        """`rows` validation rows, always the same, evenly spread; all of them if there are fewer."""
         count = len(self.splits["validation"])
         wanted = min(rows, count)
         return np.arange(wanted, dtype=np.int64) * count // wanted
 
     def work(self, split: Split, rows: Ids, micro: int, *, per_step: int | None = None) -> Work:
-        """This rank's share of the global batch, in micro-batches of at most `micro` rows. `per_step`: the rows of a
-        step that has all of them, where it is one.
-        """
+        """This rank's share of the global batch, at most `micro` rows at once. `per_step`: rows of a full step."""
         full = len(rows) / per_step if per_step else 1.0
         return Work(self._micros(self.splits[split], rows, micro), self.splits[split].counted(rows), full)
 
@@ -91,8 +89,8 @@ class PackedBatches:
             yield made
 
     def _micro(self, rows: PackedRows, real: Ids, part: Part) -> Micro:
-        """(tokens, targets, documents, starts, longest): [R, T] int64 but starts, [K] int32, and longest, a number: no
-        two starts are farther apart.
+        """(tokens, targets, documents, starts, longest): [R, T] int64, except starts, [K] int32, and longest, the
+        largest distance between two starts.
         """
         size = len(real) + part.missing
         tokens = np.zeros((size, self.row), dtype=np.int64)
@@ -103,7 +101,7 @@ class PackedBatches:
         else:
             tokens[: len(real)], marks[: len(real)] = rows.tokens[real], rows.marks[real]
         targets = np.full_like(tokens, IGNORED)
-        targets[:, :-1] = np.where(marks[:, 1:] & 1, tokens[:, 1:], IGNORED)  # an example's first never counts
+        targets[:, :-1] = np.where(marks[:, 1:] & 1, tokens[:, 1:], IGNORED)  # an example's first token never counts
         documents = marks >> 1
         starts = _starts(documents, self.longest, size * self._most + 1)
         arrays = (torch.from_numpy(a) for a in (tokens, targets, documents, starts))
@@ -125,7 +123,7 @@ class PackedBatches:
 def _starts(documents: NDArray[np.int64], longest: int, length: int) -> NDArray[Any]:
     """[K] int32: where an example, or a piece of padding, begins in the flat batch; then N until the end, so K never
     changes. Padding is cut into pieces no longer than an example: the kernel launches as much for every sequence as for
-    the longest, and what padding attends to counts nowhere.
+    the longest, and the attention of padding is never used.
     """
     begins = np.ones(documents.shape, dtype=np.bool_)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]

@@ -1,13 +1,14 @@
-"""The processes of a run: who they are, what they agree on, and how a module is spread over them.
+"""The processes of a run: their ranks, their common decisions, and how a module is spread over them.
 
-Two ways to spread: `shard` (FSDP2: each rank holds a part of every weight, gradient and moment) for what is too large
-or trained whole, `replicate` for small trainable sets (an adapter). Both sum gradients over ranks and never average:
-the loss of each rank is divided by the tokens of the whole global batch already.
+There are two ways to spread: `shard` (FSDP2: each rank holds a part of every weight, gradient and moment) for models
+that are too large or trained whole, `replicate` for small trainable sets (an adapter). Both sum gradients over ranks
+and never average: the loss of each rank is divided by the tokens of the whole global batch already.
 
-Several nodes: each holds all of it, cut over its own GPUs alone (HSDP), so that one node's disk has a whole checkpoint
-and what crosses the network is one sum of gradients a step. Node 0 saves; the others' ranks are given what it reads.
+With several nodes, each holds all of it, split over its own GPUs alone (HSDP), so that one node's disk has a whole
+checkpoint and only one sum of gradients per step crosses the network. Node 0 saves; the other nodes' ranks get what it
+reads.
 
-Decisions travel on a CPU gloo group of their own, saves on another one, because they run beside training.
+Decisions use a CPU gloo group of their own, and so do saves, because they run beside training.
 """
 
 from __future__ import annotations
@@ -28,39 +29,39 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gpufleet.job.experiments.engine.device import require_cuda
 
-MESSAGE_BYTES, LENGTH_BYTES = 512, 4  # of a decision: one broadcast of a fixed size, which begins with its length
+MESSAGE_BYTES, LENGTH_BYTES = 512, 4  # for a decision: one broadcast of a fixed size, which begins with its length
 PATIENCE = timedelta(minutes=60)  # one rank may read or write gigabytes while the others wait for its tensors
-LONG_PATIENCE = timedelta(days=2)  # for its word: what follows training may be rank 0's alone, and takes hours
+LONG_PATIENCE = timedelta(days=2)  # for rank 0's decision: what follows training may be its work alone, for hours
 JSON = TypeVar("JSON")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """The processes of this run. With size 1 nothing here communicates."""
+    """The processes of this run. With size 1 nothing communicates."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     node: int = 0
     nodes: int = 1
-    control: dist.ProcessGroup | None = None  # gloo: decisions
-    saves: dist.ProcessGroup | None = None  # gloo: checkpoints, from a thread of their own; of node 0's ranks
-    mesh: DeviceMesh | None = None  # of the training device
-    host_mesh: DeviceMesh | None = None  # the same ranks on the CPU, for what is copied there
+    control: dist.ProcessGroup | None = None  # gloo, for decisions
+    saves: dist.ProcessGroup | None = None  # gloo, for checkpoints, from their own thread; for node 0's ranks
+    mesh: DeviceMesh | None = None  # on the training device
+    host_mesh: DeviceMesh | None = None  # the same ranks on the CPU, for copies there
 
     @property
     def first(self) -> bool:
-        """Rank 0: the one that logs and writes files."""
+        """Whether this is rank 0, which logs and writes files."""
         return self.rank == 0
 
     @property
     def first_here(self) -> bool:
-        """The one that writes for its node's supervisor."""
+        """Whether this rank writes for its node's supervisor."""
         return self.local_rank == 0
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of a node."""
+        """The number of ranks per node."""
         return self.size // self.nodes
 
     @property
@@ -70,17 +71,17 @@ class World:
 
     @property
     def is_saving(self) -> bool:
-        """Checkpoints lie on this node's disk."""
+        """Whether checkpoints lie on this node's disk."""
         return self.node == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """`tensor`, in place, summed over ranks."""
+        """`tensor`, summed over ranks in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def agree(self, value: JSON) -> JSON:
-        """Rank 0's `value` (JSON), on every rank. One broadcast of MESSAGE_BYTES, and another for what is longer."""
+        """Rank 0's `value` (JSON), on every rank, by one broadcast of MESSAGE_BYTES, or two for longer values."""
         if self.size == 1:
             return value
         words = json.dumps(value).encode() if self.first else b""
@@ -91,7 +92,7 @@ class World:
         return cast(JSON, json.loads(whole[LENGTH_BYTES:length]))
 
     def _broadcast(self, content: bytes, size: int) -> bytes:
-        """Rank 0's `content`, filled up to `size` bytes."""
+        """Rank 0's `content`, padded to `size` bytes."""
         message = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
         dist.broadcast(message, 0, group=self.control)
         return bytes(message.tolist())
@@ -105,19 +106,19 @@ class World:
         return found
 
     def barrier(self) -> None:
-        """Until every rank is here."""
+        """Waits until every rank is here."""
         if self.size > 1:
             dist.barrier(group=self.control)
 
     def close(self) -> None:
-        """Leaves together: a rank that is gone while others still talk to it looks like a failure to them."""
+        """Leaves the group together: a rank that leaves while others still communicate looks like a failure to them."""
         if self.size > 1:
             self.barrier()
             dist.destroy_process_group()
 
 
 def expected() -> World:
-    """The world that torchrun's environment names, nobody met yet; of size 1 without one."""
+    """The world in torchrun's environment, without communication; of size 1 without torchrun."""
 
     def number(name: str, otherwise: int) -> int:
         return int(os.environ.get(name, otherwise))
@@ -132,7 +133,7 @@ def expected() -> World:
 
 
 def join(kind: str) -> World:
-    """The processes of this run once all have met, on devices of `kind` (cuda or cpu). Raises NodeRefusedError."""
+    """The run's processes once all have met, on devices of `kind` (cuda or cpu). Raises NodeRefusedError."""
     named = expected()
     if named.size == 1:
         return World()
@@ -140,16 +141,16 @@ def join(kind: str) -> World:
         require_cuda()
         torch.cuda.set_device(named.local_rank)
         if not named.spans_nodes:
-            # AWS's image brings NCCL a plugin for EFA, which one node has not: it fails, or tunes NCCL for it.
+            # AWS's image has an NCCL plugin for EFA, which a single node lacks: it would fail, or tune NCCL for it.
             os.environ.setdefault("NCCL_NET_PLUGIN", "none")
-            # Its container has no other interface, and that image's nccl.conf leaves this one out.
+            # Its container has no other interface, and that image's nccl.conf excludes this one.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=PATIENCE)
     return meet(kind, local_rank=named.local_rank, nodes=named.nodes)
 
 
 def meet(kind: str, *, local_rank: int, nodes: int = 1) -> World:
-    """The world of the default process group, which exists: as many ranks on each node, those of node 0 first."""
+    """The world of the default process group, which must exist: as many ranks on each node, those of node 0 first."""
     rank, size = dist.get_rank(), dist.get_world_size()
     here = size // nodes
     shape, names = ((size,), None) if nodes == 1 else ((nodes, here), ("node", "gpu"))
@@ -176,15 +177,15 @@ def shard(
     whole: Iterable[Tensor] = (),
 ) -> nn.Module:
     """The module with its weights spread over a node's ranks, gathered block by block in `compute` (FSDP2; gradients
-    are summed in fp32). `reshard`: a block's weights are dropped again after its forward pass (ZeRO-3), or kept until
-    its backward pass (ZeRO-2). Those in `whole` stay so on every rank. With one rank the module is what it was.
+    are summed in fp32). `reshard`: a block's weights are dropped after its forward pass (ZeRO-3), not kept until its
+    backward pass (ZeRO-2). Tensors in `whole` stay whole on every rank. With one rank the module stays as it is.
     """
     if world.size == 1:
         return module
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute == torch.float32 else compute,
         reduce_dtype=torch.float32,
-        cast_forward_inputs=False,  # rotations stay in fp32, the model casts for itself
+        cast_forward_inputs=False,  # rotations stay in fp32; the model casts by itself
     )
     kept = {each for each in whole if isinstance(each, nn.Parameter)}
     for part in (*blocks, module):
@@ -204,7 +205,7 @@ def shard(
 
 @torch.no_grad()
 def fill(parameter: Tensor, whole: Tensor) -> None:
-    """Writes all of a tensor into a parameter; of one that is spread each rank cuts out its own part by itself."""
+    """Writes a whole tensor into a parameter; of a sharded one each rank takes its own part."""
     whole = whole.to(parameter.device)
     if isinstance(parameter, DTensor):
         whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -212,14 +213,14 @@ def fill(parameter: Tensor, whole: Tensor) -> None:
 
 
 def reduce_between(module: nn.Module, world: World, *, wanted: bool) -> None:
-    """Whether the backward pass that follows sums what `shard` spread between nodes too: once a step is enough."""
+    """Sets whether the next backward pass also sums sharded gradients between nodes: once per step is enough."""
     if world.spans_nodes and isinstance(module, FSDPModule):
         module.set_requires_all_reduce(wanted)
 
 
 @torch.no_grad()
 def hand_on(tensors: Iterable[Tensor], world: World) -> None:
-    """Gives the ranks of other nodes what those of node 0 hold, in place. Every rank calls it."""
+    """Copies the tensors of node 0's ranks to those of other nodes, in place. Every rank calls it."""
     if not world.spans_nodes:
         return
     assert world.mesh is not None
@@ -229,8 +230,8 @@ def hand_on(tensors: Iterable[Tensor], world: World) -> None:
 
 
 def replicate(module: nn.Module, world: World) -> nn.Module:
-    """The module with rank 0's trained weights on every rank; frozen ones are each rank's own, from the same file. Its
-    gradients are summed once per optimizer step (`reduce`).
+    """The module with rank 0's trained weights on every rank; frozen ones come from each rank's own file. Its gradients
+    are summed once per optimizer step (`reduce`).
     """
     if world.size > 1:
         with torch.no_grad():
@@ -256,12 +257,12 @@ def reduce(parameters: Iterable[nn.Parameter], world: World) -> None:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of it, where it is, on every rank. Every rank calls it."""
+    """The whole tensor on every rank, on its device. Every rank calls it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gather(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Whole tensors in host memory on rank 0, one at a time, and nothing on the others. Every rank calls it."""
+    """Whole tensors in host memory on rank 0, one at a time; nothing on the others. Every rank calls it."""
     found = {}
     for name, tensor in tensors.items():
         full = full_tensor(tensor)
@@ -271,7 +272,7 @@ def gather(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
 
 
 def cut_over(tensor: DTensor) -> tuple[dist.ProcessGroup, int, int]:
-    """The ranks that hold the parts of a tensor: their group, how many they are, and this one's place."""
+    """The ranks that share a tensor: their group, their number, and this one's place."""
     mesh = tensor.device_mesh
     last = mesh.ndim - 1
     return mesh.get_group(last), mesh.size(last), mesh.get_local_rank(last)
@@ -283,7 +284,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def on_host(tensor: Tensor, part: Tensor, world: World) -> Tensor:
-    """`part`, host memory for this rank's own part of `tensor`, as the same shard of the same whole."""
+    """`part`, host memory for this rank's part of `tensor`, as the same shard of the whole."""
     if not isinstance(tensor, DTensor):
         return part
     assert world.host_mesh is not None
@@ -305,7 +306,7 @@ def norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _own_norms(gradients: list[Tensor]) -> list[Tensor]:
-    """One launch for many of them. Gradients of one run have one dtype."""
+    """The norms, by one launch for many gradients. Gradients of one run have one dtype."""
     if not gradients:
         return []
     wide = torch.promote_types(gradients[0].dtype, torch.float32)

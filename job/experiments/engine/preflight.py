@@ -1,8 +1,9 @@
-"""Is this node what it was rented as? Some seconds before the first step of an attempt, on each rank's own GPU.
+"""Checks that this node is as it was rented. This takes some seconds before an attempt's first step, on each rank's own
+GPU.
 
-A GPU that is slow, throttled or missing costs its full price, and a run that starts on it costs hours before anybody
-looks. A node that fails is refused: the attempt ends, the fleet brings another one. The supervisor lets a run go on
-with a warning after some refusals (job/supervisor), because then it is not the node.
+A GPU that is slow, throttled or missing costs its full price, and hours pass before anybody looks. A node that fails is
+refused: the attempt ends, and the fleet starts another one. After some refusals the supervisor lets a run go on with a
+warning (job/supervisor), because then the node is not the cause.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from gpufleet.job.experiments.engine.device import Device, NodeRefusedError, Pee
 from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.gpus import ask
 
-# Refused below these. A sound GPU reaches 60 to 90 % of either data sheet figure in a plain product or copy; one that
-# has lost its clocks or a memory stack stays far below. Estimates, 2026-11. An L4 at its 72 W falls to its base clock,
-# 795 of 2040 MHz, in long products (a 70 W T4, likewise sound: 24 of 65 TFLOP/s; NVIDIA's forum, thread 264462).
+# A GPU below these is refused. A sound one reaches 60 to 90 % of either data sheet figure in a plain product or copy;
+# one that has lost its clocks or a memory stack stays far below. They are estimates, 2026-11. An L4 at its 72 W falls
+# to its base clock, 795 of 2040 MHz, in long products (a 70 W T4, likewise sound: 24 of 65 TFLOP/s; NVIDIA's forum,
+# thread 264462).
 MATMUL_SHARE, BANDWIDTH_SHARE = 0.4, 0.4
 POWER_LIMITED = {"NVIDIA L4": 0.2}  # instead of MATMUL_SHARE
-TO_HOST_GB_S = 1.5  # pinned; PCIe 4.0 x8 has 16. Below it a checkpoint of 10 GB stops training for 7 s and more
+TO_HOST_GB_S = 1.5  # pinned; PCIe 4.0 x8 has 16. below it a checkpoint of 10 GB delays training by 7 s and more
 
-# Causes, not hw_slowdown: that one is also set while clocks change (NVML reference, 2026-11), as they do just then.
+# Causes, without hw_slowdown: that is also set while clocks change (NVML reference, 2026-11), as they do just then.
 CLOCKS = "clocks_event_reasons.hw_power_brake_slowdown,clocks_event_reasons.hw_thermal_slowdown,clocks.sm,clocks.max.sm"
 SMI_S = 20.0
 LIMIT_S = 60.0  # for one rank's measurements, which take some seconds
@@ -41,7 +43,7 @@ BEST_OF = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """One rank's device. None: unknown, and not judged."""
+    """The measurements of one rank's device. None: unknown, and not judged."""
 
     gpus: int
     matmul_tflops: float
@@ -64,20 +66,20 @@ def run(
     say: Callable[[str], None],
     hung: Callable[[str], object],
 ) -> None:
-    """Measures, once per attempt; every rank calls it. `gpus`: as many as the run config asks for, None: any. `hung`:
-    called from a thread when this rank's GPU has not answered within LIMIT_S, with the reason; it ends the process,
-    because nothing else can.
+    """Measures once per attempt; every rank calls it. `gpus`: the number that the run config asks for, None: any.
+    `hung` is called from a thread, with the reason, when this rank's GPU has not answered within LIMIT_S; it ends the
+    process, because nothing else can.
 
-    Leaves preflight.json. Raises NodeRefusedError on every rank of a node when one of them is refused, PeerRefusedError
-    on other nodes, unless the supervisor has left accept.json.
+    Writes preflight.json. Raises NodeRefusedError on every rank of a node if one of them is refused, and
+    PeerRefusedError on other nodes, unless the supervisor has written accept.json.
     """
-    if (workdir / PREFLIGHT).exists():  # a restart on a lower rung
+    if (workdir / PREFLIGHT).exists():  # this is a restart on a lower rung
         return
     began = time.perf_counter()
 
     def give_up() -> None:
         problem = f"rank {world.rank}: no answer from {device.name} within {LIMIT_S:.0f} s: it hangs"
-        with suppress(OSError):  # said all the same
+        with suppress(OSError):  # the log has it anyway
             Preflight(problems=(problem,)).write(workdir)
         hung(problem)
 
@@ -86,7 +88,7 @@ def run(
         try:
             own = measure(device)
             judged = judge(own, gpus=gpus)
-        except RuntimeError as error:  # CUDA's: memory with errors that cannot be corrected, a GPU that is lost
+        except RuntimeError as error:  # from CUDA: uncorrectable memory errors, a lost GPU
             judged = [f"{device.name} fails: {str(error).splitlines()[0]}"]
     found = world.every([{} if own is None else asdict(own), judged])
     told = [(rank, f"rank {rank}: {text}") for rank, (_, texts) in enumerate(found) for text in texts]
@@ -119,7 +121,7 @@ def run(
 
 
 def measure(device: Device) -> Measured:
-    """Some seconds on a GPU, some milliseconds on a CPU (smaller sizes)."""
+    """Measures for some seconds on a GPU, some milliseconds on a CPU (smaller sizes)."""
     cuda = device.is_cuda
     matmul = _matmul_tflops(device, 8192 if cuda else 256)
     clock, clock_max, throttled = _clocks(device) if cuda else (None, None, None)
@@ -140,7 +142,7 @@ def measure(device: Device) -> Measured:
 
 
 def judge(found: Measured, *, gpus: int | None) -> list[str]:
-    """Why the node is refused; empty: it is not."""
+    """Reasons to refuse the node; empty if there are none."""
     problems = []
     if gpus is not None and found.gpus < gpus:
         problems.append(f"{found.gpus} of the {gpus} GPUs that the run config asks for (job.parameters.gpus)")
@@ -163,7 +165,7 @@ def judge(found: Measured, *, gpus: int | None) -> list[str]:
 
 @contextmanager
 def _limited(give_up: Callable[[], None]) -> Iterator[None]:
-    """Within it nothing takes longer than LIMIT_S."""
+    """Calls `give_up` if the block takes longer than LIMIT_S."""
     watchdog = threading.Timer(LIMIT_S, give_up)
     watchdog.daemon = True
     watchdog.start()
@@ -174,7 +176,7 @@ def _limited(give_up: Callable[[], None]) -> Iterator[None]:
 
 
 def parse_clocks(answer: Sequence[Sequence[str]]) -> tuple[int | None, int | None, bool | None]:
-    """(MHz now, MHz at most, slowed down by the hardware) from nvidia-smi's answer; None where it says nothing."""
+    """(MHz now, MHz at most, slowed down by the hardware) from nvidia-smi's answer; None for what it does not tell."""
     words = answer[0] if answer else ()
     if len(words) != 4:
         return None, None, None
@@ -189,8 +191,8 @@ def _clocks(device: Device) -> tuple[int | None, int | None, bool | None]:
 
 
 def _seconds(device: Device, act: Callable[[], object], times: int) -> float:
-    """Seconds of one `act`, the best of some rounds. A sound node may be disturbed, and is by what the first round
-    warms up; a bad one has no good round.
+    """Seconds of one `act`, the best of several rounds. The first round warms a sound node up, and others may disturb
+    it; a bad one has no good round.
     """
     best = float("inf")
     for _ in range(BEST_OF):
@@ -210,7 +212,7 @@ def _matmul_tflops(device: Device, size: int) -> float:
 
 
 def _copy_gb_s(device: Device, size: int) -> float:
-    """Read and written bytes of a copy within the device's memory."""
+    """GB/s read and written by a copy within the device's memory."""
     a = torch.zeros(size, dtype=torch.uint8, device=device.torch)
     b = torch.empty_like(a)
     return 2 * size / _seconds(device, lambda: b.copy_(a), 5) / 1e9

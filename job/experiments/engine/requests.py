@@ -1,4 +1,4 @@
-"""What the supervisor asks of a trainer, looked at once per optimizer step: to save or to stop."""
+"""The supervisor's requests to save or to stop, read once per optimizer step."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from gpufleet.job.contract.workdir import SAVE, STOP
 
 
 class Requests:
-    """stop.json and save.json of a work folder, and SIGTERM or Ctrl-C for a trainer that somebody started by hand."""
+    """stop.json and save.json in a work folder; also SIGTERM or Ctrl-C, for a trainer that somebody started by hand."""
 
     def __init__(self, workdir: Path) -> None:
         self._workdir = workdir
         self._signal: str | None = None
 
     def heed_signals(self) -> None:
-        """SIGTERM and SIGINT become a stop request with a save. Main thread only."""
+        """Turns SIGTERM and SIGINT into a stop request with a save. Call it in the main thread."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
     def stop(self) -> Stop | None:
         """The stop request, if there is one."""
         if (self._workdir / STOP).exists():
-            return Stop.read(self._workdir) or Stop()  # whatever it says, somebody wants a stop
+            return Stop.read(self._workdir) or Stop()  # even if it is unreadable, somebody wants a stop
         return None if self._signal is None else Stop(reason=self._signal, save=True)
 
     def save(self) -> bool:
-        """Whether an asynchronous save was asked for since the last look."""
+        """Whether a save was requested since the last call."""
         if not (self._workdir / SAVE).exists():
             return False
         (self._workdir / SAVE).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Which rung of the micro-batch ladder a phase runs on: decided by predicted memory, before its first step."""
+"""Chooses the rung of the micro-batch ladder for a phase, by predicted memory, before its first step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gpufleet.job.kind.common import Rung
 
 
 def choose(session: Session, phase: Phase) -> Rung:
-    """The rung asked for, or the first lower one that is predicted to fit this GPU. Left in rung.json.
+    """The rung asked for, or the first lower one that is predicted to fit this GPU. Writes it to rung.json.
 
-    Raises ValueError where none fits.
+    Raises ValueError if none fits.
     """
     config, ranks = session.config.with_facts(read_manifest(session.data).facts), session.world.size
     ladder = config.ladder(ranks)
@@ -42,6 +42,6 @@ def choose(session: Session, phase: Phase) -> Rung:
             used.write(session.workdir)
         except OSError as error:
             with suppress(OSError):
-                (session.workdir / RUNG).unlink(missing_ok=True)  # not another phase's
+                (session.workdir / RUNG).unlink(missing_ok=True)  # the file may be of another phase
             session.say(f"warning: rung.json is not written; an out-of-memory goes one rung down: {error}")
     return rung

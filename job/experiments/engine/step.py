@@ -1,7 +1,7 @@
-"""One optimizer step: the arithmetic of training, without a schedule, a log or a checkpoint.
+"""One optimizer step: the arithmetic of training, without schedule, log or checkpoint.
 
-Precision: parameters are fp32 (bf16 where the phase's state is); each product inside the model casts its own weight to
-the compute dtype, so there is no autocast and no second copy to keep. Loss and norms are fp32.
+Precision: parameters are fp32 (bf16 if the phase's state is); each product inside the model casts its own weight to the
+compute dtype, so there is no autocast and no second copy to keep. Loss and norms are fp32.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from gpufleet.job.experiments.engine import optimizer, parallel
 from gpufleet.job.experiments.engine.data import mix
 from gpufleet.job.experiments.engine.experiment import Experiment, ForwardOutput, Micro, Work
 
-GRAPHS = 16  # of one phase's block, one more is an error: sizes of micro-batches, training and evaluation, take up to 8
+GRAPHS = 16  # the most graphs of one phase's block: sizes of micro-batches, training and evaluation, take up to 8
 
 
 class StepResult(NamedTuple):
-    """One optimizer step, on the device: nothing is read back until it is logged."""
+    """One optimizer step's results on the device; only logging reads them back."""
 
-    loss: Tensor  # this rank's part of the mean over the tokens of the global batch, nats, fp32
-    grad_norm: Tensor  # before clipping, of all ranks
+    loss: Tensor  # this rank's part of the mean over the global batch's tokens, nats, fp32
+    grad_norm: Tensor  # before clipping, over all ranks
     aux: dict[str, Tensor]  # this rank's part of the figures
 
 
@@ -39,10 +39,10 @@ def update(
 ) -> StepResult:
     """Forward and backward over the micro-batches of the global batch after `step` steps, then one update.
 
-    Loss and gradient are means over the tokens of the whole batch, so how it is cut over micro-batches and ranks does
-    not change them (an auxiliary term, a mean itself, is weighted by each micro-batch's share). Random numbers drawn
-    within the model are a function of (seed, step, place of the micro-batch). `before_exchange` is called before the
-    last backward pass, in which several nodes sum their gradients.
+    Loss and gradient are means over the tokens of the whole batch, so its split over micro-batches and ranks does not
+    change them (an auxiliary term, itself a mean, is weighted by each micro-batch's share). Random numbers drawn within
+    the model are a function of (seed, step, place of the micro-batch). `before_exchange` is called before the last
+    backward pass, in which several nodes sum their gradients.
     """
     loss: Tensor | None = None
     aux: dict[str, Tensor] = {}
@@ -84,9 +84,9 @@ def _with_last(micros: Iterable[Micro]) -> Iterator[tuple[Micro, bool]]:
 
 @contextlib.contextmanager
 def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) -> Iterator[bool]:
-    """Within it, each block's forward runs compiled on CUDA, where wanted: one graph for all blocks, static shapes;
-    FSDP2's hooks around it, which no graph can hold, do not. So does a `loss` of the module's own, whose passes over
-    the logits become one. Outside, and on a CPU, the module runs as written. Gives whether anything is compiled.
+    """Within the block each block's forward runs compiled on CUDA, if wanted: one graph for all blocks, static shapes,
+    without FSDP2's hooks, which no graph can hold. The module's own `loss` is compiled too, so that its passes over the
+    logits become one. Outside, and on a CPU, the module runs as written. Yields whether anything is compiled.
     """
     blocks = list(getattr(module, "blocks", ())) if device.type == "cuda" and wanted else []
     if not blocks:
@@ -101,4 +101,4 @@ def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) ->
     finally:
         for owner, name in parts:
             delattr(owner, name)
-        torch.compiler.reset()  # graphs of all phases share one cache
+        torch.compiler.reset()  # the graphs of all phases share one cache

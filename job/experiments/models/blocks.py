@@ -63,7 +63,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
         q, k, v = (torch.unflatten(y, -1, (self.heads, -1)) for y in fused_linear(x_BTd, self.q, self.k, self.v))
-        # Turned before heads and positions change places: so attention's result lies as o reads it, without a copy.
+        # Turned before heads and positions swap, so attention's result has o's layout, without a copy.
         cos_T1P, sin_T1P = cos_TP[:, None], sin_TP[:, None]
         q, k = rotate(q, cos_T1P, sin_T1P), rotate(k, cos_T1P, sin_T1P)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -101,8 +101,8 @@ class Experts(nn.Module):
         weights_NK = top_NK.softmax(-1).to(x_Nd.dtype)
         routing = Routing.from_logits(logits_NE, chosen_NK)
         weights = [p.to(x_Nd.dtype) for p in (self.up.weight, self.up.bias, self.down.weight, self.down.bias)]
-        # Evaluation never drops, and grouped_mm takes bf16, on the CPU also fp32, and rows of whole 16 bytes (torch
-        # 2.13): where it cannot be used and nothing may be dropped, the padded product has a row for every token.
+        # Evaluation never drops, and grouped_mm takes bf16 (on the CPU also fp32) and rows of whole 16 bytes (torch
+        # 2.13): if it cannot be used and nothing may be dropped, the padded product has a row for every token.
         narrow = x_Nd.dtype == torch.bfloat16 or (x_Nd.dtype == torch.float32 and x_Nd.device.type == "cpu")
         whole = not any(size * x_Nd.element_size() % 16 for size in self.up.weight.shape[1:])
         if self.dispatch == "grouped" and narrow and whole:
@@ -122,7 +122,7 @@ class Linear(nn.Linear):
 
 
 def fused_linear(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
-    """What each layer makes of the same x, as one product: fewer kernels for the host to launch."""
+    """The results of several layers for the same x, by one product: fewer kernels for the host to launch."""
     weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
     product = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
     return torch.split(product, [layer.out_features for layer in layers], dim=-1)
@@ -169,7 +169,7 @@ def rotate(x_D: Tensor, cos_P: Tensor, sin_P: Tensor) -> Tensor:
 
 
 class _Generating:
-    """How many are at it, and what the switch was before: it is the process's, and a server generates in threads."""
+    """Counts nested uses and keeps the earlier switch: it is the process's, and a server generates in threads."""
 
     def __init__(self) -> None:
         self.lock, self.count, self.before = threading.Lock(), 0, True
@@ -180,7 +180,8 @@ _generating = _Generating()
 
 @contextmanager
 def any_length() -> Iterator[None]:
-    """Within it attention takes every length as it comes: for generation, whose keys grow by one with each token.
+    """Within the block attention takes every length without a new plan: for generation, whose keys grow by one with
+    each token.
 
     On Hopper torch prefers cuDNN's kernels, which are faster in training but build a plan for each new shape: 0.4 s
     (torch 2.11 on a B200, modelscope/FunASR issue 3704, 2026-09; that 2.13 prefers them was asked of torch itself).

@@ -1,4 +1,4 @@
-"""The shapes of models, and of what is trained beside them. Pure: no torch."""
+"""The shapes of models, and of adapters trained beside them. It imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from gpufleet.job.kind.common import added_later, bounded
 
-CAPACITY = 1.25  # rows per expert over the even share, where the expert product is padded (GPUs but sm_90)
+CAPACITY = 1.25  # rows per expert over the even share, if the expert product is padded (GPUs other than sm_90)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class DecoderConfig:
     kv_heads: int = bounded(8, 1, 512)
     head_dim: int = bounded(128, 2, 1024)
     ffn: int = bounded(14_336, 8, 262144)
-    tied: bool = False  # head and embedding are one table
+    tied: bool = False  # head and embedding share one table
     norm_eps: float = bounded(1e-5, 1e-9, 1e-2)
     rope_theta: float = bounded(500_000.0, 1.0, 1e9)
     rope_scaling: Literal["none", "llama3"] = "llama3"
@@ -49,16 +49,16 @@ QWEN3_8B = DecoderConfig(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lora:
-    """Adapters on q, k, v, o, gate, up and down of every layer; scale = alpha / rank. With `template_tokens` also the
-    rows of the chat template's tokens in embedding and head, which many a base has never trained. `shard_base` is for
-    one that no single GPU holds.
+    """Adapters on q, k, v, o, gate, up and down of every layer; scale = alpha / rank. With `template_tokens` it also
+    trains the rows of the chat template's tokens in embedding and head, which many bases never trained. `shard_base` is
+    for a base that no single GPU holds.
     """
 
     rank: int = bounded(64, 1, 4096)
-    alpha: float = bounded(16.0, 1e-3, 65536.0)  # at 0 nothing trains
+    alpha: float = bounded(16.0, 1e-3, 65536.0)  # with 0 nothing would train
     dropout: float = bounded(0.05, 0.0, 0.9)
     template_tokens: bool = added_later(False, version="0.1.0")
-    shard_base: bool = added_later(False)  # FSDP2 brings each layer together where it is used
+    shard_base: bool = added_later(False)  # FSDP2 gathers each layer where it is used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,8 @@
-"""Decoder weights in the layout in which they are published: config.json and safetensors, in one file or sharded.
+"""Reads and writes decoder weights in the published layout: config.json and safetensors, in one file or sharded.
 
-Reads and writes without the `transformers` package. Names and shapes of all tensors, and a config.json that describes
-another model than the run config, are looked at before a byte of weights is read (hf_config.py). User mistakes raise
-ValueError with what to do.
+It does not use the `transformers` package. It checks names and shapes of all tensors, and that config.json describes
+the run config's model, before it reads a byte of weights (hf_config.py). User mistakes raise ValueError with what to
+do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from gpufleet.job.experiments.models.hf_config import ADAPTER_CONFIG, CONFIG, ch
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
-TOKENIZER = (  # what `transformers` reads beside tokenizer.json: the chat template, and which tokens begin and end
+# files that `transformers` reads beside tokenizer.json: the chat template, and the tokens that begin and end
+TOKENIZER = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
@@ -35,7 +36,7 @@ TOKENIZER = (  # what `transformers` reads beside tokenizer.json: the chat templ
     "tokenizer.model",
 )
 ADAPTER = "adapter_model.safetensors"
-SHARD_BYTES = 5_000_000_000  # of one file, at most: what the published ones hold
+SHARD_BYTES = 5_000_000_000  # at most, per file: the size of published ones
 
 
 @torch.no_grad()
@@ -63,7 +64,7 @@ def write(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], shape: Shape, dtype: torch.dtype, shard: int = SHARD_BYTES
 ) -> list[Path]:
     """Weights by our names into `folder`, as `dtype`: model.safetensors, or numbered files of at most `shard` bytes
-    with an index, and config.json. Gives the files of weights. Replaces what is there.
+    with an index, and config.json. Returns the weights' files. Replaces existing ones.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("model*.safetensors"), folder / INDEX):
@@ -107,7 +108,7 @@ def complete(folder: Path, base: Path | None, dtype: torch.dtype, stop: int) -> 
         tree[key] = str(dtype).removeprefix("torch.")
     atomic.write_json(folder / CONFIG, tree)
     generation = None if base is None else atomic.read_object(base / GENERATION)
-    if generation is None:  # what `transformers` then takes from config.json
+    if generation is None:  # `transformers` then takes it from config.json
         tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
         generation = {key: tree[key] for key in tokens if tree.get(key) is not None}
     ends = generation.get("eos_token_id")
@@ -125,7 +126,7 @@ def write_adapter(folder: Path, module: nn.Module, config: Lora, base: str | Non
         key = f"base_model.model.{published(name)}"
         tensors[f"{key}.lora_A.weight"] = layer.lora_a.detach().to("cpu", torch.bfloat16)
         tensors[f"{key}.lora_B.weight"] = layer.lora_b.detach().to("cpu", torch.bfloat16)
-    for name, table in lora.tables(module):  # under a name of PEFT's that says delta: the rows themselves they are
+    for name, table in lora.tables(module):  # PEFT's name says delta, but the rows themselves are stored
         rows = table.trained_rows.detach().to("cpu", torch.bfloat16)
         tensors[f"base_model.model.{published(name)}.token_adapter.trainable_tokens_delta"] = rows
     temporary = folder / f".{ADAPTER}"

@@ -1,9 +1,8 @@
-"""How decoder weights are published: config.json, and the names and shapes of their tensors. Without torch: who prices
-a run asks it, too.
+"""How decoder weights are published: config.json, and the names and shapes of their tensors. It imports no torch,
+because the bill uses it too.
 
-What `transformers` and vLLM would make another model of is read as they read it, or refused. Passed over are the keys
-that say how to train (attention_dropout, initializer_range) or to generate (use_cache, token ids), and those that only
-other families have.
+Values that would give `transformers` and vLLM another model are read as they read them, or refused. It ignores keys
+about training (attention_dropout, initializer_range) or generation (use_cache, token ids), and those of other families.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from gpufleet.job.text import counted
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-QWEN3_HEAD = 128  # what `transformers` takes where Qwen3's config.json names no head_dim (configuration_qwen3.py)
+QWEN3_HEAD = 128  # the default of `transformers` if Qwen3's config.json has no head_dim (configuration_qwen3.py)
 # Llama-3.1's rope_scaling, from the config.json of its published weights (2024-07-23).
 LLAMA3_FACTOR, LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXT = 8.0, 1.0, 4.0, 8192
 _COUNTS = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
@@ -34,7 +33,7 @@ _LLAMA3 = {
 }
 
 _TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_PARTS = {  # of a block: ours, theirs
+_PARTS = {  # parts of a block: our name, the published name
     "norm1": "input_layernorm",
     "norm2": "post_attention_layernorm",
     **{f"attention.{x}": f"self_attn.{x}_proj" for x in "qkvo"},
@@ -85,7 +84,7 @@ def read_shape(folder: Path) -> Shape:
     if family not in FAMILIES:
         raise ValueError(f"{path}: model_type {family!r} is not one of {', '.join(FAMILIES)}")
     named = tree.get("architectures") or [FAMILIES[family]]
-    if FAMILIES[family] not in named:  # vLLM goes by this key, `transformers` by model_type
+    if FAMILIES[family] not in named:  # vLLM uses this key, `transformers` model_type
         raise ValueError(f"{path}: architectures {named!r:.60} is no {FAMILIES[family]}, the only {family} supported")
     counts = (*_COUNTS, *(key for key in _OPTIONAL if tree.get(key) is not None))
     lacking = [key for key in counts if not (_number(tree.get(key)) and isinstance(tree[key], int))]
@@ -105,7 +104,7 @@ def read_shape(folder: Path) -> Shape:
     if not isinstance(layer_types, list):
         raise ValueError(f"{path}: layer_types {layer_types!r:.60} is no list; {_CORRECT}")
     windows = tree.get("use_sliding_window") or any(each != "full_attention" for each in layer_types)
-    windows = windows or (family == "llama" and tree.get("sliding_window"))  # Qwen's says nothing without its switch
+    windows = windows or (family == "llama" and tree.get("sliding_window"))  # Qwen's counts only with its switch
     if windows or tree.get("mlp_bias") or (family != "qwen2" and tree.get("attention_bias")):
         raise ValueError(f"{path}: sliding windows and extra biases are not supported")
     if tree.get("is_causal", True) is not True:
@@ -130,14 +129,15 @@ def read_shape(folder: Path) -> Shape:
 
 
 def positions(folder: Path) -> float:
-    """The longest text that the weights in `folder` were made for, in tokens; infinite where config.json is silent."""
+    """The longest text, in tokens, for which the weights in `folder` were made; infinite if config.json is silent."""
     most = (atomic.read_object(folder / CONFIG) or {}).get("max_position_embeddings")
     return most if isinstance(most, int) else math.inf
 
 
 def _rotary(tree: dict[str, Any], path: Path) -> tuple[float, Literal["none", "llama3"]]:
-    """Base and scaling of rotary positions. Raises ValueError for others than the decoder has."""
-    rope = tree.get("rope_scaling") or tree.get("rope_parameters") or {}  # of both, `transformers` takes the first
+    """Base and scaling of rotary positions. Raises ValueError for kinds that the decoder lacks."""
+    # if both exist, `transformers` takes the first
+    rope = tree.get("rope_scaling") or tree.get("rope_parameters") or {}
     other = tree.get("rope_parameters") or {}
     if not isinstance(rope, dict) or not isinstance(other, dict):
         raise ValueError(f"{path}: rope_scaling {rope!r} is no object; {_CORRECT}")
@@ -146,7 +146,7 @@ def _rotary(tree: dict[str, Any], path: Path) -> tuple[float, Literal["none", "l
         raise ValueError(f"{path}: rope_theta {theta!r:.60} is no number; {_CORRECT}")
     kind = rope.get("rope_type", rope.get("type"))
     scaled = kind == "llama3" and not any(rope.get(k) != v for k, v in _LLAMA3.items())
-    unnamed = kind is None and rope.keys() - {"rope_theta", "partial_rotary_factor"}  # a factor of what?
+    unnamed = kind is None and rope.keys() - {"rope_theta", "partial_rotary_factor"}  # a factor without a kind
     by_layer = any(isinstance(value, dict) for value in rope.values())
     if not scaled and (kind not in (None, "default") or unnamed or by_layer):
         raise ValueError(f"{path}: rotary scaling {rope} is neither none nor Llama-3.1's, {_LLAMA3}")
@@ -160,7 +160,7 @@ def _number(value: object) -> bool:
 
 
 def differences(found: Shape, wanted: Shape) -> list[tuple[str, object, object]]:
-    """(key, found, wanted) of each that is not the same."""
+    """(key, found, wanted) of each difference."""
     both = ((field.name, getattr(found, field.name), getattr(wanted, field.name)) for field in fields(Shape))
     return [(key, there, here) for key, there, here in both if there != here]
 
@@ -174,7 +174,7 @@ def check(folder: Path, wanted: Shape) -> dict[str, Stored]:
     if differing := differences(read_shape(folder), wanted):
         words = ", ".join(f"model.{key} is {here}, there {there}" for key, there, here in differing)
         raise ValueError(f"{folder / CONFIG} describes another model than the run config: {words}. Make them agree.")
-    if (folder / ADAPTER_CONFIG).exists():  # `transformers` would put it on top of these weights
+    if (folder / ADAPTER_CONFIG).exists():  # `transformers` would add it to these weights
         raise ValueError(f"{folder}: an adapter lies there ({ADAPTER_CONFIG}): merge it first, or move its files away")
     head = held.pop(HEAD, None) if wanted.tied else None  # a copy of the embedding, or the only one
     if head is not None and not held.setdefault(EMBED, head).equals(head):
@@ -196,7 +196,7 @@ def check(folder: Path, wanted: Shape) -> dict[str, Stored]:
 
 
 def config_tree(shape: Shape, dtype: str) -> dict[str, Any]:
-    """The config.json of these weights."""
+    """The config.json for these weights."""
     return {
         "architectures": [FAMILIES[shape.family]],
         "model_type": shape.family,

@@ -1,7 +1,7 @@
 """Cross-entropy of a large vocabulary without its logits: a chunk of tokens at a time, gradients made on the way.
 
 The whole fp32 logits of 8,192 tokens and 128,256 ids are 4.2 GB, and their gradient as much again. Here a chunk's
-logits live for a moment: its loss and its gradient are computed together in the forward pass (as Hsu et al. 2024,
+logits exist only for a moment: its loss and its gradient are computed together in the forward pass (as Hsu et al. 2024,
 "Liger Kernel", describe), so nothing is computed twice. `F.linear_cross_entropy` does the same but rounds the sum to
 the compute dtype (docs/decisions, training).
 """
@@ -18,22 +18,22 @@ from torch.autograd.function import once_differentiable
 
 from gpufleet.job.experiments.engine.experiment import IGNORED
 
-CHUNK_TOKENS = 1024  # whose logits are alive at a time: 0.5 GB in fp32 for 128,256 ids (job/kind counts with it)
+CHUNK_TOKENS = 1024  # tokens whose logits exist at a time: 0.5 GB in fp32 for 128,256 ids (job/kind counts with it)
 
 
 ChunkLoss = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 
 
 def chunk_loss(logits_CV: Tensor, targets_C: Tensor, grad: bool) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy summed over the targets that are not IGNORED, fp32 or wider, and with `grad` its slope by the
-    logits, in their dtype, as if every token counted. Compiled it is two passes over the logits, else about five.
+    """Cross-entropy summed over the targets that are not IGNORED, fp32 or wider, and with `grad` its gradient by the
+    logits, in their dtype, as if every token counted. Compiled it takes two passes over the logits, else about five.
     """
     places_C1 = targets_C.clamp(min=0)[:, None]
     logs_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).log_softmax(-1)
     loss = -(logs_CV.gather(1, places_C1) * (targets_C != IGNORED)[:, None]).sum()
     if not grad:
         return loss, None
-    if torch.compiler.is_compiling():  # within the pass, where no scatter can be; eager a mask of its size
+    if torch.compiler.is_compiling():  # a graph holds no scatter; eager, this would need a mask of its size
         ids_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
         slope_CV = logs_CV.exp_().add_(ids_V == places_C1, alpha=-1)
     else:
@@ -45,7 +45,7 @@ def linear_loss(x_Nd: Tensor, weight_Vd: Tensor, targets_N: Tensor, chunk: Chunk
     """Cross-entropy of softmax(x weight^T), summed over the targets that are not IGNORED; fp32 or wider, scalar.
 
     The product runs in `x`'s dtype, which `weight` has too; softmax and sum are at least fp32. `chunk`: `chunk_loss`,
-    compiled or not. Its gradients are there once: a second backward pass through the same graph raises RuntimeError.
+    compiled or not. Its gradients are computed once: a second backward pass through the same graph raises RuntimeError.
     """
     grad = torch.is_grad_enabled()
     loss: Tensor = _LinearLoss.apply(x_Nd, weight_Vd, targets_N, grad, chunk)  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class _LinearLoss(torch.autograd.Function):
             loss += chunk_sum
             if slope_CV is None:
                 continue
-            # Tokens that do not count are left out where a row is the model's width, not the vocabulary's.
+            # Ignored tokens are masked where a row is as wide as the model, not as the vocabulary.
             counted_C1 = (targets_N[part] != IGNORED)[:, None]
             if grad_x_Nd is not None:
                 grad_x_Nd[part] = (slope_CV @ weight_Vd) * counted_C1
@@ -80,6 +80,6 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        # In place: a table beside the table would be there while all that the layers keep is.
+        # In place, because a second table would exist while the layers still keep theirs.
         grad_x_Nd, grad_weight_Vd = (None if made is None else made.mul_(slope) for made in ctx.saved_tensors)
         return grad_x_Nd, grad_weight_Vd, None, None, None

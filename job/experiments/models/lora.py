@@ -1,15 +1,15 @@
 """Low-rank adapters on the seven projections of a decoder (Hu et al. 2021): y = W x + (alpha / rank) B A dropout(x).
 
-W is frozen and may be bf16; A and B are fp32 and alone are trained. A layer can also answer as the base alone, or as if
-merged: the merge is made anew in each forward pass, in fp32, and rounded to the dtype of the products, so that
-comparing base, adapter and both merges needs no second model. The file format of an adapter is PEFT's:
-`adapter_model.safetensors` with keys `base_model.model.<name in the published weights>.lora_A.weight` [rank, in] and
-`.lora_B.weight` [out, rank], beside `adapter_config.json` (read in PEFT 0.17's documentation, 2026-11-21).
+W is frozen and may be bf16; only A and B, in fp32, are trained. A layer can also answer as the base alone, or as if
+merged: each forward pass merges anew, in fp32, and rounds to the dtype of the products, so that comparing base, adapter
+and merges needs no second model. The file format of an adapter is PEFT's: `adapter_model.safetensors` with keys
+`base_model.model.<name in the published weights>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank], beside
+`adapter_config.json` (read in PEFT 0.17's documentation, 2026-11-21).
 
-Initialisation: A uniform within 1 / sqrt(in) (what nn.Linear draws), B 0, so the first step starts from the base.
-Rows of embedding and head can be trained beside the adapters, whole and in fp32 (PEFT's trainable_token_indices): a
-base has often never trained those of its chat template's tokens, and no adapter reaches them.
-Parameter group: one, decayed by `optim.weight_decay`, which is 0 unless set. Legend: r rank, K rows that are trained.
+Initialisation: A uniform within 1 / sqrt(in) (what nn.Linear draws), B 0, so the first step starts from the base. Rows
+of embedding and head can be trained too, whole and in fp32 (PEFT's trainable_token_indices): many bases never trained
+those of the chat template's tokens, and no adapter reaches them. Parameter group: one, decayed by `optim.weight_decay`,
+which is 0 unless set. Legend: r rank, K trained rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gpufleet.job.experiments.models.decoder import Decoder, DecoderBlock, Table
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 Mode = Literal["base", "adapter", "merged"]
-_TRAINED = ("lora_a", "lora_b", "trained_rows")  # the last part of their names
+_TRAINED = ("lora_a", "lora_b", "trained_rows")  # the last part of the trained parameters' names
 
 
 class LoraLinear(nn.Module):
@@ -53,7 +53,7 @@ class LoraLinear(nn.Module):
         if self.mode == "base":
             return y
         narrow = F.linear(F.dropout(x, self.dropout, self.training), self.lora_a.to(x.dtype))
-        # The scale goes on the small matrix: on the result it would be one more pass over it, and over its gradient.
+        # Scales the small matrix: scaling the result would be one more pass over it, and over its gradient.
         return y + F.linear(narrow, (self.scale * self.lora_b).to(x.dtype))
 
     def merged(self) -> Tensor:
@@ -62,7 +62,7 @@ class LoraLinear(nn.Module):
 
 
 class TrainedRows(Table):
-    """A frozen Table of which the rows `ids` are trained. `mode` may be changed at any time."""
+    """A frozen Table with trained rows `ids`. `mode` may be changed at any time."""
 
     def __init__(self, base: Table, ids: Sequence[int]) -> None:
         nn.Module.__init__(self)
@@ -92,8 +92,8 @@ class TrainedRows(Table):
 def attach(
     module: Decoder, config: Lora, generator: torch.Generator | None = None, rows: Sequence[int] = ()
 ) -> Decoder:
-    """The module with adapters, everything else frozen but the `rows` of its tables; without a `generator` the adapters
-    are not yet written.
+    """The module with adapters, everything else frozen except the `rows` of its tables; without a `generator` the
+    adapters are not initialised.
     """
     module.requires_grad_(False)
     for block in module.blocks:
@@ -133,20 +133,20 @@ def layers(module: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """What is trained alone, the module's own tensors: what a checkpoint holds."""
+    """The trained tensors alone, the module's own: the content of a checkpoint."""
     return {name: parameter for name, parameter in module.named_parameters() if name.endswith(_TRAINED)}
 
 
 def set_mode(module: nn.Module, mode: Mode) -> None:
-    """How every adapted layer and table answers."""
+    """Sets how every adapted layer and table answers."""
     for _, part in _adapted(module):
         part.mode = mode
 
 
 @torch.no_grad()
 def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of the plain decoder by name, the adapted ones merged in fp32, one at a time; nothing is changed.
-    Where the base is spread every rank goes through it.
+    """Every weight of the plain decoder by name, the adapted ones merged in fp32, one at a time; nothing is changed. If
+    the base is sharded, every rank must iterate.
     """
     adapted = dict(_adapted(module))
     for name, parameter in module.named_parameters():

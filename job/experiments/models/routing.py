@@ -1,4 +1,5 @@
-"""Rows to experts and back: two ways to run the same mixture, static shapes, no wait for the host.
+"""Moves rows to experts and back: two ways to run the same mixture, with static shapes and without waiting for the
+host.
 
 Both move rows with `rearrange`, a gather whose gradient is a gather too: deterministic on every device. Legend as in
 blocks.py; S = N x K (token, choice) pairs, sorted by expert.
@@ -15,7 +16,7 @@ from torch import Tensor
 
 
 class Routing(NamedTuple):
-    """What one layer's router did. All on the device; nothing is read back."""
+    """The result of one layer's router. All on the device; nothing is read back."""
 
     load: Tensor  # [E] int64, (token, choice) pairs per expert
     balance: Tensor  # scalar: E x sum(share of pairs x mean probability), 1 when even (Switch Transformer, eq. 4)
@@ -23,7 +24,7 @@ class Routing(NamedTuple):
 
     @classmethod
     def from_logits(cls, logits_NE: Tensor, chosen_NK: Tensor) -> Routing:
-        """From the router's logits and the experts chosen."""
+        """The result from the router's logits and the chosen experts."""
         experts = logits_NE.shape[-1]
         load_E = (chosen_NK.flatten()[:, None] == torch.arange(experts, device=chosen_NK.device)).sum(0)
         log_NE = logits_NE.log_softmax(-1)
@@ -59,7 +60,8 @@ def padded_experts(
     slot_S = expert_S * rows + offset_S.clamp_max(rows - 1)
 
     rows_ECd = rearrange(_repeat(x_Nd, chosen_NK), pair_M, filled_M, slot_S, kept_S).view(load_E.numel(), rows, -1)
-    # Not baddbmm: on CUDA it first writes the bias to every row, for the product to read again. What follows adds it.
+    # Not baddbmm: on CUDA it first writes the bias to every row, and the product reads it again. The next operation
+    # adds it.
     hidden_ECh = F.gelu(torch.bmm(rows_ECd, w[0].transpose(-2, -1)) + w[1][:, None])
     result_ECd = torch.bmm(hidden_ECh, w[2].transpose(-2, -1)) + w[3][:, None]
     return _combine(rearrange(result_ECd.flatten(0, 1), slot_S, kept_S, pair_M, filled_M), weights_NK)
@@ -103,16 +105,16 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x_Si, w_Eoi, expert_S, ends_E = ctx.saved_tensors
         (g_So,) = gradients
-        # Not one_hot: compiled, its checks of the values are two kernels more.
+        # Not one_hot: compiled, its checks of the values add two kernels.
         one_SE = (expert_S[:, None] == torch.arange(len(w_Eoi), device=expert_S.device)).to(g_So.dtype)
         g_Eoi = F.grouped_mm(g_So.mT, x_Si, offs=ends_E)
         return F.grouped_mm(g_So, w_Eoi, offs=ends_E), g_Eoi, one_SE.mT @ g_So, None, None
 
 
 def grouped_linear(x_Si: Tensor, w_Eoi: Tensor, b_Eo: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-    """Each row, sorted by expert, through its own expert's Linear: [S, o]. The bias is a gather, which compiled becomes
-    part of what reads the result, and its gradient a product with 0/1, deterministic on every device. Saves the weights
-    as they are given: of grouped_mm's own gradient, which saves a view, inductor 2.13 makes a second copy of the cast.
+    """Each row, sorted by expert, through its own expert's Linear: [S, o]. The bias is a gather, which the compiler
+    fuses with the next operation, and its gradient a product with 0/1, deterministic on every device. It saves the
+    weights as given: grouped_mm's own gradient saves a view, of which inductor 2.13 makes a second cast copy.
     """
     y: Tensor = _GroupedLinear.apply(x_Si, w_Eoi, b_Eo, expert_S, ends_E)  # type: ignore[no-untyped-call]
     return y

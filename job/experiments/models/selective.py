@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is dear to compute is kept, the rest is recomputed in backward; or all of it is."""
+"""Activation checkpointing: keeps expensive results and recomputes the rest in backward; or recomputes everything."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ KEPT = {
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.torch_attn._varlen_attn.default,  # packed rows on CUDA
-    aten.topk.default,  # recomputed, a tie could route a token elsewhere than forward did
+    aten.topk.default,  # if recomputed, a tie could route a token differently than forward did
 }
-MATMULS = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0}  # where their two matrices begin
-WIDE = 8  # numbers of a result for each one summed over: more is held than it costs to compute (an adapter's B)
+# the index of the first of their two matrices
+MATMULS = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0}
+WIDE = 8  # outputs per summed number above which keeping costs more than computing (an adapter's B)
 
 
 class Checkpointed(nn.Module):
-    """A model of `blocks`, each with a flag `checkpointing` and perhaps `products_too`, that are switched together."""
+    """A model of `blocks`, which switches their flags `checkpointing` and perhaps `products_too` together."""
 
     blocks: nn.ModuleList
 
@@ -42,7 +43,7 @@ class Checkpointed(nn.Module):
         self.recompute(on)
 
     def recompute(self, checkpointing: bool, *, products_too: bool = False) -> None:
-        """What backward makes again, in training mode: nothing, what is no product, or all of a block."""
+        """Sets what backward recomputes in training mode: nothing, all but products, or whole blocks."""
         for block in self.blocks:
             block.checkpointing, block.products_too = checkpointing, products_too  # type: ignore[assignment]
 
@@ -52,7 +53,7 @@ def keep_products() -> Any:
     return create_selective_checkpoint_contexts(_policy)
 
 
-# Without it torch caches no traced graph that calls this: the policy is part of what was compiled.
+# Without it torch caches no traced graph that calls this, because the policy is part of what was compiled.
 keep_products.cache_hash = " ".join([*sorted(map(str, KEPT)), str(WIDE)])  # type: ignore[attr-defined]
 
 
