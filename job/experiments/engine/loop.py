@@ -292,7 +292,7 @@ class Loop:
         return lr * factor
 
     def _evaluate(self, phase: Phase, module: nn.Module, rung: Rung, known: float | None = None) -> float | None:
-        """The validation loss after this step, or the `known` one; None without held-out data, or if a stop came first."""
+        """The validation loss after this step, or the `known` one; None without held-out data, or after a stop."""
         try:
             val_loss = self.experiment.evaluate(phase, self.step, module, rung) if known is None else known
         except Stopped:  # saves and stops like any stop within a step

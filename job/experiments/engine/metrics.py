@@ -115,7 +115,7 @@ class MetricsFile:
         atomic.write_bytes(self.path, b"".join(kept))
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends a line with every key of KEYS, then the experiment's figures. Raises OSError, with no half line left."""
+        """Appends a line with every key of KEYS, then the experiment's figures. Raises OSError, without a half line."""
         content = lines_of.write(record)
         with self.path.open("ab", buffering=0) as file:
             before = file.seek(0, os.SEEK_END)

@@ -1,12 +1,12 @@
-"""Proof that a growth kept the function: the numbers of each boundary, and the error when one does not hold.
+"""Proves that a growth kept the function: the numbers of each boundary, and an error if one is out of its limit.
 
-Everything here runs in eval mode with every product in the weights' own dtype (fp32 or fp64), TF32 off, one attention
-backend for both models and no dropped token. bf16 is no use for it: routing flips alone move logits by about 2.
-Limits are those of the experiment (2026-11): rounding gives 2e-6 to 7e-6 in fp32, every wrong variant at least 1e-2,
-or 1e-9 in fp64 where fp32 hides it.
+All of it runs in eval mode with every product in the weights' own dtype (fp32 or fp64), TF32 off, one attention backend
+for both models and no dropped token. bf16 is useless here: routing flips alone move logits by about 2. The limits were
+measured on this experiment (2026-11): rounding gives 2e-6 to 7e-6 in fp32, every wrong variant at least 1e-2, or 1e-9
+in fp64 where fp32 hides it.
 
-A token whose second and third expert tie to within rounding may be routed either way by the same function. A window in
-which the first layer to route differently does so at such ties alone is left out and counted; more than a few fail.
+A token whose second and third expert tie to within rounding may be routed either way by the same function. A window is
+left out and counted if the first layer that routes differently does so only at such ties; more than a few fail.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from gpufleet.job.experiments.growth.model import Growth, load, state_dtype
 from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.experiments.models.blocks import Experts, at_least_fp32
 
-PASS = {torch.float32: 3e-5, torch.float64: 1e-12}  # x max(1, largest logit)
+PASS = {torch.float32: 3e-5, torch.float64: 1e-12}  # times max(1, largest logit)
 FAIL = {torch.float32: 1e-2, torch.float64: 1e-9}
-LOSS_LIMIT = 0.01  # nats per token: of padding, and of the cast to bf16
+LOSS_LIMIT = 0.01  # nats per token: for padding, and for the cast to bf16
 TIES = 0.25  # of the windows may be left out
 CAPACITIES = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0)  # tried in turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Old against new model on the probe. `passed`: below the limit, no token routed elsewhere."""
+    """Old against new model on the probe. `passed`: below the limit, and no token is routed differently."""
 
     max_logit_difference: float
     mean_logit_difference: float
@@ -49,7 +49,7 @@ class Difference:
     loss_difference: float  # nats per token, new - old
     routing_flips: int  # (token, layer) pairs of the old layers whose set of experts changed
     routings: int
-    ties: int  # windows left out, see above
+    ties: int  # windows left out, as above
     verdict: str  # pass, unclear (between the limits) or fail
 
     @property
@@ -59,32 +59,32 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryReport:
-    """One growth, checked. What `growth_report.json` holds per boundary."""
+    """The check of one growth. `growth_report.json` holds one per boundary."""
 
     phase: str
     dtype: str
     probe: tuple[int, int]
     before: Difference
     after_round_trip: Difference
-    experts_used: tuple[int, ...]  # per layer, on the probe
+    experts_used: tuple[int, ...]  # number per layer, on the probe
     load_max_over_mean: tuple[float, ...]
-    capacity: float | None  # of the padded product from here on, on GPUs where it runs
+    capacity: float | None  # of the padded product from here on, on GPUs that use it
     padded_loss_difference: float | None
-    cast_loss_difference: float | None  # bf16 weights against fp32; None without a cast
+    cast_loss_difference: float | None  # loss of bf16 weights minus loss of fp32; None without a cast
     problems: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values. JSON knows no NaN and no infinity: they are words."""
+        """Plain values. JSON has no NaN and no infinity: they become words."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=str)
         return found
 
 
 class ExpertChoice(NamedTuple):
-    """What one expert layer chose. Legend: N tokens, K experts of a token."""
+    """The choices of one expert layer. Legend: N tokens, K experts of a token."""
 
     experts: Tensor  # [N, K], sorted by number
     margin: Tensor  # [N], between the last expert chosen and the first that was not
-    scale: Tensor  # the largest logit
+    scale: Tensor  # largest logit
 
 
 class GrowthCheckFailed(ValueError):
@@ -100,9 +100,9 @@ def check_boundary(
 ) -> BoundaryReport:
     """Checks a growth, its save/load round trip, expert load, padding and the cast to the phase's state dtype.
 
-    Both modules hold fp32 (or fp64) weights on the probe's device. `export`: where the round trip's safetensors file
-    stays (a phase's start export); without it a temporary one. Raises `new`'s capacity where padding costs too much.
-    Raises GrowthCheckFailed.
+    Both modules hold fp32 (or fp64) weights on the probe's device. `export`: the place of the round trip's safetensors
+    file (a phase's start export); without it a temporary one. Raises `new`'s capacity if padding costs too much. Raises
+    GrowthCheckFailed.
     """
     before = compare(old, new, probe_BT)
     with contextlib.ExitStack() as stack:
@@ -120,7 +120,7 @@ def check_boundary(
         problems.append("the saved file does not hold the weights that were saved")
     if phase_index == 1 and min(used) * 2 < config.model.experts:
         problems.append(f"only {min(used)} of {config.model.experts} experts are used in a layer")
-    # Checked for the tokens that are padded here; neither difference may be NaN.
+    # Checked for tokens that are padded on this device; neither difference may be NaN.
     if new.capacity is not None and padded is not None and not abs(padded) <= LOSS_LIMIT:
         problems.append(f"padding moves the loss by {padded:.4f} at capacity {capacity}, limit {LOSS_LIMIT}")
     if cast is not None and not abs(cast) <= LOSS_LIMIT:
@@ -168,7 +168,7 @@ def compare(old: Growth, new: Growth, probe_BT: Tensor) -> Difference:
         largest = math.inf
     limit = PASS[dtype] * max(1.0, top)
     if math.isnan(total):
-        largest = math.inf  # max() above passes over a NaN
+        largest = math.inf  # max() above ignores a NaN
     compared = probe_BT.shape[0] - ties
     verdict = "pass" if largest <= limit and not flips else "unclear" if largest < FAIL[dtype] else "fail"
     return Difference(
@@ -185,7 +185,7 @@ def compare(old: Growth, new: Growth, probe_BT: Tensor) -> Difference:
 
 
 def round_trip(module: Growth, path: Path) -> bool:
-    """Saves the weights, reads them back into the module tensor by tensor; whether every bit is the same."""
+    """Saves the weights, reads them back into the module tensor by tensor; returns whether every bit is the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
     state = module.state_dict()
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
@@ -210,7 +210,7 @@ def expert_load(module: Growth, probe_BT: Tensor) -> tuple[tuple[int, ...], tupl
 
 def fit_capacity(module: Growth, probe_BT: Tensor) -> tuple[float | None, float | None]:
     """(capacity, loss difference padded - dropless), the capacity raised in steps until the difference is within
-    LOSS_LIMIT. Also where the expert product drops nothing: the next node of the run may have a GPU where it does.
+    LOSS_LIMIT. It does so even if nothing is dropped here: the run's next node may have a GPU on which tokens are.
     (None, None) for a dense model.
     """
     ffn = module.blocks[0].ffn
@@ -231,7 +231,7 @@ def fit_capacity(module: Growth, probe_BT: Tensor) -> tuple[float | None, float 
 
 
 def cast_difference(config: GrowthConfig, phase_index: int, module: Growth, probe_BT: Tensor) -> float | None:
-    """Loss of the weights cast to bf16 and computed in it, minus the loss in fp32; None where nothing is cast."""
+    """Loss of the weights cast to bf16 and computed in it, minus the loss in fp32; None without a cast."""
     if state_dtype(config, phase_index) == _dtype(module) or _dtype(module) == torch.float64:
         return None
     with exact(module):
@@ -303,7 +303,7 @@ def flipped(old: ExpertChoice, new: ExpertChoice) -> Tensor:
 
 
 def tied(layers: list[tuple[ExpertChoice, ExpertChoice]], limit: float) -> bool:
-    """Whether the first layer that routes differently does so only where its logits tie; what follows, follows."""
+    """Whether the first layer that routes differently does so only where its logits tie; others follow from it."""
     for old, new in layers:
         flipped_N = flipped(old, new)
         if flipped_N.any():

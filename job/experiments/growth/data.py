@@ -1,4 +1,4 @@
-"""tinystories-growth's stories: fetched, made, or of a text of the user's."""
+"""tinystories-growth's stories: downloaded, generated, or from a user's text."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How one phase's weights become the next one's, keeping the function: pure functions, state dict -> state dict.
+"""Turns one phase's weights into the next one's, keeping the function: pure functions, state dict -> state dict.
 
-Exact in real arithmetic; dtype kept. Rounding is what is left, and check.py measures it. New numbers are drawn
-on the CPU in fp32 from the generator given, in the order of the state dict, so a growth can be repeated anywhere.
+They are exact in real arithmetic, and keep the dtype. Only rounding remains, which check.py measures. New numbers are
+drawn on the CPU in fp32 from the given generator, in the order of the state dict, so a growth can be repeated anywhere.
 
 Three mistakes that look right and are silent: writing E/2 into a tied table (it also halves the input), zero-padding a
 normalised stream (it changes the statistics), copying a layer (it is applied twice).
@@ -30,8 +30,8 @@ def grow(config: GrowthConfig, phase_index: int, state: State, generator: torch.
 
 
 def upcycle(state: State, *, experts: int, router_std: float, generator: torch.Generator) -> State:
-    """Every expert is the dense FFN. Weights over the chosen experts sum to 1, so any router keeps the function; a
-    random one, because zero logits tie and send every token to the same two experts.
+    """Every expert is the dense FFN. Weights over the chosen experts sum to 1, so any router keeps the function; it is
+    random, because zero logits tie and send every token to the same two experts.
     """
     grown: State = {}
     for name, tensor in state.items():
@@ -56,10 +56,10 @@ def widen(state: State, *, noise: float, generator: torch.Generator) -> State:
         if name == "embed.weight":
             grown[name] = torch.cat([tensor, tensor], dim=-1)
         elif name.startswith("norm."):
-            # the tied head [E, E] doubles every logit; its input is halved here, once
+            # the tied head [E, E] doubles every logit; halving its input once corrects that
             grown[name] = torch.cat([tensor, tensor]) / 2
         elif name.endswith("router.weight"):
-            grown[name] = _widened(tensor, 1, noise, generator)  # output count, and with it the choice, kept
+            grown[name] = _widened(tensor, 1, noise, generator)  # keeps the number of outputs, and with it the choice
         elif name.endswith("weight") and tensor.ndim > 1:
             grown[name] = _widened(tensor, 2, noise, generator)
         else:  # layer norms' gains and biases, Linear biases: one value per output
@@ -68,8 +68,8 @@ def widen(state: State, *, noise: float, generator: torch.Generator) -> State:
 
 
 def deepen(state: State, *, new_layers: int, router_std: float, generator: torch.Generator) -> State:
-    """`new_layers` blocks appended that add exactly 0: what writes to the residual stream (o and every expert's
-    down-projection, weights and biases) is zero, the rest ordinarily initialised. The old layers' tensors are shared.
+    """Appends `new_layers` blocks that add exactly 0: weights and biases that write to the residual stream (o and every
+    expert's down-projection) are zero, the rest is initialised as usual. The old layers' tensors are shared.
     """
     layers = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
     template = [(name.removeprefix("blocks.0."), tensor) for name, tensor in state.items() if ".0." in name[:9]]
@@ -89,7 +89,7 @@ def deepen(state: State, *, new_layers: int, router_std: float, generator: torch
 
 def _widened(matrix: Tensor, copies: int, noise: float, generator: torch.Generator) -> Tensor:
     """[W/2 + N, W/2 - N], with a fresh N for each copy of the outputs. N's scale is each matrix's own, also among
-    stacked experts. Written in place: at full size every temporary is a third of a gigabyte.
+    stacked experts. It is written in place: at full size every temporary takes a third of a gigabyte.
     """
     rows, columns = matrix.shape[-2:]
     wide = matrix.new_empty(*matrix.shape[:-2], copies * rows, 2 * columns)

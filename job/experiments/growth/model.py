@@ -39,7 +39,7 @@ INIT_STD = 0.02
 
 
 class GrowthOutput(NamedTuple):
-    """What a forward pass gives. The trainer divides `loss_sum` by the tokens of the whole global batch, and weights
+    """The result of a forward pass. The trainer divides `loss_sum` by the tokens of the whole global batch, and weights
     `aux_loss` by this micro-batch's share of it.
     """
 
@@ -51,7 +51,7 @@ class GrowthOutput(NamedTuple):
 
     @property
     def aux(self) -> dict[str, Tensor]:
-        """What is worth a log, by name; nothing for a dense model."""
+        """The figures to log, by name; none for a dense model."""
         if self.expert_load is None or self.router_entropy is None:
             return {}
         return {"load": self.expert_load, "entropy": self.router_entropy}
@@ -67,8 +67,8 @@ def build(
 ) -> Growth:
     """A freshly initialised model of a phase. `dtype` of the parameters: by default the phase's state dtype.
 
-    Drawn on the CPU from `generator` (default: seeded with config.seed), so that it is the same on every device.
-    On device "meta" nothing is drawn.
+    Values are drawn on the CPU from `generator` (default: seeded with config.seed), so they are the same on every
+    device. On device "meta" nothing is drawn.
     """
     with torch.device("meta"):
         module = Growth(config, phase_index)
@@ -83,7 +83,7 @@ def build(
 def load(
     config: GrowthConfig, phase_index: int, state: dict[str, Tensor], *, device: torch.device | str = "cpu"
 ) -> Growth:
-    """A model holding `state`'s own tensors (moved to `device`, dtype kept). Raises ValueError when they do not fit."""
+    """A model with `state`'s own tensors (moved to `device`, dtype kept). Raises ValueError if they do not fit."""
     module = build(config, phase_index, device="meta")
     try:
         module.load_state_dict({name: tensor.to(device) for name, tensor in state.items()}, assign=True)
@@ -101,7 +101,7 @@ def state_dtype(config: GrowthConfig, phase_index: int) -> torch.dtype:
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay applies to the parameter: to every matrix but the table."""
+    """Whether weight decay applies to the parameter: to every matrix except the table."""
     return name.endswith("weight") and "norm" not in name and not name.startswith("embed")
 
 
@@ -143,8 +143,9 @@ class Growth(Checkpointed):
         )
 
     def look_up(self, tokens_BT: Tensor) -> Tensor:
-        """The tokens' rows of the table. On a CPU their gradient is sparse and added row by row into that of the last
-        product, which saves 1 % of a step: not in bf16, which would round each row; and a GPU adds in no fixed order.
+        """The tokens' rows of the table. On a CPU their gradient is sparse and added row by row into the last
+        product's, which saves 1 % of a step; not in bf16, which would round each row, nor on a GPU, which adds in no
+        fixed order.
         """
         table = self.embed.weight
         sparse = table.device.type == "cpu" and table.dtype != torch.bfloat16
@@ -159,12 +160,12 @@ class Growth(Checkpointed):
 
     @property
     def capacity(self) -> float | None:
-        """Rows per expert over the even share, where padded; None where no row is ever dropped."""
+        """Rows per expert over the even share, if padded; None if no row is ever dropped."""
         ffn = self.blocks[0].ffn
         return ffn.capacity if isinstance(ffn, Experts) and ffn.dispatch == "padded" else None
 
     def set_dispatch(self, dispatch: Dispatch, capacity: float = CAPACITY) -> None:
-        """How the expert product runs: `grouped` drops nothing, `padded` drops what exceeds `capacity` in training."""
+        """Sets how the expert product runs: `grouped` drops nothing, `padded` drops pairs beyond `capacity`."""
         for block in self.blocks:
             if isinstance(block.ffn, Experts):
                 block.ffn.dispatch, block.ffn.capacity = dispatch, capacity
@@ -172,7 +173,7 @@ class Growth(Checkpointed):
 
 @torch.no_grad()
 def initialise(module: Growth, config: GrowthConfig, generator: torch.Generator) -> None:
-    """The table at the top of this file, drawn on the CPU in fp32."""
+    """Fills the parameters by the table at the top of this file, drawn on the CPU in fp32."""
     for name, parameter in module.named_parameters():
         std = initial_std(name, module.shape.layers, config.model.router_std)
         if std is None:

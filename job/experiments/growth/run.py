@@ -128,12 +128,12 @@ class TinystoriesGrowth(Experiment):
         }
 
     def requires(self, phase: Phase) -> tuple[str, ...]:
-        """The exports of every boundary behind: a resume makes only those at the end of its own phase again."""
+        """The exports of all earlier boundaries: a resume repeats only those at the end of its own phase."""
         done = [(f"{EXPORTS}/phase{n}_end", f"{EXPORTS}/phase{n + 1}_start") for n in range(1, phase.index + 1)]
         return tuple(name for pair in done for name in pair)
 
     def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
-        """Weights, greedy samples, expert load; for the widened model how far its two halves have parted."""
+        """Writes weights, greedy samples and expert load; and how far a widened model's halves have parted."""
         assert isinstance(module, growth.Growth)
         name = f"phase{phase.index + 1}_end"
         export.export(self._export(name), module, self._meta(phase, module, weights))
@@ -150,7 +150,7 @@ class TinystoriesGrowth(Experiment):
             self.session.say(f"  {prompt!r} -> {text!r}")
 
     def finish(self) -> None:
-        """The model, the report, the result table and the curve."""
+        """Writes the model, the report, the result table and the curve."""
         workdir = self.session.workdir
         export.copy(self._export(f"phase{len(self.phases)}_end"), workdir / FINAL)
         self._write_report(self.progress["boundaries"])
@@ -174,13 +174,13 @@ class TinystoriesGrowth(Experiment):
         )
 
     def cut(self, step: int, weights: Weights) -> None:
-        """final/ with the model, whatever its phase."""
+        """Writes final/ with the model, whatever its phase."""
         if self._at is not None:
             phase, module = self._at
             export.export(self.session.workdir / FINAL, module, self._meta(phase, module, weights))
 
     def _result(self, phase: Phase, records: list[dict[str, Any]]) -> dict[str, Any]:
-        """One phase: sizes, what was predicted, what was measured."""
+        """The results of one phase: sizes, predictions, measurements."""
         size = self.sizes[phase.index]
         own = [record for record in records if record["phase"] == phase.name]
         return {
@@ -200,7 +200,7 @@ class TinystoriesGrowth(Experiment):
 
     @torch.no_grad()
     def _continue(self, module: growth.Growth, prompt: str) -> str:
-        """The prompt and `eval.sample_tokens` greedy tokens, fewer when the story ends."""
+        """The prompt and `eval.sample_tokens` greedy tokens, fewer if the story ends."""
         tokenizer = self.dataset.tokenizer
         ids = tokenizer.encode(prompt)
         module.eval()
@@ -215,7 +215,7 @@ class TinystoriesGrowth(Experiment):
         return tokenizer.decode(ids)
 
     def _warmup(self, phase: Phase) -> int:
-        """Steps; the first phase has none."""
+        """Warm-up steps; the first phase has none."""
         return self.config.optim.warmup_after_growth if phase.index else 0
 
     def _announce(self, phase: Phase) -> None:

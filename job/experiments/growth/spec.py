@@ -1,4 +1,5 @@
-"""tinystories-growth: dense, then experts, then twice as wide and deeper. A micro-batch counts windows.
+"""tinystories-growth: trains a dense model, then with experts, then twice as wide and deeper. A micro-batch counts
+windows.
 
 FLOPs are `causal`: 6 x matmul parameters (head included, embedding look-up not) + 6 x layers x width x sequence.
 """
@@ -16,15 +17,15 @@ from gpufleet.job.kind.batch import rows_per_rank
 from gpufleet.job.kind.job import Alternative
 
 LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabilities and two fp32 gradients
-# Of compiled steps on an H100 and an H200 (bench/results/gpu.md): what is left of a layer's activations, and bytes of a
-# logit. At 16, 32 and 128 windows all three phases come out within 7 % of the peaks counted there.
+# Measured on compiled steps with an H100 and an H200 (bench/results/gpu.md): the share of a layer's activations that
+# remains, and bytes per logit. At 16, 32 and 128 windows all three phases come within 7 % of the peaks measured there.
 COMPILED_KEEPS, COMPILED_LOGIT_BYTES = 0.8, 5
-# Host ms to launch a compiled step: a layer of each micro-batch, dense and with experts; embedding, loss, clipping
-# and AdamW. At 16 windows an H100 and an H200 waited for their hosts: 15.6 and 17.6 ms of a step in the first phase, of
-# 7 layers, 24.4 and 25.5 in the second (bench/results/gpu.md); the same launches that do nothing take 26 us each on a
-# core of 2.8 GHz, here they take 36.
+# Host ms to launch a compiled step: per layer of each micro-batch, dense and with experts; then embedding, loss,
+# clipping and AdamW. At 16 windows an H100 and an H200 waited for their hosts: 15.6 and 17.6 ms of a step in the first
+# phase, of 7 layers, 24.4 and 25.5 in the second (bench/results/gpu.md); empty launches take 26 us each on a core of
+# 2.8 GHz, these take 36.
 LAYER_LAUNCH_MS, LAUNCH_MS = (1.9, 3.1), 3.0
-GROWTH_PASSES = 5  # over the new fp32 weights at 1 GB/s: grow, check before and after, export, read back
+GROWTH_PASSES = 5  # passes over the new fp32 weights at 1 GB/s: grow, check before and after, export, read back
 COMPILE_S = 40.0  # per grown phase, on CUDA only; the first phase compiles within the set-up minutes
 BYTES_PER_STORY = 444  # 50,000 stories = 11,091,575 GPT-2 tokens of 2 bytes
 _PHASES = ("dense", "moe", "grown")
@@ -42,22 +43,23 @@ class GrowthModel:
     experts: int = common.bounded(8, 2, 256)
     top_k: int = common.bounded(2, 1, 64)
     new_layers: int = common.bounded(4, 0, 200)  # appended in phase 3
-    router_std: float = common.bounded(0.02, 1e-6, 1.0)  # at 0 every token ties to the same experts
+    router_std: float = common.bounded(0.02, 1e-6, 1.0)  # with 0 every token would tie to the same experts
     symmetry_noise: float = common.bounded(0.1, 0.0, 1.0)  # x each matrix's std, antisymmetric over the input halves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextData:
-    """Token windows drawn by (seed, step). The prepared dataset itself is named by storage.dataset."""
+    """Token windows drawn by (seed, step). storage.dataset names the prepared dataset."""
 
     sequence: int = common.bounded(256, 8, 131072)  # tokens per window
-    source: Literal["tinystories", "generated-stories"] = "tinystories"  # what `gpufleet prepare` fetches or makes
+    # what `gpufleet prepare` downloads or generates
+    source: Literal["tinystories", "generated-stories"] = "tinystories"
     stories: int = common.bounded(50_000, 100, 3_000_000)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Windows per optimizer step. `micro` None = the largest rung of the ladder that fits."""
+    """Windows per optimizer step. `micro` None: the largest rung of the ladder that fits."""
 
     sequences: int = common.bounded(16, 1, 65536)
     micro: int | None = common.bounded(None, 1, 65536)
@@ -70,7 +72,7 @@ class AdamW:
     lr: tuple[float, ...] = common.bounded((3e-4, 1e-4, 8e-5), 1e-9, 1.0)
     weight_decay: float = common.bounded(0.01, 0.0, 1.0)
     betas: tuple[float, ...] = common.bounded((0.9, 0.95), 0.0, BELOW_ONE)
-    eps: float = common.bounded(1e-8, 1e-16, 1e-2)  # at 0 a row without gradient is 0 / 0
+    eps: float = common.bounded(1e-8, 1e-16, 1e-2)  # with 0 a row without gradient would be 0 / 0
     clip: float = common.bounded(1.0, 0.0, 1e6)
     warmup_after_growth: int = common.bounded(20, 0, 100_000)
     load_balance: float = common.bounded(0.01, 0.0, 10.0)  # coefficient of the router's load-balance term, phases 2, 3
@@ -123,7 +125,7 @@ class GrowthConfig(ExperimentConfig):
     log: common.Log = common.Log()
 
     def problems(self) -> list[tuple[str, str]]:
-        """What no field's own range can say, as (path under job.parameters, sentence)."""
+        """Problems beyond a field's range, as (path under job.parameters, sentence)."""
         model, batch, found = self.model, self.batch, []
         each, rest = divmod(model.width, model.heads)
         if rest:
@@ -183,8 +185,8 @@ class GrowthConfig(ExperimentConfig):
         micro, checkpointing = min(rung.micro, self.batch.sequences), rung.checkpointing
         tokens = micro * self.data.sequence
 
-        # Products cast the weights to their own dtype, wider or narrower, and put q, k and v together anyway; that
-        # stays until backward. With checkpointing it goes with its layer and is made again.
+        # Products cast the weights to their own dtype, and always join q, k and v; both copies stay until backward.
+        # With checkpointing they are freed with their layer and made again.
         table, cast = s.vocab * s.width, compute != state
         made = (total - table) / s.layers if cast else 3 * s.width * (s.width + 1)
         made *= 1 if checkpointing else s.layers
@@ -195,7 +197,7 @@ class GrowthConfig(ExperimentConfig):
         layer = tokens * _layer_bytes(s, compute, checkpointing=checkpointing) * (COMPILED_KEEPS if fused else 1)
         activations = s.layers * layer + tokens * 2 * s.width * compute  # + the final norm's input and output
         logits = tokens * s.vocab * (COMPILED_LOGIT_BYTES if fused else LOGIT_BYTES)
-        # The first micro-batch makes the gradients; those after it, the last one smaller if need be, find them there.
+        # The first micro-batch allocates the gradients; later ones, the last maybe smaller, add to them.
         head = s.vocab * s.width * state  # the tied table's gradient comes first, beside all activations
         first = max(activations + max(logits, head), gradients + layer)
         second = min(micro, self.batch.sequences - micro) / micro
@@ -210,7 +212,7 @@ class GrowthConfig(ExperimentConfig):
         return cuts(whole, self.batch.micro, [whole, whole * 3 // 4, whole // 2, whole // 4])
 
     def state_dtype(self, phase_index: int) -> str:
-        """fp32 or bf16: weights, gradients and moments alike. Never chosen from the GPU that is found."""
+        """fp32 or bf16, the same for weights, gradients and moments. It never depends on the GPU."""
         return self.precision.phase3_state if phase_index == 2 else "fp32"
 
     def state_in_words(self) -> str:
@@ -235,8 +237,8 @@ class GrowthConfig(ExperimentConfig):
 
     @common.remembered
     def sizes(self) -> common.Sizes:
-        """A checkpoint has weights and two moments: 12 B per parameter in fp32, 6 in bf16. An exported phase's start is
-        the verified fp32 file, whatever the state that training casts it to; its end is in that state's dtype.
+        """A checkpoint has weights and two moments: 12 B per parameter in fp32, 6 in bf16. A phase's start is exported
+        as the verified fp32 file, whatever dtype training casts it to; its end in the training dtype.
         """
         totals = [parameters(shape(self.model, i))[0] for i in range(len(_PHASES))]
         widths = [2 if self.state_dtype(i) == "bf16" else 4 for i in range(len(_PHASES))]
@@ -301,12 +303,12 @@ def _launch_ms(config: GrowthConfig, s: Shape) -> float:
 
 
 def _growth_s(config: GrowthConfig, parameters: int) -> float:
-    """Seconds from the end of a phase to the first step of the grown one, whose `parameters` these are."""
+    """Seconds from the end of a phase to the first step of the grown one, which has so many `parameters`."""
     return GROWTH_PASSES * parameters * 4 / 1e9 + (COMPILE_S if config.device == "cuda" else 0.0)
 
 
 def _layer_bytes(s: Shape, compute: int, *, checkpointing: bool) -> float:
-    """What autograd keeps of one token in one layer. With checkpointing only the products' and attention's results."""
+    """Bytes that autograd keeps of a token in a layer; with checkpointing only products' and attention's results."""
     d, h = s.width, s.ffn
     rows = s.top_k * CAPACITY if s.experts else 1.0
     products = 4 * d + rows * h  # q, k, v, attention; the FFN's up-projection

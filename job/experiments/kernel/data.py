@@ -1,4 +1,4 @@
-"""kernel-sft's pairs of a PyTorch program and a Triton one, of the user's or made."""
+"""kernel-sft's pairs of a PyTorch program and a Triton one, the user's or generated."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ class KernelPairs(PackedData[KernelConfig]):
     """Packed rows of pairs."""
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        from gpufleet.job.experiments.kernel.pairs import prepare_kernels  # brings numpy
+        from gpufleet.job.experiments.kernel.pairs import prepare_kernels  # imports numpy
 
         own = tokenizer_of(given.weights, given.tokenizer)
         return prepare_kernels(folder, self.config, text=given.text, tokenizer=own, say=given.say)
 
     def differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
-        """The trainer refuses one too short for a curriculum: it would act between two epochs, so between two steps."""
+        """Adds to the differences a dataset too short for a curriculum, which acts between two epochs, so between two
+        steps: the trainer would refuse it.
+        """
         if differs := super().differs(manifest, weights):
             return differs
         config = self.config

@@ -1,8 +1,8 @@
 """kernel-sft's pairs of a PyTorch program and a Triton one, packed into rows as packed.py writes them.
 
-A JSONL file has {prompt, answer} a line, as KernelBook's pairs are easily written; `data.samples` of them are chosen by
-the seed. Generated pairs are seeded kernels of the twenty tasks, with a tokenizer of bytes: any program can be written
-in 256 ids and a few special tokens. The loss is on the answer. User mistakes raise ValueError.
+A JSONL file has {prompt, answer} per line, into which KernelBook's pairs are easily converted; the seed chooses
+`data.samples` of them. Generated pairs are seeded kernels of the twenty tasks, with a tokenizer of bytes: any program
+can be written in 256 ids and a few special tokens. The loss is on the answer. User mistakes raise ValueError.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from gpufleet.job.experiments.kernel.judge.catalog import TASKS
 from gpufleet.job.experiments.kernel.judge.curriculum import require_practice, tasks_of
 from gpufleet.job.experiments.kernel.spec import KernelConfig
 
-HELD_OUT = 0.02  # share of the pairs, for a validation loss; at least one
-LOOKED_AT = 1000  # answers at most: the longest take a second each
-FEW = 0.5  # of the answers: what a model learns from fewer is mostly refused
+HELD_OUT = 0.02  # share of the pairs for a validation loss; at least one
+LOOKED_AT = 1000  # the most answers to check: the longest take a second each
+FEW = 0.5  # share of the answers: a model that learns from fewer writes mostly refused ones
 BLOCKS = (128, 256, 512, 1024, 2048)
-WANTED = "prompt and answer"  # of a line
+WANTED = "prompt and answer"  # keys of a line
 
 
 def prepare_kernels(
@@ -55,7 +55,7 @@ def prepare_kernels(
     else:
         pairs, own = PairsFile(text, data.samples, config.seed), own_tokenizer(tokenizer)
         if data.curriculum != "off":
-            _ = pairs.name  # raises ValueError where the file cannot be read
+            _ = pairs.name  # raises ValueError if the file cannot be read
             tasks = (tasks_of(question.text) for question, _ in pairs.conversations())
             said = f"{text}: job.parameters.data.curriculum is {data.curriculum}, but no pair"
             require_practice(tasks, TASKS[: config.generate.tasks], said)  # as the trainer would on a paid node
@@ -66,7 +66,7 @@ def prepare_kernels(
 
 
 def admitted(pairs: PairsFile) -> str:
-    """How many answers the funnel's rules would admit, and why not the others: a model writes what it is shown."""
+    """How many answers the funnel's rules would accept, and why not the others: a model writes what it is shown."""
     first = itertools.islice(pairs.conversations(), LOOKED_AT)
     found = [rules.problem(answers.program(answer.text)) for _, answer in first]
     why = Counter(re.sub(r"^line \d+: ", "", problem) for problem in found if problem is not None)
@@ -80,7 +80,7 @@ def admitted(pairs: PairsFile) -> str:
 
 @dataclass(frozen=True)
 class GeneratedKernels:
-    """`count` seeded kernels, going round the tasks; they differ in their block size."""
+    """`count` seeded kernels, task after task; they differ in their block size."""
 
     count: int
     seed: int
@@ -98,7 +98,7 @@ class GeneratedKernels:
 
 @dataclass(frozen=True)
 class PairsFile:
-    """`samples` of the file's pairs, chosen by the seed, in the file's order; all of them where there are fewer."""
+    """`samples` of the file's pairs, chosen by the seed, in the file's order; all of them if there are fewer."""
 
     path: Path
     samples: int
@@ -109,7 +109,7 @@ class PairsFile:
         return f"kernel pairs: {self.samples} by seed {self.seed} of sha256 {hashed(self.path)}"
 
     def conversations(self) -> Iterator[Conversation]:
-        """Raises ValueError with the lines that are no pair."""
+        """The pairs as conversations; raises ValueError with the lines that are none."""
         pairs = list(lines_of(self.path, _pair, WANTED))
         chosen = random.Random(f"pairs {self.seed}").sample(range(len(pairs)), min(self.samples, len(pairs)))
         yield from (pairs[index] for index in sorted(chosen))
@@ -121,7 +121,7 @@ def _pair(line: bytes) -> Conversation:
 
 
 def byte_tokenizer(template: Template) -> FileTokenizer:
-    """One id per byte, then the template's special tokens; 256 and a few."""
+    """One id per byte, then the template's special tokens: 256 and a few."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

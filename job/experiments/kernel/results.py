@@ -1,4 +1,4 @@
-"""What a finished kernel-sft leaves: the table that judges the judging, and the results."""
+"""Writes a finished kernel-sft's results: the verdicts' table and results.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpufleet.job.experiments.kernel.stages import KernelRun
 
 
 def write(kernel: KernelRun, found: dict[str, list[Verdict]], digest: str) -> None:
-    """results.json and a few lines. `found`: the verdicts by phase; `digest`: sha256 of the weights."""
+    """Writes results.json and a few lines of the log. `found`: verdicts by phase; `digest`: the weights' sha256."""
     session, config, phase = kernel.session, kernel.config, kernel.phases[-1]
     judged = found[phase.name]
     generated = [verdict for verdict in judged if verdict.origin == "generated"]
@@ -68,7 +68,7 @@ def write(kernel: KernelRun, found: dict[str, list[Verdict]], digest: str) -> No
 
 
 def _per_candidate(judged: Sequence[Verdict]) -> dict[str, float]:
-    """Figures per candidate, by the bill's names. Correct is what stage 5 gets to see."""
+    """Figures per candidate, by the bill's names. A candidate that reaches stage 5 counts as correct."""
     after = STAGES[STAGES.index("compile") + 1 :]
     return {
         "compile_s": fmean(verdict.seconds.get("compile", 0.0) for verdict in judged),

@@ -1,10 +1,10 @@
-"""kernel-sft: all weights of a code model trained on kernel pairs, candidates generated, and judged in the funnel.
+"""kernel-sft: trains all weights of a code model on kernel pairs, generates candidates, and judges them in the funnel.
 
-Training is FSDP2. What follows it is in stages.py; each stage appends what it has finished to stages/*.jsonl,
-so a restart repeats no finished candidate. With `data.curriculum: on` the model is tried at the end of each epoch and
-the next one draws more from tasks that it half masters (judge/curriculum.py). With `compare` there are two
-phases of equally many steps, each from the base: without that, then with it; the candidates of the first are written
-at its end. Leaves `final/` (the last phase's bf16 weights as published ones look, the tokenizer),
+Training is FSDP2. stages.py does what follows; each stage appends finished results to stages/*.jsonl, so a restart
+repeats no finished candidate. With `data.curriculum: on` the model is tried at the end of each epoch, and the next one
+draws more from tasks that it half masters (judge/curriculum.py). With `compare` there are two phases of equally many
+steps, each from the base: the first without the curriculum, the second with it; the first's candidates are written at
+its end. It leaves `final/` (the last phase's bf16 weights in the published layout, the tokenizer),
 `stages/candidates.jsonl`, `stages/verdicts.jsonl` and `results.json`.
 """
 
@@ -39,7 +39,7 @@ from gpufleet.job.kind.job import require
 
 
 class Kernel(Experiment):
-    """The experiment as the training loop asks it."""
+    """The experiment for the training loop."""
 
     saves_improvements = False  # 98 GB each, and only the last weights are used
 
@@ -60,7 +60,7 @@ class Kernel(Experiment):
         ]
         self.params_total = sizes[0].params_total
         self.row_tasks = [] if self.config.data.curriculum == "off" else self._row_tasks()
-        # Evaluations: [steps done, task -> pass rate], oldest first. val_loss: of each phase that is over, by name.
+        # evaluations: [steps done, task -> pass rate], oldest first. val_loss: of each finished phase, by name.
         self.progress: dict[str, Any] = {"evaluations": [], "val_loss": {}}
         self.module: Decoder | None = None
 
@@ -74,7 +74,7 @@ class Kernel(Experiment):
         return self.module
 
     def blank(self, phase: Phase) -> nn.Module:
-        """Room for a checkpoint's."""
+        """The module for a checkpoint's weights."""
         self.module = tuning.trained_whole(self.session, self.config, written=False)
         return self.module
 
@@ -99,7 +99,8 @@ class Kernel(Experiment):
         places = np.arange(done * self.per_step, min((done + 1) * self.per_step, self.config.epochs * self.rows))
         known = [(at, rates) for at, rates in self.progress["evaluations"] if phase.first < at <= step]
         at, rates = known[-1] if known else (phase.first, {})
-        over = (at - phase.first) * self.per_step  # rows drawn when they were known; a step holds rows of two epochs
+        # rows drawn before the rates were known; a step holds rows of two epochs
+        over = (at - phase.first) * self.per_step
         return in_epochs(places, self.rows, lambda epoch: self._epoch(epoch, rates, max(0, over - epoch * self.rows)))
 
     def validation(self, phase: Phase, rung: Rung) -> Work:
@@ -113,7 +114,7 @@ class Kernel(Experiment):
 
     @torch.no_grad()
     def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
-        """Loss on the rows held out; for the curriculum also pass rates, when another epoch comes."""
+        """Loss on the rows held out; for the curriculum also pass rates, if another epoch follows."""
         loss = super().evaluate(phase, step, module, rung)
         if self.config.data.curriculum != "off" and phase is self.phases[-1] and step < phase.last:
             assert self.module is not None
@@ -124,7 +125,7 @@ class Kernel(Experiment):
         return loss
 
     def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
-        """Candidates of a phase whose weights are not kept; the last one's are `finish`'s. Raises Stopped."""
+        """Writes the candidates of a phase whose weights are not kept. Raises Stopped."""
         assert isinstance(module, Decoder)
         module.checkpointing = False
         self.progress["val_loss"][phase.name] = weights.val_loss
@@ -132,13 +133,13 @@ class Kernel(Experiment):
             stages.candidates(self, module, phase)
 
     def finish(self) -> None:
-        """Weights, candidates, verdicts, results. Raises Stopped."""
+        """Writes weights, candidates, verdicts and results. Raises Stopped."""
         assert self.module is not None
         if (found := stages.finish(self, self.module)) is not None:
             results.write(self, *found)
 
     def cut(self, step: int, weights: Weights) -> None:
-        """Weights as the last step left them, unless `finish` has written them."""
+        """Writes the weights of the last step, unless `finish` has written them."""
         written = (atomic.read_object(self.session.workdir / FINAL / META) or {}).get("step") == step
         if self.module is not None and not self.session.world.agree(written):
             name = next(phase.name for phase in self.phases if step <= phase.last)
@@ -146,15 +147,15 @@ class Kernel(Experiment):
             tuning.leave(self.session, self.manifest, self.config, self.module, meta)
 
     def _epoch(self, epoch: int, rates: dict[str, float], begun: int) -> Ids:
-        """The epoch's rows in order; with pass rates known when `begun` of them were over, those after them."""
+        """The epoch's rows in order; with pass rates that were known after `begun` of them, those after them."""
         weight = [float(np.mean(curriculum.weights(tasks, rates))) for tasks in self.row_tasks]
-        if not rates or len(set(weight)) == 1:  # nothing to choose: as without a curriculum
+        if not rates or len(set(weight)) == 1:  # all weigh the same: as without a curriculum
             return order(self.config.seed, epoch, self.rows)
         drawn = curriculum.order(weight, seed=self.config.seed, epoch=epoch, begun=begun)
         return np.array([-1] * begun + drawn, dtype=np.int64)
 
     def _row_tasks(self) -> list[list[frozenset[str]]]:
-        """The tasks of each example of each row. Raises ValueError where a curriculum has nothing to weigh."""
+        """The tasks of each example of each row. Raises ValueError if a curriculum has nothing to weigh."""
         per_epoch, data = -(-self.rows // self.per_step), self.config.data
         if per_epoch >= self.phases[0].steps:
             raise ValueError(

@@ -1,9 +1,9 @@
-"""kernel-sft: all weights on packed rows, then generation, then the funnel. A micro-batch counts rows.
+"""kernel-sft: trains all weights on packed rows, then generates, then runs the funnel. A micro-batch counts rows.
 
-The funnel's seconds per candidate are assumptions until a run has measured them, but for the judge's own work on a CPU.
-Compilation is spread over all vCPUs: seconds to tens of seconds of one core. The rest is done by one worker per GPU,
-one thing after another: it starts a process, sends inputs, and compares tens of megabytes per input in one thread. Most
-of that time the GPU waits, and is paid for.
+The funnel's seconds per candidate are assumptions until a run has measured them, except for the judge's own work on a
+CPU. Compilation is spread over all vCPUs: seconds to tens of seconds of one core. One worker per GPU does the rest, one
+thing after another: it starts a process, sends inputs, and compares tens of megabytes per input in one thread. Most of
+that time the GPU waits, and is billed.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from gpufleet.job.kind import common
 COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
 # Worker seconds per candidate: a new process (4 CPU-s to import torch and triton), its driver and its tiny run.
 STARTED_GPU_S = 6.0
-# For a correct one besides: stages 4 and 5. Of that 29 s are the judge's own in one thread at a GPU's sizes, inputs
-# kept: 10 s for stage 4 (8 of float16, 9 to 10 of one argument, 12 of two, 17 of three), 7 s for each try of stage 5 (6
-# to 9), taken 1.4 times, and 9 s for what is checked once more as it is timed (8 of one argument, 10 of two). Measured:
-# thread CPU time of funnel.Judge on four tasks, the last of packing and comparing alone, torch on the CPU in the
-# candidate's place; 2 shared cores of an Intel Xeon, 2026-11-22. The rest, copies to the GPU and kernels, is assumed.
+# A correct one also takes stages 4 and 5. The judge itself takes 29 s of that in one thread at a GPU's sizes, inputs
+# kept: 10 s for stage 4 (8 with float16, 9 to 10 with one argument, 12 with two, 17 with three), 7 s for each try of
+# stage 5 (6 to 9), taken 1.4 times, and 9 s for the repeated check with timing (8 with one argument, 10 with two).
+# Measured: thread CPU time of funnel.Judge on four tasks, the last for packing and comparing alone, torch on the CPU
+# instead of the candidate; 2 shared cores of an Intel Xeon, 2026-11-22. The rest, copies to the GPU and kernels, is
+# assumed.
 CORRECT_GPU_S = 35.0
-FULL_RUN_S, INPUTS, ADVERSARIAL = 10.0, 5, 9  # of that stage 4; its random inputs then, and those of judge/tasks.py
-INTERPRETED_S = 0.3  # of a rank, for a candidate in Triton's interpreter: 1,300 in 190 s on two (rehearsal, 2026-11-22)
+FULL_RUN_S, INPUTS, ADVERSARIAL = 10.0, 5, 9  # for that stage 4; its random inputs then, and those of judge/tasks.py
+INTERPRETED_S = 0.3  # per rank, for a candidate in Triton's interpreter: 1,300 in 190 s on two (rehearsal, 2026-11-22)
 CORRECT_SHARE = 0.2  # KernelLLM-8B reports pass@1 20.2
-AT_ONCE = 32  # sequences of a rank generated together, and lost together when it is stopped
-TRIED = 4  # candidates per task of a curriculum's evaluation
-HELD_OUT = 0.02  # share of the pairs that each evaluation runs over (job/experiments/kernel/pairs.py)
+AT_ONCE = 32  # sequences that a rank generates together, and loses together if it is stopped
+TRIED = 4  # candidates per task in a curriculum's evaluation
+HELD_OUT = 0.02  # share of the pairs in each evaluation (job/experiments/kernel/pairs.py)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,16 +42,18 @@ class KernelData:
 
     source: Literal["jsonl", "generated-kernels"] = "jsonl"
     samples: int = common.bounded(1000, 1, 10_000_000)
-    tokens_per_sample: float = common.bounded(8192.0, 1.0, 131072.0)  # expected; the prepared dataset's own replaces it
+    # expected; the prepared dataset's own value replaces it
+    tokens_per_sample: float = common.bounded(8192.0, 1.0, 131072.0)
     row: int = common.bounded(8192, 8, 131072)
-    curriculum: Literal["off", "on", "compare"] = "off"  # later epochs draw more of what is half mastered; or both ways
+    # later epochs draw more from half-mastered tasks; `compare`: both ways
+    curriculum: Literal["off", "on", "compare"] = "off"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
     """`candidates` per task, sampled with seeds by (seed, task, candidate)."""
 
-    tasks: int = common.bounded(20, 1, 20)  # job/experiments/kernel/judge/catalog.py has no more
+    tasks: int = common.bounded(20, 1, 20)  # as many as in job/experiments/kernel/judge/catalog.py
     candidates: int = common.bounded(10, 1, 10_000)
     max_tokens: int = common.bounded(2048, 1, 131072)
     temperature: float = common.bounded(0.8, 0.0, 10.0)
@@ -60,14 +63,15 @@ class Generation:
 class Funnel:
     """Limits of the verification funnel. Each candidate runs in its own process."""
 
-    planted: int = common.bounded(0, 0, 200)  # known candidates judged beside the generated; planted.py has no more
+    # known candidates judged beside the generated ones; planted.py has no more
+    planted: int = common.bounded(0, 0, 200)
     workers: int | None = common.bounded(None, 1, 1024)  # None = one per GPU, or one per CPU core without GPUs
     candidate_s: float = common.bounded(60.0, 0.1, 3600.0)  # wall-clock of one candidate in one stage
     memory_gb: float = common.bounded(16.0, 0.1, 1024.0)
-    inputs: int = common.bounded(5, 1, 1000)  # random inputs of the full run, beside the adversarial ones
+    inputs: int = common.bounded(5, 1, 1000)  # random inputs of the full run, besides the adversarial ones
     trials: int = common.bounded(100, 1, 100_000)  # of the timing
-    suspicious: float = common.bounded(2.0, 1.0, 1000.0)  # a speed-up above this is run again with fresh inputs
-    ablations: bool = True  # of 0.1.0, which judged all once more with each extension off: nothing is any more
+    suspicious: float = common.bounded(2.0, 1.0, 1000.0)  # a faster one is run again with fresh inputs
+    ablations: bool = True  # only 0.1.0 used it, to judge all again with each extension off
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +112,7 @@ class KernelConfig(TuningConfig):
 
     @common.remembered
     def phases(self) -> tuple[common.PhaseSize, ...]:
-        """`sft`, or `sft-uniform` and `sft-adaptive`; `generate`, `verify`. Each training ends with generating."""
+        """`sft`, or `sft-uniform` and `sft-adaptive`, each with its candidates; `generate`, `verify`."""
         m = self.model
         total = tuning.parameters(m)
         context = min(self.data.tokens_per_sample, self.data.row)
@@ -168,9 +172,9 @@ class KernelConfig(TuningConfig):
 
     @common.remembered
     def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
-        """Training: fp32 state cut over the ranks, gathered weights of two layers. generate: the trained weights still
-        cut, whole ones of the compute dtype on each GPU, and the cache of its share of the sequences. verify: what a
-        candidate may take.
+        """Training: fp32 state split over the ranks, gathered weights of two layers. generate: the trained weights
+        still split, whole ones of the compute dtype on each GPU, and the cache for its share of the sequences. verify:
+        a candidate's limit.
         """
         m, first = self.model, len(trainings(self))
         compute = 2 if self.precision.compute == "bf16" else 4
@@ -202,7 +206,7 @@ class KernelConfig(TuningConfig):
     def with_facts(self, facts: Mapping[str, Any]) -> KernelConfig:
         if "rows" not in facts:
             return self
-        each = facts["rows"] * facts["row"] / facts["examples"]  # with what its rows leave empty
+        each = facts["rows"] * facts["row"] / facts["examples"]  # with the padding of its rows
         return replace(self, data=replace(self.data, samples=facts["examples"], tokens_per_sample=each))
 
     def doubts(self, steps: int) -> Iterator[str]:
@@ -210,9 +214,7 @@ class KernelConfig(TuningConfig):
 
     @common.remembered
     def sizes(self) -> common.Sizes:
-        """Full state while training, at whose end fp32 weights stay for the stages after it, which leave nothing but
-        results: small.
-        """
+        """Full state during training; then fp32 weights for the later stages, which leave only small results."""
         total, training = tuning.parameters(self.model), len(trainings(self))
         after = (0,) * (len(self.phases()) - training)
         each = 6 if self.model.vocab > 1 << 16 else 4
@@ -228,13 +230,13 @@ class KernelConfig(TuningConfig):
 
 
 def correct_s(config: KernelConfig) -> float:
-    """Seconds of a worker that a correct candidate takes besides."""
+    """Worker seconds that a correct candidate takes in addition."""
     return CORRECT_GPU_S + FULL_RUN_S * (config.funnel.inputs - INPUTS) / (INPUTS + ADVERSARIAL)
 
 
 def per_candidate(config: KernelConfig) -> dict[str, float]:
-    """What the funnel's time in the bill is made of: core-seconds of a compilation, a worker's seconds for the stages
-    after it, and the share of candidates taken to be correct, where that has a part in these.
+    """The parts of the funnel's time in the bill: core-seconds per compilation, worker seconds for the later stages,
+    and the assumed share of correct candidates, if these depend on it.
     """
     if config.device != "cuda":
         return {"compile_s": 0.0, "judge_s": INTERPRETED_S}
@@ -243,5 +245,5 @@ def per_candidate(config: KernelConfig) -> dict[str, float]:
 
 
 def trainings(config: KernelConfig) -> tuple[str, ...]:
-    """Names of the phases that train, each from the base weights. The last one's are kept."""
+    """Names of the phases that train, each from the base weights. Only the last one's are kept."""
     return ("sft-uniform", "sft-adaptive") if config.data.curriculum == "compare" else ("sft",)

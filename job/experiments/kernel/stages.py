@@ -1,4 +1,4 @@
-"""What follows kernel-sft's training: weights to keep, candidates and verdicts.
+"""The stages after kernel-sft's training: weights to keep, candidates and verdicts.
 
     final/                    bf16 weights of the last phase as published ones look, the tokenizer, meta.json
     stages/candidates.jsonl   one generated program a line (candidates-R.jsonl: rank R's share)
@@ -6,8 +6,8 @@
     stages/tried.jsonl, stages/verdicts-tried.jsonl   the same of a curriculum's evaluations
     results.json
 
-Each rank takes the trained weights whole, rounded to bf16 as they are kept, and generates its share of the candidates
-on its own, so it heeds a stop at the next token; then all agree. Rank 0 judges.
+Each rank takes the whole trained weights, rounded to bf16 as they are kept, and generates its share of the candidates
+alone, so it can stop at the next token; then all agree. Rank 0 judges.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from gpufleet.job.ledger import Ledger
 
 SILENT_S = 60.0  # between two lines within a batch
 T = TypeVar("T")
-Pair = tuple[KernelTask, int]  # what is asked for, and for the how-manieth time
+Pair = tuple[KernelTask, int]  # a task, and the number of its candidate
 
 
 class KernelRun(Protocol):
-    """What the stages need of the experiment."""
+    """The parts of the experiment that the stages need."""
 
     session: Session
     config: KernelConfig
@@ -64,8 +64,8 @@ class KernelRun(Protocol):
 
 
 def finish(kernel: KernelRun, module: Decoder) -> tuple[dict[str, list[Verdict]], str] | None:
-    """Weights, candidates and their verdicts: these by phase, and the weights' sha256; None on ranks other
-    than the first. Raises Stopped between two tensors, tokens or candidates.
+    """Makes weights, candidates and verdicts; returns the verdicts by phase, and the weights' sha256; None on ranks
+    other than the first. Raises Stopped between two tensors, tokens or candidates.
     """
     session, phase = kernel.session, kernel.phases[-1]
     tensors = tuning.gathered(session, module)
@@ -80,16 +80,16 @@ def finish(kernel: KernelRun, module: Decoder) -> tuple[dict[str, list[Verdict]]
 
 
 def candidates(kernel: KernelRun, module: Decoder | None, phase: Phase) -> list[Candidate]:
-    """Every candidate of the weights that `phase` ends with, in order; the missing ones are written now, by `module`.
-    Raises Stopped, and ValueError where some are missing and the weights are gone.
+    """Every candidate of the weights at the end of `phase`, in order; `module` writes the missing ones now. Raises
+    Stopped, and ValueError if some are missing and the weights are gone.
     """
     weights = tuning.of_weights(phase.last, kernel.progress["val_loss"][phase.name])
     return _written(kernel, module, "candidates", phase.name, weights, kernel.config.generate.candidates)
 
 
 def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, float]:
-    """Per task, of a few candidates of the present weights, which go by that name. All ranks generate. Raises Stopped,
-    on all of them; what is written and judged by then is there for the next start that finds the same weights.
+    """The pass rate per task, from a few candidates of the present weights, which `weights` names. All ranks generate.
+    Raises Stopped, on all of them; the next start with the same weights finds what was written and judged by then.
     """
     session, prefix = kernel.session, "curriculum"
     written = _written(kernel, module, "tried", prefix, weights, TRIED, salt=prefix)
@@ -99,7 +99,7 @@ def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, fl
         look = partial(_look, kernel)
         with _judge(kernel) as judge:
             found = figures.verify(judge, written, ledger, check=look, say=session.say)
-        correct = [verdict.task for verdict in found if verdict.passed]  # however fast
+        correct = [verdict.task for verdict in found if verdict.passed]  # at any speed
         return {task.name: correct.count(task.name) / TRIED for task in TASKS[: kernel.config.generate.tasks]}
 
     return session.world.agree(_by_the_first(session, judged) or {})
@@ -109,13 +109,13 @@ def _written(
     kernel: KernelRun, module: Decoder | None, file: str, prefix: str, weights: str, each: int, *, salt: str = ""
 ) -> list[Candidate]:
     """`each` candidates of every task, in order, from stages/`file`*.jsonl, where those of other weights do not count;
-    the missing ones are written now. Their names begin with `prefix`. Raises as `candidates` does.
+    writes the missing ones now. Their names begin with `prefix`. Raises like `candidates`.
     """
     session, config = kernel.session, kernel.config.generate
     folder, rank = session.workdir / STAGES, session.world.rank
     wanted = [(task, number) for task in TASKS[: config.tasks] for number in range(each)]
     ledger = Ledger(folder / (f"{file}.jsonl" if rank == 0 else f"{file}-{rank}.jsonl"))
-    session.world.barrier()  # nobody's last line is half written now
+    session.world.barrier()  # by now no rank's last line is half written
     known = _known(folder, file, weights)
     session.world.barrier()
     missing = [pair for pair in wanted if _name(prefix, *pair) not in known]
@@ -144,16 +144,16 @@ def _written(
 
 
 def _known(folder: Path, file: str, weights: str) -> dict[str, Candidate]:
-    """Those of these weights, from the files of all ranks."""
+    """The candidates of these weights, from the files of all ranks."""
     kept = [each for path in sorted(folder.glob(f"{file}*.jsonl")) for each in Ledger(path).read(_candidate)]
     return {candidate.name: candidate for of, candidate in kept if of == weights}
 
 
 def _candidate(entry: dict[str, Any]) -> tuple[str, Candidate]:
-    """The weights that wrote it, and a candidate. Raises DoubtError."""
+    """(the weights that wrote it, the candidate). Raises DoubtError."""
     fields = Fields(entry)
     name, task, source = fields.need("name", reading.text), fields.need("task", reading.text), entry.get("source")
-    if task not in BY_NAME or not isinstance(source, str):  # of any characters: stage 1 says what it thinks of them
+    if task not in BY_NAME or not isinstance(source, str):  # any characters: stage 1 judges them
         raise DoubtError(f"{name} is no candidate")
     made = Candidate(name=name, task=task, source=source, origin="generated", label="")
     return fields.need("weights", reading.text), made
@@ -167,9 +167,9 @@ def _generate_share(
     keep: Callable[[list[Pair], list[str]], None],
     name: str,
 ) -> None:
-    """This rank's share of `wanted`, a batch at a time; `keep` gets each batch that is finished, and the log says so,
-    under `name`: a silent job is taken for a stuck one. Raises Stopped on all ranks when any of them heeded a stop:
-    within a batch none waits for another, after the last all meet.
+    """Generates this rank's share of `wanted`, batch by batch; `keep` gets each finished batch, and the log shows it
+    under `name`, because a silent job counts as stuck. Raises Stopped on all ranks if any of them was stopped: within a
+    batch none waits for another, after the last all meet.
     """
     session, world = kernel.session, kernel.session.world
     model = _as_kept(kernel, module)
@@ -202,9 +202,7 @@ def _as_kept(kernel: KernelRun, module: Decoder) -> Decoder:
 
 
 def _generate(kernel: KernelRun, model: Decoder, wanted: list[Pair], salt: str, far: str) -> list[str]:
-    """Answers, sampled with a seed by (seed, task, number). Says now and then how `far` it is. Raises Stopped between
-    two tokens.
-    """
+    """Answers, sampled by (seed, task, number); logs its progress `far`. Raises Stopped between two tokens."""
     config, renderer = kernel.config.generate, kernel.renderer
     asked = [renderer.prompt([Turn("user", task.prompt), Turn("assistant", "")]) for task, _ in wanted]
     seeds = [
@@ -226,7 +224,7 @@ def _generate(kernel: KernelRun, model: Decoder, wanted: list[Pair], salt: str, 
 
 
 def _by_the_first(session: Session, act: Callable[[], T]) -> T | None:
-    """What rank 0 finds alone, while the others wait; on those None. Raises Stopped on all when it heeds a stop."""
+    """The result of `act` on rank 0, while the others wait; None on those. Raises Stopped on all if it is stopped."""
     found: T | None = None
     stopped: tuple[str, bool] | None = None
     if session.world.first:
@@ -242,9 +240,7 @@ def _by_the_first(session: Session, act: Callable[[], T]) -> T | None:
 
 
 def _verified(kernel: KernelRun, made: dict[str, list[Candidate]]) -> dict[str, list[Verdict]]:
-    """The verdicts on each phase's candidates, by its name: first the last one's, with those that are planted. Raises
-    Stopped.
-    """
+    """The verdicts on each phase's candidates, by its name: the last one's first, with planted ones. Raises Stopped."""
     session, kept = kernel.session, kernel.phases[-1].name
     judged = [*made[kept], *planted.candidates(kernel.config.funnel.planted)]
     ledger = Ledger(session.workdir / STAGES / "verdicts.jsonl")
@@ -264,7 +260,7 @@ def _verified(kernel: KernelRun, made: dict[str, list[Candidate]]) -> dict[str, 
 
 @contextmanager
 def _judge(kernel: KernelRun) -> Iterator[Judge]:
-    """Tried on this machine. Where that cannot judge, it is no verdict: the run goes on on another."""
+    """A judge that has been tried on this machine. If it fails, another machine goes on, without verdicts from here."""
     session = kernel.session
     gpus = torch.cuda.device_count() if session.device.is_cuda else 0
     with _workers(kernel) as workers:
@@ -277,7 +273,7 @@ def _judge(kernel: KernelRun) -> Iterator[Judge]:
 
 
 def _look(kernel: KernelRun) -> None:
-    """For one rank alone. Raises Stopped."""
+    """Looks for a stop request, on one rank alone. Raises Stopped."""
     if (stop := kernel.session.requests.stop()) is not None:
         raise Stopped(stop.reason, ends=stop.ends)
 

@@ -3,8 +3,8 @@
     dataset.json     kind "characters"; facts: train_characters, validation_characters, held_out, vocab, symbols [..]
     train.bin, validation.bin       the header of shards.py, then ids 0 to 16 as uint8
 
-The split is by characters, the last part for validation; records (a blank line between them) are not looked at.
-Standard library only. User mistakes raise ValueError with the choice to make.
+The split is by characters, the last part for validation; it ignores records (separated by a blank line). Standard
+library only. User mistakes raise ValueError with the choice to make.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _FOREIGN = re.compile(b"[^" + re.escape(SYMBOLS.encode()) + b"]")
 
 @dataclass(frozen=True, kw_only=True)
 class CharacterFile:
-    """A file of the 17 symbols and nothing else; byte-order mark and carriage returns are taken off. `name` says
-    everything that its characters depend on.
+    """A file of only the 17 symbols; a byte-order mark and carriage returns are removed. `name` says everything that
+    its characters depend on.
     """
 
     path: Path
@@ -73,9 +73,9 @@ class Sums:
 def prepare_characters(
     folder: Path, data: CharData, *, seed: int, text: Path | None = None, say: Callable[[str], None] = lambda line: None
 ) -> DatasetManifest:
-    """The prepared dataset in `folder`, made now or found there. `text` goes before `data.source`. Raises ValueError:
-    no text, a character outside the symbols, with its position, or too few characters for one row of `data.sequence` +
-    1 in both parts.
+    """The prepared dataset in `folder`, made now or found there. `text` takes precedence over `data.source`. Raises
+    ValueError if there is no text, a character is outside the symbols (with its position), or both parts have too few
+    characters for one row of `data.sequence` + 1.
     """
     source: CharacterFile | Sums
     sequence, held_out = data.sequence, data.held_out
@@ -92,7 +92,7 @@ def prepare_characters(
     ids = encode(source.characters(), where)
     cut = len(ids) - round(len(ids) * held_out)
     parts = {TRAIN: ids[:cut], VALIDATION: ids[cut:]}
-    least = 2 * sequence + 1  # what the trainer asks of each part (rows.py)
+    least = 2 * sequence + 1  # the trainer's minimum for each part (rows.py)
     for name in (TRAIN, VALIDATION):
         if len(parts[name]) < least:
             raise ValueError(
@@ -123,7 +123,7 @@ def prepare_characters(
 
 
 def encode(text: bytes, where: str = "text") -> bytes:
-    """One id per character, one byte each. Raises ValueError naming the first foreign character and its position."""
+    """The ids of characters, one byte each. Raises ValueError naming the first foreign character and its position."""
     if foreign := _FOREIGN.search(text):
         at = foreign.start()
         line = text.count(b"\n", 0, at) + 1
@@ -141,7 +141,7 @@ def decode(ids: list[int]) -> str:
 
 
 def check_header(path: Path) -> int:
-    """How many characters a shard holds. Raises ValueError when it is none of ours."""
+    """The number of characters in a shard. Raises ValueError if it is no shard of characters."""
     header = read_header(path)
     if header.token_bytes != 1 or header.vocab != VOCAB:
         raise ValueError(f"{path}: not a shard of characters; prepare the dataset again")
@@ -149,7 +149,7 @@ def check_header(path: Path) -> int:
 
 
 def _shown(text: bytes, at: int) -> str:
-    """The character at a byte position, whole where the text is UTF-8."""
+    """The character at a byte position, whole if the text is UTF-8."""
     for length in range(1, 5):
         try:
             return f"the character {text[at : at + length].decode()!r}"

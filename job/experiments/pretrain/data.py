@@ -1,4 +1,4 @@
-"""pretrain-d64's characters: a text of 17 symbols, or sums that are made."""
+"""pretrain-d64's characters: a text of 17 symbols, or generated sums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpufleet.job.kind.dataset import Given
 
 
 class Characters(PreparedDataset[PretrainConfig]):
-    """One byte per character."""
+    """A dataset with one byte per character."""
 
     arguments: ClassVar[dict[str, str]] = {"text": "FILE.txt"}
     takes_tokenizer: ClassVar[bool] = False

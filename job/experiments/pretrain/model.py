@@ -36,7 +36,7 @@ from gpufleet.job.experiments.pretrain.spec import CharModel
 
 
 class CharOutput(NamedTuple):
-    """What a forward pass gives. The trainer divides `loss_sum` by the characters of the whole global batch."""
+    """The result of a forward pass. The trainer divides `loss_sum` by the characters of the whole global batch."""
 
     logits: Tensor | None  # [B, T, V], fp32 or wider; only without targets
     loss_sum: Tensor | None  # scalar, fp32 or wider: cross-entropy summed over characters; only with targets
@@ -45,7 +45,7 @@ class CharOutput(NamedTuple):
 
 
 class CharCache:
-    """Keys and values of the positions seen, for generation: one pair [B, K, capacity, D] per layer, and how many
+    """Keys and values of earlier positions, for generation: one pair [B, K, capacity, D] per layer, and how many
     positions are filled. Appending beyond the capacity is an error of the caller.
     """
 
@@ -54,7 +54,7 @@ class CharCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def append(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the new positions of a layer behind those seen; gives all of that layer, [B, K, S, D] each."""
+        """Appends a layer's new positions; returns all of that layer, [B, K, S, D] each."""
         end = self.length + k_BKTD.shape[2]
         assert end <= self.capacity, (end, self.capacity)
         if layer not in self._layers:
@@ -78,7 +78,7 @@ class CharAttention(nn.Module):
 
     def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: CharCache | None) -> Tensor:
         q, k, v = (p(x_BTd).unflatten(-1, (-1, self.head_dim)) for p in (self.q, self.k, self.v))
-        # Turned before heads and positions change places: so attention's result lies as o reads it, without a copy.
+        # Turned before heads and positions swap, so attention's result has o's layout, without a copy.
         cos_T1P, sin_T1P = cos_TP[:, None], sin_TP[:, None]
         q, k = rotate(norm(q), cos_T1P, sin_T1P), rotate(norm(k), cos_T1P, sin_T1P)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -131,7 +131,7 @@ class CharBlock(nn.Module):
 
 
 class CharGpt(Checkpointed):
-    """The whole model. Raises ValueError when the shape cannot be."""
+    """The whole model. Raises ValueError for an impossible shape."""
 
     def __init__(self, model: CharModel, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class CharGpt(Checkpointed):
         self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: CharCache | None = None
     ) -> CharOutput:
         """Logits without targets, the summed loss with them (a target of -100 counts nothing). Tokens and targets are
-        int64. With a cache the tokens are those that follow what it holds.
+        int64. With a cache the tokens follow those in it.
         """
         x_BTd = norm(self.embed(tokens_BT).to(self.compute_dtype))
         seen = 0 if cache is None else cache.length
@@ -165,8 +165,8 @@ class CharGpt(Checkpointed):
         return CharOutput(None, self.loss(logits_BTV.flatten(0, 1), targets_BT.flatten()), {}, None)
 
     def loss(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-        """The summed cross-entropy, where a trainer can compile it: as written it holds the logits four times in fp32,
-        compiled as the product gave them, once, and their gradient.
+        """The summed cross-entropy, as a method that a trainer can compile: as written it holds the logits four times
+        in fp32, compiled once, in the product's dtype, and their gradient.
         """
         return F.cross_entropy(self._capped(logits_NV), targets_N, reduction="sum")
 
@@ -217,8 +217,8 @@ def generate(
 ) -> Iterator[int]:
     """Ids that follow `prompt` (1 to `window` of them), below `allowed`, one by one; ends after an id of `stop`.
 
-    Temperature 0 takes the likeliest and needs no seed; otherwise the same seed gives the same ids on the same
-    machine. Where `window` positions, the length trained on, are full, the last half of them is read in anew.
+    Temperature 0 takes the likeliest and needs no seed; otherwise the same seed gives the same ids on the same machine.
+    If `window` positions, the trained length, are full, the last half of them is read in again.
     """
     assert 0 < len(prompt) <= window, (len(prompt), window)
     ends, ids = set(stop), list(prompt)

@@ -1,10 +1,10 @@
 """Muon for hidden matrices, AdamW for the tables, as one optimizer: one list of groups, one state by parameter.
 
 Muon orthogonalises each matrix's momentum in bf16 (five Newton-Schulz steps; Jordan 2024) and scales the rate by
-sqrt(max(1, rows / columns)). Every argument is stated; torch's default weight decay of 0.1 is not wanted.
+sqrt(max(1, rows / columns)). Every argument is given, because torch's default weight decay of 0.1 is not wanted.
 
-On FSDP2's shards torch.optim.Muon gathers within every product. Here each rank gets whole matrices of its own instead,
-one of as many as there are ranks, orthogonalises those and gives the shards back: two exchanges of bf16 per matrix.
+On FSDP2's shards torch.optim.Muon gathers within every product. Here each rank gets whole matrices instead, a share of
+all, orthogonalises those and returns the shards: two exchanges of bf16 per matrix.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Combined(Optimizer):
             for parameter in parameters:
                 self.state[parameter] = _zeros(parameter, group["kind"])
             group.update({key: value for key, value in inner.param_groups[0].items() if key not in group})
-            inner.param_groups[0] = group  # one group, seen from both
+            inner.param_groups[0] = group  # the inner optimizer's only group is this same object
             inner.state = self.state
             self._inner.append(inner)
 
@@ -74,13 +74,13 @@ class Combined(Optimizer):
 
 
 def owned(parameters: Sequence[Tensor]) -> bool:
-    """Whether ranks can own these: all cut by rows over the ranks of a node."""
+    """Whether ranks can own these: all are split by rows over the ranks of a node."""
     cuts = ((Shard(0),), (Replicate(), Shard(0)))
     return all(isinstance(parameter, DTensor) and parameter.placements in cuts for parameter in parameters)
 
 
 class OwnedMuon(torch.optim.Muon):
-    """torch.optim.Muon's update; matrices of one shape are orthogonalised one per rank at a time."""
+    """torch.optim.Muon's update; each rank orthogonalises one of several matrices of the same shape at a time."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -102,7 +102,7 @@ class OwnedMuon(torch.optim.Muon):
             updates.append(update.to(torch.bfloat16))
         parts = torch.cat(updates)
         rows, columns = parameters[0].shape
-        # Rows per rank, as torch.chunk cuts them: equally many but for the last ranks, which may have none.
+        # Rows per rank, as torch.chunk splits them: equally many except for the last ranks, which may have none.
         each = -(-rows // ranks)
         shares = [max(0, min(each, rows - each * other)) for other in range(ranks)]
         given = [shares[rank] if other < len(parameters) else 0 for other in range(ranks)]
@@ -120,7 +120,7 @@ class OwnedMuon(torch.optim.Muon):
 
 
 def _orthogonal(update: Tensor) -> Tensor:
-    """What torch.optim.Muon adds at a rate of 1 for this update, in its dtype; asked of torch's own step."""
+    """What torch.optim.Muon adds at a rate of 1 for this update, in its dtype, by torch's own step."""
     matrix = nn.Parameter(torch.zeros_like(update))
     matrix.grad = update
     step: Callable[[], None] = torch.optim.Muon(
@@ -131,7 +131,7 @@ def _orthogonal(update: Tensor) -> Tensor:
 
 
 def _by_shape(parameters: Iterable[Tensor]) -> Iterator[list[DTensor]]:
-    """Same on every rank: in the order in which shapes first appear."""
+    """The matrices by shape, in the order in which shapes first appear, which is the same on every rank."""
     found: dict[torch.Size, list[DTensor]] = {}
     for parameter in parameters:
         found.setdefault(parameter.shape, []).append(cast(DTensor, parameter))

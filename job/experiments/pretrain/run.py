@@ -1,8 +1,8 @@
-"""pretrain-d64: a deep character model, trained until validation stops improving; the best checkpoint is what is kept.
+"""pretrain-d64: trains a deep character model until validation stops improving, and keeps the best checkpoint.
 
-Weights, gradients and moments are spread over the GPUs of the node (FSDP2). Early stop looks at the recorded
-evaluations alone, so a resumed run decides as the uninterrupted one. Leaves `final/` (the weights of the best
-evaluation, not of the last), and `results.json`; also where a limit ends the run, whose checkpoints nothing else reads.
+Weights, gradients and moments are spread over the GPUs of the node (FSDP2). Early stop depends only on the recorded
+evaluations, so a resumed run decides like an uninterrupted one. It leaves `final/` (the best evaluation's weights, not
+the last) and `results.json`, also if a limit ends the run, because nothing else reads its checkpoints.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXPERIMENT = "pretrain-d64"
 
 
 class Pretrain(Experiment):
-    """The experiment as the training loop asks it."""
+    """The experiment for the training loop."""
 
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, PretrainConfig)
@@ -61,7 +61,7 @@ class Pretrain(Experiment):
         return module
 
     def blank(self, phase: Phase) -> nn.Module:
-        """The module of the phase, its weights not yet written."""
+        """The module of the phase, with uninitialised weights."""
         return self._spread()
 
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
@@ -69,7 +69,7 @@ class Pretrain(Experiment):
         return make_optimizer(module, self.config)
 
     def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
-        """Every group's rate, and Muon's momentum. Logged is the hidden matrices' rate."""
+        """Sets every group's rate, and Muon's momentum. Returns the hidden matrices' rate for the log."""
         config, scale = self.config.optim, rate(step, phase.steps, self.config.optim)
         for group in opt.param_groups:
             group["lr"] = scale * group["base_lr"]
@@ -88,16 +88,16 @@ class Pretrain(Experiment):
         return self.validated.work(starts, self.session.world, rung.micro)
 
     def stop_early(self, phase: Phase, step: int, val_loss: float | None) -> str | None:
-        """Records the evaluation; a reason where the last ones brought nothing."""
+        """Records the evaluation; returns a reason if the last ones brought no improvement."""
         self.progress["evaluations"].append({"step": step, "val_loss": val_loss})
         return plateau([(e["step"], e["val_loss"]) for e in self.progress["evaluations"]], self.config.early_stop)
 
     def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
-        """What follows is `finish`'s."""
+        """Does nothing: `finish` does what follows."""
         self._weights = weights
 
     def finish(self) -> None:
-        """The weights, their continuations of the prompts, and the result table."""
+        """Writes the weights, their continuations of the prompts, and the result table."""
         module, session = self._module, self.session
         assert module is not None
         session.check_stop()
@@ -109,14 +109,14 @@ class Pretrain(Experiment):
         self._leave(module, self._weights, samples, self.progress["evaluations"][-1]["step"])
 
     def cut(self, step: int, weights: Weights) -> None:
-        """Writes what a run leaves that a limit ends: final/ without continuations; nothing where the best weights are
-        asked for and none were evaluated.
+        """Writes what a run leaves that a limit ends: final/ without continuations; nothing if the best weights are
+        wanted and none were evaluated.
         """
         if self._module is not None and (weights.val_loss is not None or not self.config.delivers_best):
             self._leave(self._module, weights, {}, step)
 
     def _spread(self) -> CharGpt:
-        """The model's shapes over the ranks, on the device, not yet filled."""
+        """The model sharded over the ranks, on the device, uninitialised."""
         session = self.session
         compute = DTYPES[self.config.precision.compute]
         with torch.device("meta"):
@@ -132,7 +132,7 @@ class Pretrain(Experiment):
         return module
 
     def _leave(self, module: CharGpt, weights: Weights, samples: dict[str, str], steps: int) -> None:
-        """final/ and results.json, after `steps` steps. All ranks."""
+        """Writes final/ and results.json, after `steps` steps. All ranks call it."""
         tensors = parallel.gather(module.state_dict(), self.session.world)
         if self.session.world.first:
             self._export(tensors, weights)
@@ -158,7 +158,7 @@ class Pretrain(Experiment):
         export.export(self.session.workdir / FINAL, whole, meta)
 
     def _continue(self, module: CharGpt, prompt: str) -> str:
-        """The prompt and `eval.sample_tokens` greedy characters. All ranks: each holds a part of the weights."""
+        """The prompt and `eval.sample_tokens` greedy characters. All ranks call it: each has a part of the weights."""
         module.eval()
         ids = generate(
             module,
@@ -198,9 +198,7 @@ class Pretrain(Experiment):
 
 
 def make_optimizer(module: nn.Module, config: PretrainConfig) -> muon.Combined:
-    """The table of model.py as groups: hidden matrices, which alone decay, embedding, head. With `kind: adamw` all
-    are AdamW's.
-    """
+    """The table of model.py as groups: hidden matrices, which alone decay, embedding, head; `kind` chooses."""
     optim = config.optim
     tables = (config.model.width / muon.BASE_WIDTH) ** -0.5
     named = dict(module.named_parameters())
@@ -219,21 +217,21 @@ def make_optimizer(module: nn.Module, config: PretrainConfig) -> muon.Combined:
 
 
 def rate(step: int, steps: int, optim: MuonAdamW) -> float:
-    """Share of every rate for the step that follows `step` of `steps`: linear warm-up, constant, linear to 0."""
+    """The share of every rate for the step that follows `step` of `steps`: linear warm-up, constant, linear to 0."""
     warm = min(1.0, (step + 1) / optim.warmup) if optim.warmup else 1.0
     falling = round(steps * optim.cooldown)
     return min(warm, (steps - step) / falling) if falling and steps - step < falling else warm
 
 
 def momentum(step: int, optim: MuonAdamW) -> float:
-    """Muon's, rising linearly over `momentum_steps`."""
+    """Muon's momentum, rising linearly over `momentum_steps`."""
     first, last = optim.momentum
     return first + (last - first) * (min(1.0, step / optim.momentum_steps) if optim.momentum_steps else 1.0)
 
 
 def plateau(evaluations: Sequence[tuple[int, float]], stop: EarlyStop) -> str | None:
-    """Why training should end after these evaluations (step, loss): `patience` in a row within `min_delta` of the best
-    or above it, and at least `after` steps done. None: it should go on.
+    """Why training should end after these evaluations (step, loss): `patience` in a row were within `min_delta` of the
+    best or above it, and at least `after` steps are done. None if it should go on.
     """
     best_step, best, waited = 0, float("inf"), 0
     for step, loss in evaluations:

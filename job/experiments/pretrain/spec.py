@@ -1,4 +1,4 @@
-"""pretrain-d64: a character-level GPT, cut over the GPUs of one node. A micro-batch counts rows per rank.
+"""pretrain-d64: a character-level GPT, sharded over the GPUs of one node. A micro-batch counts rows per rank.
 
 FLOPs are `full`: 6 x matmul parameters (head included, embedding look-up not) + 12 x layers x width x sequence, as
 nanochat and llm-foundry count them.
@@ -17,13 +17,13 @@ from gpufleet.job.kind.job import Processes
 
 SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
 # Per token and symbol, at the peak. As written: capped logits, log-probabilities and two gradients, in fp32. Compiled:
-# the bf16 product and what becomes of its gradient (both counted on a CPU, torch 2.13.0, 2026-11-27).
+# the bf16 product and its gradient (both counted on a CPU, torch 2.13.0, 2026-11-27).
 LOGIT_BYTES, COMPILED_LOGIT_BYTES = 16, 6
-ADAMW_LR = 0.01  # of hidden matrices; AdamW moves every weight by about that much at each step, whatever the gradient
-# Host ms to launch a compiled block of a micro-batch: 53 launches and 6 gradients added up, counted and timed as
-# a decoder's are (tuning.py). Muon's own are left out.
+ADAMW_LR = 0.01  # for hidden matrices; AdamW moves every weight by about that much per step, whatever the gradient
+# Host ms to launch a compiled block of a micro-batch: 53 launches and 6 gradient additions, counted and timed like a
+# decoder's (tuning.py). Muon's own launches are not included.
 LAYER_LAUNCH_MS, LAUNCH_MS = 2.1, 3.0
-BACKWARD = 10  # tensors of the width that one block's backward pass holds besides (counted on the CPU, 2026-11-21)
+BACKWARD = 10  # further tensors of the model's width in one block's backward pass (counted on the CPU, 2026-11-21)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class CharModel:
 class CharData:
     """Characters cut into rows of `sequence` + 1; every row once per epoch, permuted by (seed, epoch)."""
 
-    source: Literal["text", "generated-sums"] = "text"  # what `gpufleet prepare` reads or makes
+    source: Literal["text", "generated-sums"] = "text"  # what `gpufleet prepare` reads or generates
     characters: int = common.bounded(350_000_000, 1000, 100_000_000_000)  # expected; the dataset's count replaces it
     sequence: int = common.bounded(2048, 8, 131072)
     held_out: float = common.bounded(0.05, 0.001, 0.5)  # the last characters
@@ -58,8 +58,8 @@ class RowBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MuonAdamW:
-    """Muon on hidden matrices, AdamW on embedding and head; `kind: adamw` takes every matrix, and wants
-    a smaller `lr` (about 3e-4): this one is Muon's.
+    """Muon for hidden matrices, AdamW for embedding and head; with `kind: adamw` AdamW takes every matrix, and needs a
+    smaller `lr` (about 3e-4) than this, which is Muon's.
     """
 
     kind: Literal["muon", "adamw"] = "muon"
@@ -104,7 +104,7 @@ class PretrainConfig(ExperimentConfig):
     leaves_speed: ClassVar[tuple[str, ...]] = ("steps", "early_stop", "data.characters", "data.held_out")
     processes: ClassVar[Processes] = "per GPU"
 
-    steps: int = common.bounded(5000, 1, 10_000_000)  # planned; the rate schedule belongs to them
+    steps: int = common.bounded(5000, 1, 10_000_000)  # planned; the rate schedule follows them
     seed: int = common.bounded(1337, 0, 2**31 - 1)
     device: Literal["cuda", "cpu"] = "cuda"
     gpus: int | None = common.bounded(None, 1, 8)
@@ -172,9 +172,9 @@ class PretrainConfig(ExperimentConfig):
 
     @common.remembered
     def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
-        """All characters; fp32 weights, gradients and moments cut over the ranks; the gathered weights in the compute
-        dtype (all of them with ZeRO-2, two blocks with ZeRO-3). Gradients are reduced at every micro-step, so none
-        stays whole. Where the batch is one micro-batch alone the gradients come as the activations go: the peak is a
+        """All characters; fp32 weights, gradients and moments sharded over the ranks; the gathered weights in the
+        compute dtype (all of them with ZeRO-2, two blocks with ZeRO-3). Gradients are reduced at every micro-step, so
+        none stays whole. If the batch is a single micro-batch, gradients appear while activations go: the peak is a
         little lower.
         """
         m = self.model
@@ -188,7 +188,7 @@ class PretrainConfig(ExperimentConfig):
             copies = 2 * block * compute
         weights, gradients = total * 4 / ranks + copies, total * 4 / ranks
         moments = (self.sizes().checkpoints[phase_index] - 4 * total) / ranks
-        # on its way: one block's whole gradient, and what is reduced of it in fp32; alone only the largest matrix's
+        # in transit: one block's whole gradient, and its reduced part in fp32; with one rank only the largest matrix's
         reduced = block * (compute + 4) if ranks > 1 else 4 * m.width * m.width * 4
         tokens = rung.micro * self.data.sequence
         full, kept = (_layer_bytes(m, compute, checkpointing=on) for on in (False, rung.checkpointing))
@@ -221,7 +221,7 @@ class PretrainConfig(ExperimentConfig):
 
     @common.remembered
     def sizes(self) -> common.Sizes:
-        """fp32 weights and two moments, of which Muon keeps one for the hidden matrices; one byte a character."""
+        """fp32 weights and two moments, only one with Muon for hidden matrices; one byte per character."""
         m, whole = self.model, 4 * parameters(self.model)
         hidden, tables = m.layers * layer_matmul(m), 2 * m.vocab * m.width
         return common.Sizes(
@@ -246,7 +246,7 @@ def layer_matmul(m: CharModel) -> int:
 
 
 def parameters(m: CharModel) -> int:
-    """All of them; norms have none."""
+    """All parameters; norms have none."""
     return m.layers * layer_matmul(m) + 2 * m.vocab * m.width
 
 
@@ -257,7 +257,7 @@ def flops_per_token(config: PretrainConfig) -> int:
 
 
 def _layer_bytes(m: CharModel, compute: int, *, checkpointing: bool) -> float:
-    """What autograd keeps of one token in one block. With checkpointing its input, all products and attention."""
+    """Bytes that autograd keeps of a token in a block; with checkpointing its input, products and attention."""
     kv = (m.kv_heads or heads(m)) * m.head_dim
     products = 2 * m.width + 2 * kv + 4 * m.width  # q, attention, k, v; the FFN's up-projection
     if checkpointing:

@@ -1,4 +1,4 @@
-"""sft-h100's instructions and responses, of a JSONL file or made, packed into rows."""
+"""sft-h100's instructions and responses, from a JSONL file or generated, packed into rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gpufleet.job.text import counted
 
 
 class Conversations(PackedData[SftConfig]):
-    """Packed rows of conversations. The modules that pack are imported when they are used: they bring numpy."""
+    """Packed rows of conversations. The modules that pack are imported on use, because they import numpy."""
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
         own = tokenizer_of(given.weights, given.tokenizer)
@@ -53,7 +53,7 @@ def prepare_sft(
     say: Callable[[str], None] = lambda line: None,
 ) -> DatasetManifest:
     """sft-h100's dataset from a JSONL file (`text`), or generated pairs. `tokenizer`: the base weights' own
-    tokenizer.json; without one, of generated pairs, an id is a word. Raises ValueError.
+    tokenizer.json; without one, generated pairs get one id per word. Raises ValueError.
     """
     from gpufleet.job.experiments.dataset.packed import prepare_packed
     from gpufleet.job.experiments.dataset.packing import Packing
@@ -85,7 +85,7 @@ def prepare_sft(
 
 
 def warn_of_untrained(config: SftConfig, tokenizer: FileTokenizer, say: Callable[[str], None]) -> None:
-    """Says where an adapter would never teach the base weights beside the tokenizer to end an answer."""
+    """Warns if an adapter would never teach the base weights beside the tokenizer to end an answer."""
     if config.method == "full" or config.lora.template_tokens:
         return
     if odd := untrained(tokenizer, TEMPLATES[config.model.family]):

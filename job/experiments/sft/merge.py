@@ -1,6 +1,6 @@
-"""What follows the training of an adapter: the merge in fp32, its validation, stored answers, and the files to keep.
+"""The stages after an adapter's training: the merge in fp32, its validation, stored answers, and the files to keep.
 
-Casting merged weights to bf16 rounds part of the adapter's effect away, so the merge is judged before it is believed:
+Casting merged weights to bf16 rounds part of the adapter's effect away, so these losses judge the merge first:
 
 | loss         | weights                     | products | rows               |
 | ------------ | --------------------------- | -------- | ------------------ |
@@ -10,10 +10,10 @@ Casting merged weights to bf16 rounds part of the adapter's effect away, so the 
 | adapter_fp32 | base and adapter            | fp32     | 32 of them         |
 | merged_fp32  | merged in fp32              | fp32     | the same 32        |
 
-The fp32 merge must match the adapter within 1e-5 nats; where it does not, no merge is delivered and the run has failed,
-its adapter and losses kept. The bf16 one is the deliverable where it is within 0.002 nats of the adapter, the fp32 one
-otherwise. What is finished is in stages/sft.jsonl, so a restart repeats neither a validation nor an answer. With
-`method: full` there is nothing to merge: one loss, answers, weights in bf16.
+The fp32 merge must match the adapter within 1e-5 nats; if it does not, no merge is delivered and the run has failed,
+with its adapter and losses kept. The bf16 merge is delivered if it is within 0.002 nats of the adapter, else the fp32
+one. stages/sft.jsonl has finished results, so a restart repeats neither a validation nor an answer. With `method: full`
+there is nothing to merge: one loss, answers, weights in bf16.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DONE = Path(STAGES) / "sft.jsonl"
 
 
 class SftRun(Protocol):
-    """What is needed of the experiment."""
+    """The parts of the experiment that the stages need."""
 
     session: Session
     config: SftConfig
@@ -61,7 +61,7 @@ class SftRun(Protocol):
 
 
 class MergeDiffersError(ValueError):
-    """The merged weights are not what was trained, by so many nats. The adapter is."""
+    """The merged weights differ from the trained ones, by so many nats. The adapter is right."""
 
     def __init__(self, nats: float) -> None:
         super().__init__(
@@ -90,7 +90,7 @@ VARIANTS = (
 
 
 class FinishedVariants:
-    """What earlier attempts and this one have finished, by name; of these weights only. Rank 0 reads and writes it."""
+    """The finished results for these weights, of this and earlier attempts, by name. Rank 0 has the file."""
 
     def __init__(self, path: Path, session: Session, weights: str) -> None:
         self._session, self._weights = session, weights
@@ -99,7 +99,7 @@ class FinishedVariants:
         self._kept = {name: value for name, of, value in entries if of == weights}
 
     def get(self, name: str, make: Callable[[], Any]) -> Any:
-        """What is kept under `name`, or `make`s it on all ranks and keeps it. On ranks other than 0 perhaps None."""
+        """The result kept under `name`, else `make`'s, on all ranks, kept then; perhaps None on ranks other than 0."""
         if self._session.world.agree(name in self._kept):
             return self._kept.get(name)
         value = make()
@@ -110,14 +110,14 @@ class FinishedVariants:
 
 
 def finish(sft: SftRun, module: Decoder) -> dict[str, Any]:
-    """All of it; what goes into results.json (on rank 0). Merged weights that do not match are not written. Raises
-    Stopped between two micro-batches or tokens.
+    """Does all stages; returns the entries for results.json (on rank 0). It does not write merged weights that do not
+    match. Raises Stopped between two micro-batches or tokens.
     """
     session, adapter = sft.session, sft.config.method == "lora"
     trained = tuning.of_weights(*sft.trained)
     done = FinishedVariants(session.workdir / DONE, session, trained)
     module.eval()
-    if adapter:  # first of all: whatever comes later, what was trained is there
+    if adapter:  # first: whatever fails later, the trained adapter is there
         keep_adapter(sft, module)
     losses: dict[str, Any] = {}
     for variant in VARIANTS if adapter else ():
@@ -154,7 +154,7 @@ def keep_adapter(sft: SftRun, module: Decoder) -> None:
 
 @torch.no_grad()
 def _entry(tree: dict[str, Any]) -> tuple[str, str, Any]:
-    """Name, weights and value of a line of the ledger. Raises DoubtError."""
+    """(name, weights, value) of a line of the ledger. Raises DoubtError."""
     fields = Fields(tree)
     value = fields.need("value", reading.anything)
     return fields.need("name", reading.text), fields.need("weights", reading.text), value
@@ -188,7 +188,7 @@ def _loss(sft: SftRun, module: Decoder, variant: MergeVariant) -> dict[str, Any]
 
 
 def _judge(losses: dict[str, Any], say: Callable[[str], None]) -> tuple[dict[str, Any], torch.dtype | None]:
-    """What the losses say of the merge, and the dtype to deliver, None: none."""
+    """The report on the merge, and the dtype to deliver, None: none."""
     exact = abs(losses["merged_fp32"]["loss"] - losses["adapter_fp32"]["loss"])
     rounded = abs(losses["merged_bf16"]["loss"] - losses["adapter"]["loss"])
     matches, close = exact <= MATCH, rounded <= CLOSE
@@ -209,7 +209,7 @@ def _judge(losses: dict[str, Any], say: Callable[[str], None]) -> tuple[dict[str
 
 
 def _answers(sft: SftRun, module: Decoder, done: FinishedVariants) -> list[dict[str, Any]]:
-    """Held-out questions, answered greedily by base and adapter."""
+    """Answers to held-out questions, generated greedily by base and adapter."""
     session, config = sft.session, sft.config
     asked = ledger.read(session.data / PROMPTS)[: config.eval.prompts]
     if not asked or not config.eval.sample_tokens:

@@ -1,8 +1,8 @@
-"""sft-h100: an adapter, or all weights, of a Llama- or Qwen-class decoder trained on packed chat examples.
+"""sft-h100: trains an adapter, or all weights, of a Llama- or Qwen-class decoder on packed chat examples.
 
-The base is frozen in bf16, whole on every rank or spread over them (`lora.shard_base`); the adapter alone is trained,
-checkpointed and reduced over ranks (replicated). With `method: full` the fp32 weights are spread over the ranks
-(FSDP2). One phase; what follows it is in merge.py. Leaves `final/` (merged weights as published ones look, the
+The base is frozen in bf16, whole on every rank or sharded (`lora.shard_base`); only the adapter is trained,
+checkpointed and reduced over ranks (replicated). With `method: full` the fp32 weights are sharded over the ranks
+(FSDP2). It has one phase; merge.py does what follows. It leaves `final/` (merged weights in the published layout, the
 tokenizer, `adapter/`) and `results.json`.
 """
 
@@ -34,7 +34,7 @@ EXPERIMENT = "sft-h100"
 
 
 class Sft(Experiment):
-    """The experiment as the training loop asks it."""
+    """The experiment for the training loop."""
 
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, SftConfig)
@@ -56,12 +56,12 @@ class Sft(Experiment):
         return self._make(fresh=True)
 
     def blank(self, phase: Phase) -> nn.Module:
-        """The module of the phase, its trained tensors not yet written."""
+        """The module of the phase, its trained tensors uninitialised."""
         self._announce(phase)
         return self._make(fresh=False)
 
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
-        """AdamW on the adapter, without decay unless asked for; or on everything, as the decoder's table says."""
+        """AdamW on the adapter, without decay unless asked for; or on all weights, by the decoder's table."""
         decay = self.config.optim.weight_decay
         if self.config.method == "lora":
             groups: list[dict[str, Any]] = [{"params": list(lora.weights(module).values()), "weight_decay": decay}]
@@ -89,15 +89,15 @@ class Sft(Experiment):
         return lora.weights(module) if self.config.method == "lora" else super().weights(module)
 
     def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
-        """What follows is `finish`'s, which remembers how far it came."""
+        """Does nothing: `finish` does what follows, and remembers its progress."""
         assert isinstance(module, Decoder)
         self.trained = weights
         module.checkpointing = False
         self.trained_s = time.monotonic() - self._began
 
     def finish(self) -> None:
-        """Validation of the merge, stored answers, final/, results.json. Raises Stopped; MergeDiffersError, on every
-        rank, when all of it is written.
+        """Validates the merge, stores answers, and writes final/ and results.json. Raises Stopped; MergeDiffersError,
+        on every rank, once all of it is written.
         """
         assert self.module is not None
         found = merge.finish(self, self.module)
@@ -109,7 +109,7 @@ class Sft(Experiment):
             raise merge.MergeDiffersError(refused)
 
     def cut(self, step: int, weights: Weights) -> None:
-        """The adapter, not merged, or all weights."""
+        """Writes the adapter, not merged, or all weights."""
         if self.module is not None and self.config.method == "lora":
             merge.keep_adapter(self, self.module)
         elif self.module is not None:
@@ -117,7 +117,7 @@ class Sft(Experiment):
             tuning.leave(self.session, self.manifest, self.config, self.module, meta)
 
     def _make(self, *, fresh: bool) -> Decoder:
-        """On the device, replicated or sharded."""
+        """The module on the device, replicated or sharded."""
         config, session = self.config, self.session
         if config.method == "full":
             self.module = tuning.trained_whole(session, config, written=fresh)
@@ -133,7 +133,7 @@ class Sft(Experiment):
         return self.module
 
     def _opened(self) -> PackedBatches:
-        """The dataset. Raises ValueError where the prepared rows are not those of the run config."""
+        """The dataset. Raises ValueError if the prepared rows do not match the run config."""
         session = self.session
         tuning.check_dataset(session, self.manifest, self.config)
         renderer = None if self.config.measures.pretokenised else tuning.renderer(session, self.manifest, self.config)
@@ -149,12 +149,13 @@ class Sft(Experiment):
         )
 
     def _results(self, found: dict[str, Any]) -> dict[str, Any]:
-        """Sizes, what was predicted, what was measured, and what the merge gave."""
+        """Sizes, predictions, measurements, and the results of the merge."""
         config, session, phase = self.config, self.session, self.phases[0]
         own = session.metrics.records(phase.name)
         measured = {
             **metrics.measured(own),
-            "data_share": round(self.batches.waited_s / self.trained_s, 6),  # of this attempt's time, at most
+            # upper bound of its share of this attempt's time
+            "data_share": round(self.batches.waited_s / self.trained_s, 6),
         }
         return {
             "schema": 1,

@@ -16,27 +16,28 @@ from gpufleet.job.experiments.tuning import spec as tuning
 from gpufleet.job.experiments.tuning.spec import TokenBatch, TuningConfig
 from gpufleet.job.kind import common
 
-VALIDATION_ROWS = 32  # compared in fp32 after the merge, adapter against merged weights
-ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that are answered side by side by every rank, and their tokens
+VALIDATION_ROWS = 32  # rows on which adapter and merged weights are compared in fp32
+ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that every rank answers side by side, and their tokens
 BASE_BYTES = 2  # of a frozen parameter: bf16, whatever the products are in
-COMPILED_KEEPS = 0.885  # of what autograd keeps beside adapters, compiled: 8 B, H100 and H200, bench/results/gpu.md
-# Times a step compiled, a step as written: 630 ms for 533 on an H100, 576 for 506 on an H200 (bench/results/gpu.md).
+# the share that compiled steps keep of autograd's memory beside adapters: 8 B, H100 and H200, bench/results/gpu.md
+COMPILED_KEEPS = 0.885
+# The time of an eager step in compiled ones: 630 ms for 533 on an H100, 576 for 506 on an H200 (bench/results/gpu.md).
 EAGER = 1.18
-# Of text that is tokenised while training, on one core of a host (bench/results/sft.md), and its bytes beside the ids:
-# 600 k instruction examples of 361 tokens are 870 MB.
+# For text tokenised during training, on one core of a host (bench/results/sft.md), and its bytes per token beside the
+# ids: 600 k instruction examples of 361 tokens are 870 MB.
 TOKENS_PER_MS, TEXT_BYTES = 540, 4.0
-FP32_COST = 15  # of a token in true fp32 against bf16 tensor cores: H100 989 over 67 TFLOP/s
+FP32_COST = 15  # cost of a token in true fp32 over bf16 tensor cores: H100 989 over 67 TFLOP/s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatData:
     """Instruction and response pairs, tokenised once and packed whole into rows."""
 
-    source: Literal["jsonl", "generated-pairs"] = "jsonl"  # what `gpufleet prepare` reads or makes
+    source: Literal["jsonl", "generated-pairs"] = "jsonl"  # what `gpufleet prepare` reads or generates
     examples: int = common.bounded(600_000, 1, 100_000_000)  # expected; the prepared dataset's own count replaces it
-    tokens_per_example: float = common.bounded(361.0, 1.0, 131072.0)  # the same
+    tokens_per_example: float = common.bounded(361.0, 1.0, 131072.0)  # likewise
     row: int = common.bounded(4096, 8, 131072)  # tokens per packed row
-    fill: float = common.bounded(0.98, 0.01, 1.0)  # share of a packed row that is expected to be text; the same
+    fill: float = common.bounded(0.98, 0.01, 1.0)  # expected share of text in a packed row; likewise
     longest: int = common.bounded(1024, 8, 131072)  # tokens of one example, the rest is cut off and reported
     loss_on: Literal["response", "all"] = "response"
     held_out: float = common.bounded(0.01, 0.001, 0.5)  # share of examples, at least one of them
@@ -54,7 +55,7 @@ class RowEval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measures:
-    """What the experiment does for speed, each switchable for the ablation table (docs/sft.md)."""
+    """The experiment's measures for speed, each with a switch for the ablation table (docs/sft.md)."""
 
     pretokenised: bool = True  # packed ids; False: texts beside them, tokenised while training (prepare again)
     packing: bool = True  # rows filled with whole examples; False: one padded example per row (prepare again)
@@ -149,10 +150,10 @@ class SftConfig(TuningConfig):
 
     @common.remembered
     def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
-        """LoRA: base in bf16 on every rank, or cut over them with the tables and two layers gathered; adapters with
-        fp32 state; products in fp32 cast the base's matrices, which stays until backward (with checkpointing one
-        layer's). Full: fp32 state cut over the ranks, and the gathered weights of the compute dtype (two layers with
-        ZeRO-3, all of them with ZeRO-2).
+        """LoRA: base in bf16 on every rank, or sharded with the tables and two layers gathered; adapters with fp32
+        state; products in fp32 cast the base's matrices, and the casts stay until backward (with checkpointing one
+        layer's). Full: fp32 state sharded over the ranks, and the gathered weights of the compute dtype (two layers
+        with ZeRO-3, all of them with ZeRO-2).
         """
         m = self.model
         compute = 2 if self.precision.compute == "bf16" else 4
@@ -229,9 +230,9 @@ class SftConfig(TuningConfig):
 
     @common.remembered
     def sizes(self) -> common.Sizes:
-        """Final: the adapter in bf16, and the merged model in fp32 at worst, when bf16 would round too much of the
-        adapter away. Cut short, an adapter's run leaves the adapter alone. A token of the dataset has what it belongs
-        to beside it: 4 bytes, or 6 where an id needs more than two.
+        """Final: the adapter in bf16, and the merged model, in fp32 if bf16 would round away too much of the adapter.
+        If a limit ends it, an adapter's run leaves only the adapter. Each token of the dataset has its example's mark
+        beside it: 4 bytes, or 6 if an id needs more than two.
         """
         total, own = tuning.parameters(self.model), trained(self)
         final = {"adapter": 2 * own, "merged": 4 * total} if self.method == "lora" else {"merged": 2 * total}
@@ -256,19 +257,19 @@ def trained(config: SftConfig) -> int:
     if not config.lora.template_tokens:
         return adapter
     from gpufleet.job.experiments.dataset.rendering import (
-        TEMPLATES,  # here: most adapters train none of a template's tokens
+        TEMPLATES,  # imported here: most adapters train none of a template's tokens
     )
 
     return adapter + len(TEMPLATES[m.family].specials) * (1 if m.tied else 2) * m.width
 
 
 def trains_head(config: SftConfig) -> bool:
-    """Whether the head's table has a gradient: all of it is made, also where a few rows are trained."""
+    """Whether the head's table has a gradient: all of it is computed, even if only a few rows are trained."""
     return config.method == "full" or config.lora.template_tokens
 
 
 def flops_per_token(config: SftConfig) -> int:
-    """Useful training work of one token."""
+    """Useful training FLOPs of one token."""
     matmul = tuning.matmul_parameters(config.model)
     context = example_tokens(config) if config.measures.packing else config.data.row
     attention = tuning.attention_flops(config.model, context)
@@ -278,7 +279,7 @@ def flops_per_token(config: SftConfig) -> int:
 
 
 def _head_flops(config: SftConfig) -> int:
-    """What one token adds with adapters to the gradient of the head, where some of its rows are trained."""
+    """FLOPs per token for the gradient of the head, with adapters that train some of its rows."""
     return 2 * config.model.vocab * config.model.width if trains_head(config) else 0
 
 
@@ -292,15 +293,15 @@ def forward_share(config: SftConfig) -> float:
 
 
 def example_tokens(config: SftConfig) -> float:
-    """Tokens of the mean example, cut where `data.longest` cuts it."""
+    """Tokens of the mean example, cut at `data.longest`."""
     return min(config.data.tokens_per_example, config.data.longest)
 
 
 def fill(config: SftConfig) -> float:
-    """Share of a row that is text, the rest being padding."""
+    """Share of text in a row, the rest being padding."""
     return config.data.fill if config.measures.packing else example_tokens(config) / config.data.row
 
 
 def answers_at_once(config: SftConfig) -> int:
-    """Prompts and answers of one batch: its cache and first pass hold less than a step of training."""
+    """Prompts answered in one batch: its cache and first pass take less memory than a training step."""
     return min(ANSWERS_AT_ONCE, max(1, ANSWERED_TOKENS // (config.data.longest + config.eval.sample_tokens)))

@@ -1,4 +1,4 @@
-"""The data of what is fine-tuned: packed rows, and the base weights beside them."""
+"""The data for fine-tuning: packed rows, and the base weights beside them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpufleet.job.kind.common import Say
 from gpufleet.job.kind.dataset import Given
 
 T = TypeVar("T", bound=TuningConfig)
-_KEYS = {  # of the parameters, by the fact of packed rows
+_KEYS = {  # parameters by the fact of packed rows
     "row": "data.row",
     "longest": "data.longest",
     "loss_on": "data.loss_on",
@@ -31,7 +31,7 @@ class PackedData(PreparedDataset[T]):
     arguments: ClassVar[dict[str, str]] = {"jsonl": "FILE.jsonl"}
 
     def accept(self, folder: Path, given: Given) -> DatasetManifest:
-        from gpufleet.job.experiments.dataset.packed import report  # brings numpy
+        from gpufleet.job.experiments.dataset.packed import report  # imports numpy
 
         manifest = prepare.checked(folder)
         given.say(f"{folder} is prepared already")
@@ -51,7 +51,7 @@ class PackedData(PreparedDataset[T]):
         return f"was prepared with {differing}" if differing else ""
 
     def facts_differ(self, manifest: DatasetManifest) -> Iterator[str]:
-        """What prepared rows are of, and what the file says."""
+        """The differences between the prepared rows and the file."""
         for fact, wanted in self.config.dataset_facts().items():
             there = manifest.facts.get(fact, "unknown")
             if fact == "texts" and there is not wanted:
@@ -73,7 +73,7 @@ class PackedData(PreparedDataset[T]):
         )
 
     def check_weights(self, folder: Path, say: Say) -> None:
-        """Warns of weights that were tuned on other turns."""
+        """Warns of weights that were tuned on another chat template."""
         config = self.config
         hf_config.check(folder, config.model)
         if config.longest() > (most := hf_config.positions(folder)):

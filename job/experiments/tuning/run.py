@@ -1,6 +1,7 @@
-"""Fine-tuning a published decoder on packed rows: what sft-h100 and kernel-sft do alike.
+"""Fine-tunes a published decoder on packed rows: the common part of sft-h100 and kernel-sft.
 
-Their dataset held against the run config, the weights to start from, the rate, stops after training, and final/.
+It compares their dataset with the run config, loads the weights to start from, sets the rate, handles stops after
+training, and writes final/.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ TRAINED_TEMPLATE = "trained_chat_template.jinja"
 
 
 def check_dataset(session: Session, manifest: DatasetManifest, config: TuningConfig) -> None:
-    """Raises ValueError where the prepared rows are not those of the run config."""
+    """Raises ValueError if the prepared rows do not match the run config."""
     if manifest.kind != "packed":
         raise ValueError(f"{session.data}: a dataset of {manifest.kind}, this experiment needs packed rows; prepare it")
     facts = manifest.facts
@@ -68,7 +69,7 @@ def _tokenizer_id(session: Session) -> str | None:
 
 
 def renderer(session: Session, manifest: DatasetManifest, config: TuningConfig) -> Renderer:
-    """The dataset's own tokenizer, the model's template."""
+    """A renderer with the dataset's own tokenizer and the model's template."""
     return Renderer(TEMPLATES[config.model.family], open_chat_tokenizer(manifest.facts["tokenizer"], session.data))
 
 
@@ -88,8 +89,8 @@ def base(
     adapters: Lora | None = None,
 ) -> Decoder:
     """The weights to start from, on the device: published ones, or drawn from the seed for generated data, which needs
-    none. Unless `written`, only their room. `spread`: a part on each rank, and nowhere ever all. `adapters` are
-    attached, whole on every rank and not yet written. Raises ValueError.
+    none. Unless `written`, the weights are only allocated. `spread`: each rank gets a part, and no device ever all.
+    `adapters` are attached, whole on every rank and not initialised. Raises ValueError.
     """
     published = session.inputs is not None
     if not published and not config.data.source.startswith("generated-"):
@@ -117,7 +118,7 @@ def base(
 
 
 def trained_whole(session: Session, config: TuningConfig, *, written: bool) -> Decoder:
-    """The base with fp32 weights, all of them trained, spread over the ranks."""
+    """The base with fp32 weights, all of them trained, sharded over the ranks."""
     return base(session, config, torch.float32, written=written, spread=True)
 
 
@@ -130,8 +131,8 @@ def cosine(config: CosineAdamW, step: int, steps: int) -> float:
 
 
 def of_weights(step: int, val_loss: float | None) -> str:
-    """The name under which results of the weights at `step` are kept. Equal for equal weights: trained again, on a GPU,
-    by a node that lost the last steps, they may be others.
+    """The name under which results of the weights at `step` are kept. Equal weights have equal names: after a node lost
+    its last steps, training them again on a GPU may give other weights.
     """
     return f"{step} {val_loss!r}"
 
@@ -145,8 +146,8 @@ def leave(
 
 
 def gathered(session: Session, module: nn.Module, *, heed: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of a sharded module, one at a time; on rank 0. Every rank goes through it. Raises Stopped, where a
-    stop is to be heeded.
+    """Every weight of a sharded module, one at a time; on rank 0. Every rank must iterate. Raises Stopped if `heed` and
+    a stop was requested.
     """
     for name, parameter in module.named_parameters():
         if heed:
@@ -162,11 +163,11 @@ def deliver(
     dtype: torch.dtype,
     meta: Mapping[str, Any],
 ) -> str:
-    """final/: weights with what published ones have beside them, the dataset's tokenizer and, last, meta.json, which
-    lists an adapter/ that is there too. Gives the (first) weights file's sha256, on rank 0.
+    """Writes final/: weights with the files beside published ones, the dataset's tokenizer and, last, meta.json, which
+    also lists an adapter/ there. Returns the (first) weights file's sha256, on rank 0.
     """
     if not session.world.first:
-        for _ in tensors:  # sharded ones are gathered by all ranks together
+        for _ in tensors:  # all ranks gather sharded ones together
             pass
         return ""
     folder = session.workdir / FINAL
@@ -188,7 +189,7 @@ def deliver(
     tree = {
         "schema": 1,
         **meta,
-        "tokens": meta["step"] * config.batch.tokens,  # as in metrics.jsonl, padding too
+        "tokens": meta["step"] * config.batch.tokens,  # as in metrics.jsonl, padding included
         "shape": asdict(config.model),
         "dtype": str(dtype).removeprefix("torch."),
         "tokenizer": {key: manifest.facts[key] for key in ("tokenizer", "tokenizer_id", "vocab", "template")},

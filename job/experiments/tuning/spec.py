@@ -1,5 +1,5 @@
-"""Fine-tuning a published decoder on packed rows: what sft-h100 and kernel-sft answer alike; and such a decoder in
-numbers: parameters, FLOPs, activations.
+"""The common parameters of sft-h100 and kernel-sft, which fine-tune a published decoder on packed rows; and such a
+decoder in numbers: parameters, FLOPs, activations.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from gpufleet.job.kind.common import Rung, bounded
 from gpufleet.job.kind.job import Alternative, Processes, changed
 
 LOGIT_BYTES = 12  # per token and vocabulary entry of one chunk: fp32 logits, log-probabilities and gradient
-LARGER_BATCHES = 2, 4, 8  # times the file's, that a comparison shows
-LOSS_CHUNK = 1024  # tokens whose logits exist at once: the loss is taken in chunks
-# Host ms to launch a compiled layer of a micro-batch, forward and backward: 60 launches with all weights and 117
-# with adapters, by the compiler's own plan (torch 2.13.0 on a CPU, 2026-11-23), and one for each gradient that is added
-# up; 36 us each, as growth's layers take (growth.py). Left out: the loss, FSDP2's hooks, forward again with
+LARGER_BATCHES = 2, 4, 8  # multiples of the file's batch that a comparison shows
+LOSS_CHUNK = 1024  # tokens whose logits exist at once: the loss is computed in chunks
+# Host ms to launch a compiled layer of a micro-batch, forward and backward: 60 launches with all weights and 117 with
+# adapters, by the compiler's own plan (torch 2.13.0 on a CPU, 2026-11-23), and one for each gradient that is added up;
+# 36 us each, as growth's layers take (growth.py). Not included: the loss, FSDP2's hooks, the repeated forward pass with
 # checkpointing. Clipping and AdamW as there.
 LAYER_LAUNCH_MS, LORA_LAUNCH_MS, LAUNCH_MS = 2.4, 4.7, 3.0
 
 
 def parameters(m: DecoderConfig) -> int:
-    """All of them; a tied head counts once."""
+    """All parameters; a tied head counts once."""
     return m.layers * layer_parameters(m) + m.vocab * m.width * (1 if m.tied else 2) + m.width
 
 
@@ -43,7 +43,7 @@ def layer_matmul(m: DecoderConfig) -> int:
 
 
 def matmul_parameters(m: DecoderConfig) -> int:
-    """Those that multiply a token: every layer's matrices and the head; not the embedding look-up."""
+    """Parameters that multiply a token: every layer's matrices and the head; not the embedding look-up."""
     return m.layers * layer_matmul(m) + m.vocab * m.width
 
 
@@ -60,10 +60,10 @@ def lora_parameters(m: DecoderConfig, rank: int) -> int:
 
 
 def layer_activation_bytes(m: DecoderConfig, compute: int, rung: Rung, *, adapters: int = 0) -> float:
-    """What autograd keeps of one token in one layer. `adapters`: the rank of LoRA, 0 without.
+    """Bytes that autograd keeps for one token in one layer. `adapters`: the rank of LoRA, 0 without.
 
     Kept: both norms' inputs and outputs, q, k, v and the attention's result, SwiGLU's gate, up, and product. With
-    checkpointing only the products' and attention's results, or the input alone. A frozen matrix needs no input of its
+    checkpointing only the results of products and attention, or the input alone. A frozen matrix needs no input of its
     own, but the adapter beside it does, and its narrow product.
     """
     if rung.products_too:
@@ -79,9 +79,7 @@ def layer_activation_bytes(m: DecoderConfig, compute: int, rung: Rung, *, adapte
 
 
 def loss_bytes(m: DecoderConfig, tokens: int, *, trained: bool = False) -> int:
-    """Logits of one chunk, and the hidden states whose gradient the chunks add up; in fp32 the head's too, where it is
-    `trained`.
-    """
+    """One chunk's logits, and hidden states whose gradient the chunks add up; in fp32 a `trained` head's gradient."""
     head = m.vocab * m.width * 4 if trained else 0
     return min(tokens, LOSS_CHUNK) * m.vocab * LOGIT_BYTES + tokens * m.width * 4 + head
 
@@ -89,21 +87,22 @@ def loss_bytes(m: DecoderConfig, tokens: int, *, trained: bool = False) -> int:
 def whole_state(
     m: DecoderConfig, compute: int, ranks: int, *, reshard: bool, checkpointing: bool = False
 ) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and moments on one rank when all weights are trained: fp32 state cut over the ranks,
-    and the gathered weights of the compute dtype (two layers with ZeRO-3, all of them with ZeRO-2, and the tables). One
-    rank gathers nothing and casts: all of them, which stay until backward; with checkpointing a layer's and the head's.
+    """Bytes of weights, gradients and moments on one rank if all weights are trained: fp32 state sharded over the
+    ranks, and the gathered weights of the compute dtype (two layers with ZeRO-3, all of them with ZeRO-2, and the
+    tables). One rank gathers nothing and casts all weights, which stay until backward; with checkpointing a layer's and
+    the head's.
     """
     total, layer = parameters(m), layer_parameters(m) * compute
     gathered = 2 * layer if reshard else m.layers * layer
     tables = m.vocab * m.width * compute * (1 if m.tied else 2)
     cast = layer + m.vocab * m.width * compute if checkpointing else total * compute
     copies = gathered + tables if ranks > 1 else cast if compute < 4 else 0
-    whole = layer_parameters(m) * (compute + 4) if ranks > 1 else 0  # a layer's gradients, and their fp32 to be sent
+    whole = layer_parameters(m) * (compute + 4) if ranks > 1 else 0  # a layer's gradients, and their fp32 copy to send
     return total * 4 / ranks + copies, total * 4 / ranks + whole, total * 8 / ranks
 
 
 def frozen_bytes(m: DecoderConfig, ranks: int) -> float:
-    """Bytes on one rank of a base in bf16 that is cut over `ranks`: its part, two layers and the tables, gathered."""
+    """Bytes on one rank of a bf16 base sharded over `ranks`: its part, two layers and the tables, gathered."""
     whole = parameters(m) * 2
     if ranks == 1:
         return whole
@@ -111,19 +110,19 @@ def frozen_bytes(m: DecoderConfig, ranks: int) -> float:
 
 
 def gathered_bytes(m: DecoderConfig, compute: str, *, again: bool) -> int:
-    """Bytes of weights that a micro-batch brings together from the ranks: once, and once `again` for backward."""
+    """Bytes of weights that a micro-batch gathers from the ranks: once, and once `again` for backward."""
     return parameters(m) * (2 if compute == "bf16" else 4) * (1 + again)
 
 
 def activations(m: DecoderConfig, tokens: int, compute: int, rung: Rung, *, adapters: int = 0) -> float:
-    """Bytes of what all layers keep of `tokens` tokens; with checkpointing one layer is whole again in backward."""
+    """Bytes that all layers keep for `tokens` tokens; with checkpointing one layer is whole again in backward."""
     kept = layer_activation_bytes(m, compute, rung, adapters=adapters)
     again = layer_activation_bytes(m, compute, Rung(micro=1), adapters=adapters) if rung.checkpointing else 0.0
     return tokens * (m.layers * kept + again + 2 * m.width * compute)
 
 
 def batch_problems(batch: TokenBatch, row: int, betas: tuple[float, ...]) -> list[tuple[str, str]]:
-    """Batches that are no whole rows, and AdamW's pair of betas, as (path, sentence)."""
+    """Problems of batches that are no whole rows, and of AdamW's betas, as (path, sentence)."""
     found = []
     if batch.tokens % row:
         found.append(("batch.tokens", f"a multiple of data.row, {row}: a step takes whole rows"))
@@ -136,9 +135,7 @@ def batch_problems(batch: TokenBatch, row: int, betas: tuple[float, ...]) -> lis
 
 
 def ladder(config: TuningConfig, ranks: int) -> tuple[Rung, ...]:
-    """A rank's packed rows, half of them and so on down to one, then activation checkpointing; last of all a row of
-    which a layer keeps its input alone.
-    """
+    """A rank's packed rows, halved down to one, then with activation checkpointing; last a row's inputs alone."""
     whole, tokens = rows_per_rank(config, ranks), config.batch.micro_tokens
     rungs = cuts(whole, tokens and tokens // config.data.row, halves(whole))
     return *rungs, Rung(micro=1, checkpointing=True, products_too=True)
@@ -186,7 +183,7 @@ class TuningConfig(ExperimentConfig):
         return (*super().code_folders(), "experiments/tuning")
 
     def longest(self) -> int:
-        """Tokens of one example."""
+        """The longest example in tokens."""
         row: int = self.data.row
         return row
 
@@ -201,7 +198,7 @@ class TuningConfig(ExperimentConfig):
             yield Alternative(f"batch.tokens {tokens:,}", changed(self, batch=replace(self.batch, tokens=tokens)))
 
     def dataset_facts(self) -> dict[str, Any]:
-        """The facts that dataset.json must state of rows that this job may train on."""
-        from gpufleet.job.experiments.dataset.rendering import TEMPLATES  # here: a bill reads no text
+        """The facts in dataset.json of rows that this job may train on."""
+        from gpufleet.job.experiments.dataset.rendering import TEMPLATES  # imported here: a bill reads no text
 
         return {"row": self.data.row, "longest": self.longest(), "template": TEMPLATES[self.model.family].name}

@@ -1,8 +1,8 @@
 """What the towers must beat: popularity, LambdaRank and random order, on the same folds and the same training queries.
 
 Each gives one row of scores per query, from a model that saw neither the query's fold nor its watched fold (LambdaRank
-stops early on the latter, as the towers do). Legend: T training or known queries, M models, S sentence width,
-P principal axes, F features.
+stops early on the latter, as the towers do). Legend: T training or known queries, M models, S sentence width, P
+principal axes, F features.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def random_order(member: Member, tables: Tables, seed: int) -> Floats:
 
 
 def lambdarank_missing(models: int) -> str | None:
-    """Why there is no LambdaRank; None where there is."""
+    """Why LambdaRank cannot run; None if it can."""
     if models > MOST_RANKED:
         return f"LightGBM ranks at most {MOST_RANKED:,} models per query, here are {models:,}"
     if importlib.util.find_spec("lightgbm") is None:
         return "not installed (pip install 'gpufleet[ranking]')"
     try:
         importlib.import_module("lightgbm")
-    except (ImportError, OSError) as error:  # scipy or a system library that it needs
+    except (ImportError, OSError) as error:  # scipy is missing, or a system library
         return f"cannot be imported: {error}"
     return None
 
@@ -102,8 +102,8 @@ def lambdarank(
 def training_features(tables: Tables, train: Indices, axes_PS: Floats, seed: int) -> Floats:
     """[train, M, F]: of each of PARTS parts of the training queries, from the other parts.
 
-    A query that only left itself out would tell its label: of a model's rows, exactly those of its positive queries
-    would show one positive query less. Trees read that, and on a test query it is not there.
+    A query that only left itself out would reveal its label: exactly its positive queries' rows would show one positive
+    query less. Trees would use that, and a test query does not have it.
     """
     found = np.zeros((len(train), tables.labels.shape[1], FEATURES), dtype=np.float32)
     parts = min(PARTS, len(train))
@@ -115,7 +115,8 @@ def training_features(tables: Tables, train: Indices, axes_PS: Floats, seed: int
 
 
 def features(tables: Tables, known: Indices, queries: Indices, axes_PS: Floats) -> Floats:
-    """[queries, M, F]: what LambdaRank sees of a query and a model, from the judgements of `known`, none of `queries`.
+    """[queries, M, F]: LambdaRank's features of a query and a model, from the judgements of `known`, which has none of
+    `queries`.
 
     Popularity (share of known queries with a label), mean and variance of the gain, the gain of the NEIGHBOURS most
     similar known queries weighted by similarity, the cosine between the query and the gain-weighted mean query of the
@@ -147,8 +148,8 @@ def principal_axes(sentences_TS: Floats) -> Floats:
 
 
 def _mean(labels_TM: Labels, worth: Sequence[float]) -> NDArray[np.float64]:
-    """Mean over the queries of what labels 0, 1, 2 are worth, [M]; of no query 0. From counts: models with the same
-    counts get the same number, where sums of gains would differ by the order of their queries.
+    """Mean over the queries of the `worth` of labels 0, 1, 2, [M]; 0 without queries. Computed from counts, so models
+    with the same counts get the same number; sums of gains would differ by the order of their queries.
     """
     total_M = np.zeros(labels_TM.shape[1])
     for label, each in enumerate(worth):

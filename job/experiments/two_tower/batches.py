@@ -1,4 +1,4 @@
-"""What the members of a phase see of the data, on the training device: one joint step's batch, and the watched folds.
+"""The members' data on the training device: one joint step's batch, and the watched folds.
 
 Legend: K members, R rows of a member, Q queries of a step, V watched queries, M models, S sentence width, B sampled.
 """
@@ -24,7 +24,7 @@ from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
 
 
 class Batches:
-    """Made once per phase; weak labels too."""
+    """One per phase; it also makes the weak labels."""
 
     def __init__(self, members: Sequence[Member], tables: Tables, config: TwoTowerConfig, device: torch.device) -> None:
         self._device = device

@@ -31,10 +31,10 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """Queries are rows of the dataset, ascending."""
+    """`train`, `watch` and `test` are rows of the dataset, ascending."""
 
     protocol: Protocol
-    fold: int  # that it is tested on; -1 for the refit
+    fold: int  # the fold that tests it; -1 for the refit
     train: Indices
     watch: Indices
     test: Indices
@@ -42,16 +42,16 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberRows:
-    """What one member learns from, padded to as many rows as its neighbours have."""
+    """The training rows of one member, padded to its neighbours' length."""
 
     sentences: Floats  # [R, S]; zero where padded
     targets: Floats  # [R, M]: gains that sum to 1, or all 0
     weights: Floats  # [R]: mean 1 over the rows, 0 for rows without a target
-    weak: int  # discovery queries among them
+    weak: int  # how many of them are discovery queries
 
 
 def fold_of(queries: int, folds: int, seed: int) -> Indices:
-    """The fold of each query: the shuffled queries dealt out one by one."""
+    """The fold of each query: the shuffled queries are dealt out one by one."""
     found = np.empty(queries, dtype=np.int64)
     found[np.random.default_rng(seed).permutation(queries)] = np.arange(queries) % folds
     return found
@@ -86,13 +86,12 @@ def refit_member(queries: int) -> Member:
 
 
 def gains(labels: Labels) -> Floats:
-    """What a label is worth, to learn from."""
+    """The gain of each label, for training."""
     return worth(labels).astype(np.float32)
 
 
 def worth(labels: Labels) -> NDArray[np.float64]:
-    """The gain of each label in fp64, to judge by: in fp32 0.7 is another number, and nDCG would agree with
-    scikit-learn's to 1e-8 only."""
+    """The gain of each label in fp64, for judging: fp32's 0.7 would change nDCG by 1e-8."""
     return np.array(GAINS)[labels]
 
 
@@ -120,7 +119,7 @@ def weak_labels(discovery_NS: Floats, queries_TS: Floats, gains_TM: Floats, weak
 
 
 def require_relevant(member: Member, labels: Labels) -> None:
-    """Raises ValueError where the member would have nothing to learn."""
+    """Raises ValueError if the member would have nothing to learn."""
     if not (labels[member.train] > 0).any():
         raise ValueError(
             f"labels.csv: none of {len(member.train)} queries that the {member.protocol} model of fold {member.fold}"
@@ -135,9 +134,7 @@ def without_relevant(config: TwoTowerConfig, labels: Labels) -> list[int]:
 
 
 def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> MemberRows:
-    """The member's training queries, then its weakly labelled ones, padded to `rows`. Raises ValueError where none of
-    them has a relevant model.
-    """
+    """The member's training queries, then weakly labelled ones, padded. Raises ValueError if none is relevant."""
     require_relevant(member, tables.labels)
     gains_TM = gains(tables.labels[member.train])
     queries_TS = tables.queries[member.train]
@@ -156,7 +153,7 @@ def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> MemberRows
 
 
 def watched(chosen: Sequence[Member], tables: Tables) -> tuple[Indices, NDArray[np.float64], NDArray[np.float64]]:
-    """(queries [K, V], gains [K, V, M], weights [K, V] that sum to 1): what each member watches, padded."""
+    """(queries [K, V], gains [K, V, M], weights [K, V] that sum to 1) that each member watches, padded."""
     width = max(len(member.watch) for member in chosen)
     queries = np.zeros((len(chosen), width), dtype=np.int64)
     weights = np.zeros((len(chosen), width))

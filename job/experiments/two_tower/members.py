@@ -1,5 +1,5 @@
-"""All members of a phase as the engine trains them: the objective, the best weights of each, and what earlier phases
-left. Legend: K members, Q queries of a chunk, M models, S sentence width, B sampled queries, F families, P parameters.
+"""All members of a phase for the engine: the objective, each one's best weights, and the scores of earlier phases.
+Legend: K members, Q queries of a chunk, M models, S sentence width, B sampled queries, F families, P parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from gpufleet.job.experiments.two_tower.model import (
 )
 from gpufleet.job.experiments.two_tower.spec import Sampled, TwoTowerConfig
 
-HARD_POOL = 50  # a hard negative is one of this many best-scored irrelevant models: ours, the record does not say
+# number of best-scored irrelevant models from which hard negatives are drawn: our choice, the record names none
+HARD_POOL = 50
 
 
 class MembersOutput(NamedTuple):
@@ -37,11 +38,11 @@ class Members(nn.Module):
     """`forward` gives the objective of a chunk of every member's queries."""
 
     best: Tensor  # [K, P]: each member's parameters at its best epoch so far
-    scores: Tensor  # [F, folds, judged, M]: of the families that are done, each honest fold's model on every query
+    scores: Tensor  # [F, folds, judged, M]: for finished families, each honest fold's model on every query
     optimistic: Tensor  # [F, judged, M]: each query by the optimistic model of its own fold
 
     def __init__(self, config: TwoTowerConfig, count: int, first: int, compute: torch.dtype) -> None:
-        """`first`: of the seeds of the members' weights."""
+        """`first`: the first seed for the members' weights."""
         super().__init__()
         self.config = config
         seeds = [mix(config.seed, first + index) for index in range(count)]
@@ -77,13 +78,13 @@ class Members(nn.Module):
 
     @torch.no_grad()
     def score(self, x_KQS: Tensor) -> Tensor:
-        """[K, Q, M] without dropout, as they are ranked; `x` [Q, S] is for every member."""
+        """[K, Q, M] without dropout, as ranked; with `x` [Q, S] all members get the same queries."""
         towered: Towered = self.stack(x_KQS)
         return towered.query @ towered.model.mT
 
     @torch.no_grad()
     def keep(self, better_K: Tensor) -> None:
-        """The present parameters become the best ones of these members."""
+        """Makes the present parameters the best ones of these members."""
         self.best[better_K] = self.stack.packed()[better_K]
 
 
@@ -110,7 +111,7 @@ def sampled_loss(towered: Towered, targets_KBM: Tensor, draws_KBN: Tensor, sampl
 @torch.no_grad()
 def clip_each(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
     """Undoes the mean over members, then scales each member's gradient down to a norm of `limit` (0: only measures).
-    The norms before, [K].
+    Returns the norms before, [K].
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     count = gradients[0].shape[0]

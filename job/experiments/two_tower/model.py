@@ -38,7 +38,7 @@ GROUP = 1 << 23  # scores held at once by the loss, at least one member's
 
 
 class Towered(NamedTuple):
-    """What the towers say; [K, ...] for members together. Scores are query @ model.mT."""
+    """The towers' outputs; [K, ...] for members together. Scores are query @ model.mT."""
 
     query: Tensor  # [Q, d], of length 1 / temperature, fp32
     model: Tensor  # [M, d], of length 1, fp32
@@ -68,7 +68,7 @@ class TwoTowerModel(nn.Module):
         self.model = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((t.embedding, *t.model)))
 
     def forward(self, x_QS: Tensor, noise: Noise | None = None) -> Towered:
-        """`noise` None: no dropout."""
+        """`noise` None means no dropout."""
         t = self.towers
         query_bits, model_bits = _split(noise, t)
         hidden_QHh = self._hidden(self.head_in, x_QS, query_bits).view(-1, t.heads, t.head)
@@ -84,14 +84,14 @@ class TwoTowerModel(nn.Module):
         return Towered(unit(query_Qd) / t.temperature, unit(model_Md), joined_QJ.float().view(-1, t.heads, t.head))
 
     def _tower(self, layers: nn.ModuleList, x: Tensor, bits: list[Tensor], noise: Noise | None, first: bool) -> Tensor:
-        """`first`: the tower's input has gone through dropout itself."""
+        """`first`: whether the tower's input has passed dropout itself."""
         for index, layer in enumerate(layers):
             dropped = noise if first or index else None
             x = self._hidden(layer, x, bits, dropped) if index < len(layers) - 1 else self._linear(layer, x, dropped)
         return x
 
     def _linear(self, layer: nn.Module, x: Tensor, dropped: Noise | None = None) -> Tensor:
-        """`dropped` not None: `x` has gone through dropout."""
+        """`dropped` not None: `x` has passed dropout."""
         return F.linear(*self._cast(layer, x, dropped))
 
     def _hidden(self, layer: nn.Module, x: Tensor, bits: list[Tensor], dropped: Noise | None = None) -> Tensor:

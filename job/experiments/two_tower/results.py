@@ -30,7 +30,7 @@ OPTIMISTIC = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TwoTowerOutcome:
-    """Everything the tables are made of. Q judged queries, M models, F families."""
+    """The data for all tables. Q judged queries, M models, F families."""
 
     config: TwoTowerConfig
     tables: Tables
@@ -50,7 +50,7 @@ def by_query(own: Sequence[Member], tables: Tables, score: Callable[[Member], Fl
 
 
 def measured(phases: Sequence[Phase], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per phase: steps done, the median step and the most memory."""
+    """Per phase: steps done, the median step time and the peak of memory."""
     found = []
     for phase in phases:
         own = [record for record in records if record["phase"] == phase.name]

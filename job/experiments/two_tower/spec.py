@@ -1,4 +1,4 @@
-"""two-tower: every member's model trained at once on the full candidate matrix. A micro-batch counts queries.
+"""two-tower: trains every member's model at once on the full candidate matrix. A micro-batch counts queries.
 
 A member is one fold's model, of the honest protocol or of the optimistic one; a "token" is one query of one member.
 The model tower runs once per member and step, and its share is spread over the queries, so that FLOP per step is exact
@@ -19,12 +19,12 @@ from gpufleet.job.kind.batch import rows_per_rank
 # 274 kernels and 354 views a chunk, however many members: 8.3 CPU-ms at 1 and 9.2 at 20 members of toy width (torch
 # 2.13.0, a busy Xeon core, 2026-11-21), and 5 us for each launch, which is an estimate.
 LAUNCH_MS = 10.0
-GROUP_SCORES = 1 << 23  # that the loss holds at once, or one member's (job/experiments/two_tower/model.py's GROUP)
-SCORE_TENSORS = 3  # of those: a group's gradient until the next group's products and their logarithms stand beside it
-# LambdaRank, ten folds of at most 100 trees at 0.17 s and 2 s of features, measured on a CPU; trees and features go
-# through every query and model of each fold.
+GROUP_SCORES = 1 << 23  # scores in the loss at once, at least one member's (job/experiments/two_tower/model.py's GROUP)
+SCORE_TENSORS = 3  # copies of those: a group's gradient until the next group's products and logarithms exist
+# LambdaRank, ten folds of at most 100 trees at 0.17 s and 2 s of features, measured on a CPU; trees and features take
+# time in proportion to queries and models of each fold.
 BASELINES_CORE_S, BASELINES_OF = 190.0, 342 * 1131 * 10
-MOST_RANKED = 10_000  # models that LambdaRank takes for a query: kMaxPosition of LightGBM's rank_objective.hpp, 4.7
+MOST_RANKED = 10_000  # models per query in LambdaRank: kMaxPosition of LightGBM's rank_objective.hpp, 4.7
 REFIT = "refit"
 VALIDATION = "1-nDCG@10"  # mean of the honest members on the folds they watch
 
@@ -86,7 +86,7 @@ class Sampled:
 
     batch: int = common.bounded(96, 1, 1_000_000)
     negatives: int = common.bounded(4, 1, 1000)
-    hard: float = common.bounded(0.7, 0.0, 1.0)  # share of the negatives drawn from the best-scored irrelevant models
+    hard: float = common.bounded(0.7, 0.0, 1.0)  # share of negatives from the best-scored irrelevant models
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +108,7 @@ class TwoTowerConfig(ExperimentConfig):
     )
 
     sweep: tuple[Variant, ...] = ()  # variants of this config, trained one after another; none = this config itself
-    optimistic: bool = True  # also train the original plan's way, for a second table: it doubles the work
+    optimistic: bool = True  # also train by the original plan's protocol, for a second table: it doubles the work
     epochs: int = common.bounded(35, 1, 10_000)
     steps_per_epoch: int = common.bounded(100, 1, 1_000_000)
     patience: int = common.bounded(15, 1, 10_000)  # epochs without a better inner validation
@@ -162,8 +162,8 @@ class TwoTowerConfig(ExperimentConfig):
     @common.remembered
     def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
         """The scores of a few members at a time (the loss frees each group), everything else of all members at once.
-        When the scores are gone, the model tower's widest layer takes its gradient twice; a batch that is not cut makes
-        the weights' gradients only as its activations go.
+        Without the scores, the model tower's widest layer counts its gradient twice; an unsplit batch allocates the
+        weights' gradients only while its activations go.
         """
         family, count, whole = _of_phase(self, phase_index)
         step = batch(family, whole)
@@ -199,14 +199,14 @@ class TwoTowerConfig(ExperimentConfig):
 
     @common.remembered
     def rows(self) -> int:
-        """Queries of a step, in the phase that has most of them."""
+        """Queries per step, in the phase with the most."""
         return max(batch(self, _of_phase(self, index)[2]) for index in range(len(self.phases())))
 
     @common.remembered
     def sizes(self) -> common.Sizes:
-        """A checkpoint has every member's weights, moments and best weights so far, and the scores of the families that
-        are done. Final: the refit on all queries and every fold's scores, both of which are what a run is for; half a
-        cross-validation is no result. Data: one byte per label, four per number of a sentence vector.
+        """A checkpoint has every member's weights, moments and best weights so far, and the scores of finished
+        families. Final: the refit on all queries and every fold's scores, the run's product; half a cross-validation is
+        no result. Data: one byte per label, four per number of a sentence vector.
         """
         families = [family for _, family in variants(self)]
         of_phases = [_of_phase(self, index) for index in range(len(self.phases()))]
@@ -227,8 +227,8 @@ def variants(config: TwoTowerConfig) -> tuple[tuple[str, TwoTowerConfig], ...]:
     """(name, config) of each model family that a run trains, in order: the sweep's, or the config's own as `tower`.
 
     `o` changes nothing. p and q are the records' towers, r, weak-2m and full their counts of weak labels in queries of
-    1131 models (public record of the runs, read 2026-11-21); the thresholds of r and weak-2m are ours, between those of
-    o and full.
+    1131 models (public record of the runs, read 2026-11-21); the thresholds of r and weak-2m are chosen here, between
+    those of o and full.
     """
     if not config.sweep:
         return (("tower", config),)
@@ -277,12 +277,12 @@ def fold_sizes(config: TwoTowerConfig) -> tuple[int, ...]:
 
 
 def members(config: TwoTowerConfig) -> int:
-    """Models trained at once."""
+    """The number of models trained at once."""
     return config.data.folds * (2 if config.optimistic else 1)
 
 
 def queries(config: TwoTowerConfig, *, refit: bool = False) -> int:
-    """Rows of a member's matrix: its training queries and the discovery queries, the most that any member has."""
+    """Rows of a member's matrix: its training and discovery queries, the most of any member."""
     if refit:
         return config.data.queries + config.weak.queries
     sizes = fold_sizes(config)
@@ -302,7 +302,7 @@ def flops_per_step(config: TwoTowerConfig, q: int) -> int:
 
 
 def baselines_core_s(config: TwoTowerConfig) -> float:
-    """Core-seconds of LambdaRank over all folds; the other baselines take none worth a line."""
+    """Core-seconds of LambdaRank over all folds; the other baselines take next to none."""
     data = config.data
     if data.models > MOST_RANKED:
         return 0.0
@@ -328,7 +328,7 @@ def _phase(config: TwoTowerConfig, name: str, count: int, rows: int) -> common.P
         evaluation_tokens=0 if last else count * max(fold_sizes(config)),
         cpu_core_s=baselines_core_s(config) if last else 0.0,
         may_stop_early=True,
-        micro_launch_ms=LAUNCH_MS,  # of each chunk: both towers and the scores are made anew
+        micro_launch_ms=LAUNCH_MS,  # per chunk, which repeats both towers and the scores
         validation=None if last else VALIDATION,
     )
 

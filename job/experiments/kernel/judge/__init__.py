@@ -1,4 +1,4 @@
-"""Judging of generated Triton kernels: tasks, static rules, isolated processes, timing, statistics.
+"""Judges generated Triton kernels: tasks, static rules, isolated processes, timing, statistics.
 
 Nothing here trains. The judge decides in its own process from bytes it received; a candidate runs in another one.
 """

@@ -1,8 +1,8 @@
-"""The program in an answer, without what it never uses.
+"""Extracts the program from a model's answer, without the parts that it never uses.
 
-Models like to add a test, a main block, a module class or imports for them; the rules would refuse those, and none of
-them matters. They are dropped here, before anything is judged: what is left is the program, for the rules and for the
-process that runs it alike, so what is dropped can do nothing.
+Models like to add a test, a main block, a module class or imports for them; the rules would refuse these, though none
+of them matters. They are dropped here, before anything is judged: rules and process both get only the rest, so the
+dropped parts can do nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from gpufleet.job.experiments.kernel.judge.catalog import ENTRY
 FENCE = re.compile(r"^[ \t]*(`{3,}+|~{3,}+)[^\n`]*\n(.*?)(?:\1|\Z)", re.DOTALL | re.MULTILINE)
 THOUGHT = "</think>"
 DEFINED = re.compile(rf"^[ \t]*(def[ \t]+{ENTRY}\b|{ENTRY}[ \t]*=)", re.MULTILINE)
-JIT = re.compile(r"@(?!torch\.)(\w+\.)?jit\b")  # torch.jit.script decorates the program that was asked about
+JIT = re.compile(r"@(?!torch\.)(\w+\.)?jit\b")  # torch.jit.script decorates the program in the question
 
 
 def program(answer: str) -> str:
-    """What the fence holds that defines the entry, the first that has a kernel too: before it may come the program that
-    was asked about, or a draft. Then all fences together, a kernel in one and its entry in a later one; then any that
-    defines the entry, else the first, or all of it. A fence may be open at its end, or, where an answer begins with the
-    program, at its beginning. What a model thinks before it answers, as Qwen3 may, is no part of the answer.
+    """The first fence that defines the entry and also has a kernel: before it may come the program of the question, or
+    a draft. Without one, all fences together, because a kernel may be in one and its entry in a later one; then any
+    that defines the entry, else the first, or the whole answer. A fence may lack its end, or, if an answer begins with
+    the program, its beginning. A model's thoughts before its answer, as Qwen3 writes them, are ignored.
     """
     answer = answer.rpartition(THOUGHT)[2]
     fenced = [textwrap.dedent(found[1]) for found in FENCE.findall(answer)]
@@ -38,9 +38,9 @@ def program(answer: str) -> str:
 
 
 def used(source: str) -> str:
-    """Without definitions, imports and assignments at the top that the entry never comes to, the main block, what is
-    called or asserted after the entry is there, and annotations outside kernels, which mean nothing to Python. As it
-    was where there are none, where there is no entry, or where it cannot be read.
+    """The source without top-level definitions, imports and assignments that the entry never reaches, the main block,
+    calls and assertions after the entry, and annotations outside kernels, which Python ignores. It is unchanged if it
+    has none of these, has no entry, or cannot be parsed.
     """
     try:
         tree = ast.parse(source)
@@ -49,7 +49,7 @@ def used(source: str) -> str:
         before = ast.dump(tree)
         main = [node for node in tree.body if isinstance(node, ast.If) and not node.orelse and _is_main(node.test)]
         entry = max(number for number, node in enumerate(tree.body) if ENTRY in _names(node))
-        tried = [node for node in tree.body[entry:] if isinstance(node, ast.Expr | ast.Assert)]  # an example, a test
+        tried = [node for node in tree.body[entry:] if isinstance(node, ast.Expr | ast.Assert)]  # an example or a test
         tree.body = [node for node in tree.body if node not in main and node not in tried]
         for function in [node for node in tree.body if isinstance(node, ast.FunctionDef)]:
             if not any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
@@ -78,7 +78,7 @@ def _forget_annotations(function: ast.FunctionDef) -> None:
 
 
 def _reached(body: list[ast.stmt]) -> list[ast.stmt]:
-    """What the entry names, and what that names, and so on; with all that gives nothing a name."""
+    """The statements that the entry names, those that these name, and so on; with all that define no name."""
     whole = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names if not alias.asname}
     wanted, seen, givers = [ENTRY], set[str](), dict[str, list[ast.stmt]]()
     for node in body:
@@ -104,13 +104,13 @@ def _reached(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _is_wanted(alias: ast.alias, seen: set[str], whole: set[str]) -> bool:
-    """`import a.b` gives a name to `a` alone, which `import a` may have done."""
+    """Whether the import is needed: `import a.b` only defines `a`, which `import a` may have done."""
     name = alias.asname or alias.name.partition(".")[0]
     return alias.name == "*" or (name in seen and (bool(alias.asname) or name == alias.name or name not in whole))
 
 
 def _names(node: ast.stmt) -> list[str]:
-    """What a statement at the top gives a meaning; empty where it may do more than that."""
+    """The names that a top-level statement defines; empty if it may do more than that."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -122,7 +122,7 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 def _mentions(node: ast.stmt) -> list[str]:
-    """The module's names that it may need. What a function calls its own is none of them: an example's `x` is not."""
+    """The module's names that a statement may need, without a function's own: an example's `x` is none."""
     found, left = list[str](), [symtable.symtable(ast.unparse(node), "answer", "exec")]
     while left:
         scope = left.pop()

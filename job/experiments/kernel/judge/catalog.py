@@ -1,4 +1,5 @@
-"""Twenty element-wise tasks: what a candidate is asked for, in words. What it is tried on is in tasks.py. No torch.
+"""Twenty element-wise tasks, with the words in which a model is asked for each. tasks.py has the inputs on which
+candidates are tried. No torch.
 
 A candidate must define `kernel_function`, taking the tensors in order and returning a new one of the first one's shape
 and dtype.
@@ -32,7 +33,7 @@ class KernelTask:
 
     @property
     def prompt(self) -> str:
-        """What the model is given."""
+        """The text that the model gets."""
         return (
             f"Write a Triton kernel and `{ENTRY}` for {self.dtype} tensors that computes:\n{self.reference_source}"
             "Import torch, triton and math alone. Compute in @triton.jit kernels only. Inputs may have any strides.\n"

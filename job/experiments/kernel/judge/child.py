@@ -6,7 +6,7 @@ After `python -m gpufleet.job.experiments.kernel.judge.child FD`:
     one JSON     one candidate in a fresh process, for GPUs: CUDA does not survive a fork
 
 The process knows neither the reference nor the expected output nor the task. It gets a source and tensors, and answers
-with tensors; whether they are right is judged elsewhere. What it says about itself (`ops`, `alias`) can only harm it.
+with tensors; the judge decides whether they are right. Its reports about itself (`ops`, `alias`) can only harm it.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ from gpufleet.job.experiments.kernel.judge import compiler, interpreter, sandbox
 from gpufleet.job.experiments.kernel.judge.watched import GIVEN, Computes, Fences, Ops, filled, refuse_operators
 
 ENTRY = "kernel_function"
-# All that the interpreter would otherwise import in each child anew.
+# Everything that the interpreter would otherwise import in each child.
 PRELOADED = ("triton", "triton.compiler.code_generator", "triton.experimental.gluon", "triton.language.extra.libdevice")
-BROADCASTS = "torch.fx.experimental.symbolic_shapes"  # of torch.broadcast_shapes; looks into frames as it is imported
-FLUSH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}  # more than a core's own caches; more than an H100's 50 MB L2, 5 times
-_clock, _cpu, _usage = time.perf_counter, time.process_time, resource.getrusage  # as they are before a candidate comes
+BROADCASTS = "torch.fx.experimental.symbolic_shapes"  # of torch.broadcast_shapes; its import inspects frames
+FLUSH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}  # larger than a core's own caches; 5 times an H100's 50 MB L2
+# saved before a candidate could replace them
+_clock, _cpu, _usage = time.perf_counter, time.process_time, resource.getrusage
 _Event: Any = torch.cuda.Event
 _hold: Any = torch.cuda._sleep
-HOLD_CYCLES = 2_000_000  # about a millisecond: many times what a call's launches take in Python
-# A launch that costs what those of candidates cost in Python, of a kernel that does nothing.
+HOLD_CYCLES = 2_000_000  # about a millisecond: many times what Python needs to launch a call's kernels
+# A kernel that does nothing; its launch costs Python as much as a candidate's.
 NOTHING = f"""
 import triton
 import triton.language as tl
@@ -60,17 +61,17 @@ def {ENTRY}(x):
 class Harness:
     """One candidate: load, run, trial."""
 
-    turn = 0  # counts its calls, from a number of the judge's: which configuration it gets tells it nothing
-    names: Mapping[str, Any] = {}  # what an interpreted module calls by these is another than Python's
+    turn = 0  # counts its calls, from a number of the judge's: so a configuration's number tells it nothing
+    names: Mapping[str, Any] = {}  # names whose meaning in an interpreted module is not Python's
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.entry: Callable[..., Any] | None = None
         self.given: list[Tensor] = []
-        self.inputs: list[Tensor] = []  # as it was given, moved on by the shifts
+        self.inputs: list[Tensor] = []  # the given inputs, with the shifts applied
         self.fences = Fences(GIVEN)  # around the inputs
         self.shifts: list[int] = []
-        self.ops: Ops | None = None  # of the last call, where they were asked for
+        self.ops: Ops | None = None  # of the last call, if they were asked for
         self.output: Any = None
         self._flush: Tensor | None = None
         self._empty: dict[str, Callable[..., Any]] = {}
@@ -81,8 +82,8 @@ class Harness:
         return act(head, blobs)
 
     def _load(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """The text that was judged, not bytes that could be read as another. With `refuses` it may not compute with
-        torch in any call; of those that are listed, `ops` says more.
+        """Loads the text that was judged, not bytes that could be decoded differently. With `refuses` no call may
+        compute with torch; for listed calls `ops` says more.
         """
         Harness.turn = head.get("turn", 0)
         if head.get("refuses"):
@@ -91,13 +92,13 @@ class Harness:
         return {}, []
 
     def _compile(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """What its launches are for the inputs of `calls`, compiled."""
+        """Compiles the launches for the inputs of `calls`."""
         assert self.entry is not None
         problem = compiler.compile_launches(self.entry, head["calls"], head["device"])
         return {"problem": problem}, []
 
     def _give(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """New inputs; with `as_timed` where those of the trials are, if they can be: else an address would tell."""
+        """Takes new inputs; with `as_timed` at the trials' addresses, if possible: others would reveal the check."""
         given = [wire.unpack(spec, blob) for spec, blob in zip(head["inputs"], blobs, strict=True)]
         self.given, self.shifts = [_placed(tensor, self.device, Fences(GIVEN)) for tensor in given], [0] * len(given)
         if head.get("as_timed") and list(map(_layout, given)) == list(map(_layout, self.inputs)):
@@ -110,8 +111,8 @@ class Harness:
         return {}, []
 
     def _run(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """One call on inputs of its own, and its output. With `as_timed` nothing tells that it is not timed.
-        What was given before, for trials, stays where it is, and is there again when one is made ready.
+        """One call on inputs of its own, and its output. With `as_timed` nothing shows the candidate that the call is
+        not timed. Inputs given earlier for trials stay in place, and are restored for the next trial.
         """
         kept = self.given, self.inputs, self.fences, self.shifts
         self._give(head, blobs)
@@ -122,8 +123,8 @@ class Harness:
         return found
 
     def _ready(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """What is in the memory of each input moved on by one of `shifts`, so that what is remembered of it, by address
-        or by what a kernel has read, is wrong; caches emptied when asked to; nothing under way. A trial may follow.
+        """Moves each input in its memory by one of `shifts`, so that results remembered by address or by a kernel's
+        reads are wrong; empties caches on request; waits for the device. A trial may follow.
         """
         self.shifts = head.get("shifts", self.shifts)
         for tensor, content in zip(self.inputs, self._contents(), strict=True):
@@ -137,19 +138,19 @@ class Harness:
         return {}, []
 
     def _contents(self) -> list[Tensor]:
-        """What the inputs are to hold."""
+        """The contents that the inputs must have."""
         return [tensor.roll(shift) if shift else tensor for tensor, shift in zip(self.given, self.shifts, strict=True)]
 
     def _trial(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """One timed call, or an `empty` launch. Seconds by the clock on a CPU, on a GPU by events on a stream held back
-        until the call has launched its kernels: else the time between them, which is Python's, would be theirs. With
-        `ops` the torch functions that it calls are listed, which takes time.
+        """One timed call, or an `empty` launch. Seconds by the clock on a CPU, on a GPU by events on a stream that is
+        held until the call has launched its kernels: else Python's time between launches would count. With `ops` it
+        lists the torch functions that the call uses, which takes time.
         """
         call = self._nothing(head["empty"]) if head.get("empty") else self.entry
         Harness.turn += not head.get("empty")
         assert call is not None
         _forget_allocator()
-        self.ops = Ops(fenced=head["do"] == "run") if head.get("ops") else None  # a trial's addresses are all alike
+        self.ops = Ops(fenced=head["do"] == "run") if head.get("ops") else None  # all trials use the same addresses
         with self.ops or nullcontext():
             if self.device.type == "cuda":
                 start, end = (_Event(enable_timing=True) for _ in range(2))
@@ -172,7 +173,7 @@ class Harness:
         return self._empty[kind]
 
     def _collect(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """The output of the last call, and what it has done besides."""
+        """The output of the last call, and its other effects."""
         found = self.output
         reply: dict[str, Any] = {"ops": sorted(self.ops.names)} if self.ops is not None else {}
         if not isinstance(found, Tensor):
@@ -192,7 +193,7 @@ class Harness:
 
 
 def _entry(name: str, text: str, names: Mapping[str, Any]) -> Any:
-    """What a module defines as ENTRY, to which `names` mean something besides."""
+    """The object that a module defines as ENTRY; `names` override Python's meanings in it."""
     path = Path(f"{name}.py").resolve()
     path.write_text(text, encoding="utf-8", newline="")  # triton reads a kernel's source from its file
     module = types.ModuleType(name)
@@ -203,7 +204,7 @@ def _entry(name: str, text: str, names: Mapping[str, Any]) -> Any:
 
 
 def _forget_allocator() -> None:
-    """What a call has given Triton to ask for memory may know of that call: the next one's kernels do not ask it."""
+    """Removes an allocator that a call gave Triton: the next call's kernels must not use it."""
     allocation = importlib.import_module("triton.runtime._allocation")
     allocation.set_allocator(allocation.NullAllocator())
 
@@ -213,7 +214,7 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """NaN equals NaN, and 0 is not -0."""
+    """The bits, so that NaN equals NaN, and 0 differs from -0."""
     return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
@@ -226,7 +227,7 @@ def _placed(tensor: Tensor, device: torch.device, fences: Fences) -> Tensor:
 def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: bool) -> None:
     """Talks until the judge hangs up. Never returns."""
     scratch, device = Path(asked["scratch"]), asked["device"]
-    os.closerange(3, dialogue.fileno())  # whatever this process came by, its candidate has no use for
+    os.closerange(3, dialogue.fileno())  # the candidate needs none of this process's open files
     os.closerange(dialogue.fileno() + 1, 1 << 16)
     isolated = asked["confined"] and sandbox.confine(
         scratch,
@@ -236,18 +237,18 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
         memory_bytes=asked["memory_bytes"],
     )
     if device == "cuda":
-        sandbox.die_with_parent()  # which a change of user has undone
+        sandbox.die_with_parent()  # the change of user has undone it
     os.chdir(scratch)
     os.environ.update(dict.fromkeys(("TMPDIR", "HOME", "TRITON_HOME", "CUDA_CACHE_PATH"), str(scratch)))
     os.environ["TRITON_CACHE_DIR"] = compiler.CACHE
-    tempfile.tempdir = str(scratch)  # what was imported has looked at TMPDIR, as at HOME, already
+    tempfile.tempdir = str(scratch)  # imported modules have read TMPDIR and HOME already
     output = os.open(compiler.PRINTED, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     os.close(nothing)
     os.close(output)
-    torch.set_num_threads(1)  # before any operation: a pool of the server's would be gone in its child
+    torch.set_num_threads(1)  # before any operation: the server's thread pool does not exist in its child
     warnings.simplefilter("ignore")
     harness = Harness(torch.device(device))
     wire.send(dialogue, {"isolated": isolated, **_unreachable(harness.device)})
@@ -271,13 +272,13 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
 
 
 def _unreachable(device: torch.device) -> dict[str, Any]:
-    """An error where nothing can be computed there. Known before a candidate comes, so it is none of a candidate's."""
+    """An error if nothing can be computed on the device: found before a candidate comes, so not its fault."""
     try:
         for left in (3, 2, 1, 0) if device.type == "cuda" else ():
             try:
                 torch.zeros(1, device=device).add_(1).cpu()
                 break
-            except torch.OutOfMemoryError:  # of a process that was here before, and is not all gone
+            except torch.OutOfMemoryError:  # an earlier process may not have freed all memory yet
                 if not left:
                     raise
                 time.sleep(5)
@@ -287,15 +288,15 @@ def _unreachable(device: torch.device) -> dict[str, Any]:
 
 
 def _reap(*_: object) -> None:
-    """No zombies, and their CPU time added to this process's."""
+    """Reaps children: no zombies, and their CPU time is added to this process's."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def serve(control: socket.socket, lacks: str | None) -> None:
-    """Says what it lacks, then forks a candidate's process per message {scratch, device, compiles, confined,
-    memory_bytes} with one socket, and answers with its id. Ends with the judge, and ends them.
+    """Reports what the machine lacks, then for each message {scratch, device, compiles, confined, memory_bytes} with
+    one socket forks a candidate's process, and answers with its id. It ends with the judge, and ends its children.
     """
     sandbox.adopt_orphans()
     signal.signal(signal.SIGCHLD, _reap)
@@ -306,13 +307,13 @@ def serve(control: socket.socket, lacks: str | None) -> None:
         content, descriptors = b"", list[int]()
         with suppress(ConnectionResetError):
             content, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
-        if not content:  # the judge is gone, killed perhaps, and what runs on would have a core for ever
+        if not content:  # the judge is gone, perhaps killed, and a running child would keep a core for ever
             sandbox.end_children()
             return
         asked = json.loads(content)
         pid, namespaces = sandbox.fork() if asked["confined"] else (os.fork(), False)
         if pid == 0:
-            os.setsid()  # one signal reaches all of its group; a spawned one's has begun with it
+            os.setsid()  # one signal reaches its whole group; a spawned process has one from its start
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             candidate(socket.socket(fileno=descriptors[0]), asked, namespaces=namespaces)
@@ -327,7 +328,7 @@ def main(argv: list[str]) -> None:
     end.set_inheritable(False)
     for name in PRELOADED:
         importlib.import_module(name)
-    if argv[1] != "one":  # no GPU to wait for: what comes after that is to be seen all the same
+    if argv[1] != "one":  # no GPU to wait for: later errors are still reported
         torch.cuda.synchronize = lambda device=None: None
     if os.environ.get("TRITON_INTERPRET") == "1":
         Harness.names = interpreter.install(lambda: Harness.turn)

@@ -1,10 +1,10 @@
-"""Stage 2: each source is loaded and compiled once, and what came of it kept.
+"""Stage 2: loads and compiles each source once, and keeps the result.
 
     <folder>/<sha256 of the source>-<arguments>-<target>-<Triton's version>/
         outcome.json    {"problem": why it does not load or compile, or null, "seconds": how long that took}
         cache/          Triton's cache as the candidate's own process left it
 
-Files come from a candidate's process and go to processes of that same source alone: only plain ones are taken, into a
+Files come from a candidate's process and go only to processes of the same source: plain files alone are copied, into a
 folder of their own, after the process has ended.
 """
 
@@ -29,17 +29,17 @@ from gpufleet.job.experiments.kernel.judge.compiler import CACHE
 from gpufleet.job.experiments.kernel.judge.worker import Process, Workers
 from gpufleet.job.experiments.kernel.spec import Funnel as Limits
 
-MOST_BYTES, MOST_FILES = 1 << 26, 1000  # of one source; a kernel's files are about 50 kB
+MOST_BYTES, MOST_FILES = 1 << 26, 1000  # per source; a kernel's files take about 50 kB
 OUTCOME = "outcome.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileOutcome:
-    """`problem` None: it compiles, and `built` holds what came of it."""
+    """`problem` None: it compiles, and `built` holds the result."""
 
     problem: str | None
     built: Path
-    seconds: float  # wall-clock, when it was made
+    seconds: float  # wall-clock, of the first compilation
 
 
 class Compilation:
@@ -53,7 +53,7 @@ class Compilation:
 
     @property
     def words(self) -> str:
-        """What it does on this machine."""
+        """A line on what it does on this machine."""
         if self._workers.lacks is not None:
             return f"loads candidates and compiles nothing ({self._workers.lacks})"
         return f"compiles for sm_{self._workers.capability}"
@@ -64,18 +64,19 @@ class Compilation:
         return f"{compiles}-{self._workers.device}" if self._workers.lacks is None else "loaded"
 
     def compile(self, source: str, sha256: str, task: KernelTask, note: Callable[[Process], None]) -> CompileOutcome:
-        """The source's, for the arguments of the task. `note` gets the process, where one was needed, when it is over.
-        Raises Lost; that is not kept.
+        """The outcome for a source with the task's arguments. `note` gets the process, if one was needed, when it is
+        over. Raises Lost, which is not kept.
         """
         arguments = hashlib.sha256(json.dumps(tasks.layouts(task, self._seed)).encode()).hexdigest()[:16]
         name = f"{sha256}-{arguments}-{self._target}"
-        with self._under_way.setdefault(name, threading.Lock()):  # the other one's, where two come at the same time
+        # the second of two at the same time waits for the first
+        with self._under_way.setdefault(name, threading.Lock()):
             return self._known(name) or self._compile(name, source, task, note)
 
     def _known(self, name: str) -> CompileOutcome | None:
         found = self._folder / name
         tree = atomic.read_object(found / OUTCOME)
-        if tree is None:  # or torn by a lost power supply, and who knows what else of it
+        if tree is None:  # or torn by a power cut, with files in doubt
             shutil.rmtree(found, ignore_errors=True)
             return None
         return CompileOutcome(problem=tree["problem"], built=found / CACHE, seconds=tree["seconds"])
@@ -96,7 +97,7 @@ class Compilation:
             return self._keep(name, problem, process.scratch, time.perf_counter() - started)
 
     def _keep(self, name: str, problem: str | None, scratch: Path, seconds: float) -> CompileOutcome:
-        """Whole or not at all, whenever this process dies."""
+        """Keeps the outcome, whole or not at all, even if this process dies."""
         made = Path(tempfile.mkdtemp(dir=self._folder, prefix="."))
         (made / CACHE).mkdir()
         with suppress(OSError):  # a candidate may have made its files unreadable
@@ -111,7 +112,7 @@ class Compilation:
 
 
 def _plain(cache: Path) -> Iterator[Path]:
-    """The files of cache/*/ that are files: no links, which could lead anywhere, and no pipes."""
+    """The regular files of cache/*/: no links, which could lead anywhere, and no pipes."""
     if not cache.is_dir() or cache.is_symlink():
         return
     for folder in os.scandir(cache):

@@ -1,12 +1,12 @@
-"""Triton without a GPU, in a process of its own: a launch is compiled for a named target, and not made.
+"""Triton without a GPU, in its own process: compiles a launch for a named target, and does not run it.
 
 A candidate's entry is called on tensors that have a shape, strides and a CUDA device but no memory (torch's fake ones),
 so that its own code decides, as in a real run, which kernels are launched with which types and constants. Triton keeps
-what it builds in CACHE, by a hash of all that went into it; a process that later finds the same files there compiles
+its results in CACHE, by a hash of all that went into them; a process that later finds the same files there compiles
 nothing at its first launch.
 
-An autotuned kernel is compiled in all its configurations and timed in none. Those that a tuner drops because they need
-too much (of memory, of what ptxas gives) may fail while another one compiles.
+An autotuned kernel is compiled in all its configurations and timed in none. Configurations that a tuner drops because
+they need too much (memory, or by ptxas) may fail if another one compiles.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CACHE = "cache"  # in the scratch folder, and relative to it: Triton notes paths, and they must hold in the next one
-CAPABILITY = (9, 0)  # where there is no GPU to ask: an H100's, which the stack rents
-PROCESSORS = 132  # an H100's; programs make grids of it, seldom constants
-PRINTED = "output.txt"  # in the scratch folder: what a candidate's process prints; LLVM says there what is wrong
+CACHE = "cache"  # in the scratch folder, and relative to it: Triton stores paths, which must hold in the next folder
+CAPABILITY = (9, 0)  # without a GPU: that of an H100, which the stack rents
+PROCESSORS = 132  # an H100's; programs use it for grids, seldom for constants
+PRINTED = "output.txt"  # in the scratch folder: the candidate's output; LLVM prints its errors there
 FOREIGN = {"ptx_options", "ir_override", "extern_libs"}
-ADDRESS = 0x7F00_0000_0000  # where a GPU's memory is seen, roughly
+ADDRESS = 0x7F00_0000_0000  # roughly the range of a GPU's addresses
 Layout = dict[str, Any]  # {dtype, shape, stride} of one argument
 _TRIAL = """
 import triton
@@ -42,18 +42,18 @@ def kernel(x_ptr, n, BLOCK: tl.constexpr):
 def kernel_function(x):
     kernel[(1,)](x.contiguous(), x.numel(), BLOCK=128)
 """
-# Launches in one call: a candidate with a launch for each row of a matrix would run out of time.
+# The most launches in a call: a candidate with one launch per row of a matrix would run out of time.
 MOST_LAUNCHES = 100
-_failed: BaseException | None = None  # what the last launch that did not compile has raised
-_launched = 0  # by this call
+_failed: BaseException | None = None  # the error of the last launch that did not compile
+_launched = 0  # launches of this call
 
 
 class _Enough(BaseException):
-    """MOST_LAUNCHES are compiled. Nothing on the way catches it."""
+    """MOST_LAUNCHES were compiled. No code on the way catches it."""
 
 
 class _Target:
-    """In the place of a GPU's driver: says what to compile for, and can do nothing else."""
+    """Replaces a GPU's driver: it only tells the target to compile for."""
 
     def __init__(self, capability: int) -> None:
         self._target = _triton("backends.compiler").GPUTarget("cuda", capability, 32)
@@ -72,13 +72,13 @@ class _Target:
 
 
 def install(capability: int) -> str | None:
-    """From now on launches in this process and in those forked from it are compiled for sm_`capability`. What this
-    machine lacks for that, after a trial that has also imported all that a compilation needs; None: nothing.
+    """Makes launches in this process, and in those forked from it, compile for sm_`capability`. Returns what this
+    machine lacks for that, after a trial that imports everything a compilation needs; None if nothing.
     """
     try:
         refuse_foreign_code()
         _triton("runtime").driver.set_active(_Target(capability))
-        cuda: Any = torch.cuda  # who asks which GPU is meant, and how large it is, is to come to its launches
+        cuda: Any = torch.cuda  # a program that asks for the GPU's name or size must still reach its launches
         cuda.device, cuda.current_device = nullcontext, lambda: 0
         cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=PROCESSORS)
         _triton("runtime.jit").KernelInterface.__getitem__ = _compiling
@@ -99,11 +99,9 @@ def install(capability: int) -> str | None:
 
 
 def refuse_foreign_code() -> None:
-    """From now on, in this process, a launch with an option that brings code from elsewhere does not compile: what it
-    runs is what its kernel says, and nobody has read a file of PTX, or what ptxas is told.
-    """
+    """Makes a launch fail whose options bring foreign code: nobody has checked PTX files, or ptxas's options."""
     jitted = _triton("runtime.jit").JITFunction
-    own = jitted._pack_args  # comes once for each kernel that is built, with all that its launch was given by name
+    own = jitted._pack_args  # called once per kernel built, with all named arguments of its launch
 
     def _pack_args(kernel: Any, backend: Any, given: dict[str, Any], *rest: Any) -> Any:
         if found := sorted(FOREIGN & given.keys()):
@@ -114,9 +112,9 @@ def refuse_foreign_code() -> None:
 
 
 def compile_launches(entry: Callable[..., Any], calls: Sequence[Sequence[Layout]], device: str = "cuda") -> str | None:
-    """Calls `entry` once for each of `calls`; why a launch does not compile, or None. Whatever else it raises says
-    nothing here: its inputs hold no numbers, and a run on real ones will tell. `device`: where that will be, since a
-    program may ask and be another one there.
+    """Calls `entry` once for each of `calls`; why a launch does not compile, or None. Other errors prove nothing here,
+    because its inputs hold no numbers; a run on real ones will tell. `device`: of the real run, because a program may
+    depend on it.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -136,7 +134,7 @@ def compile_launches(entry: Callable[..., Any], calls: Sequence[Sequence[Layout]
 
 
 def _triton(name: str) -> Any:
-    """One of its modules. It has no types, and is imported by processes for candidates only."""
+    """One of Triton's modules. It has no types, and only candidates' processes import it."""
     return importlib.import_module(f"triton.{name}")
 
 
@@ -146,17 +144,17 @@ def _placeless(layout: Layout, device: str) -> Tensor:
 
 
 def _numberless(tensor: Tensor) -> list[Any]:
-    """For FakeTensor.tolist, which makes a tensor of each element first: minutes, for millions."""
+    """Replaces FakeTensor.tolist, which makes a tensor of each element first: minutes, for millions."""
     raise TypeError("these inputs hold no numbers")
 
 
 def _address(tensor: Tensor) -> int:
-    """For FakeTensor.data_ptr: as wide and aligned as addresses on a GPU are, since both decide what is built."""
+    """Replaces FakeTensor.data_ptr: as wide and aligned as a GPU's addresses, because both decide what is built."""
     return ADDRESS + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _compiling(kernel: Any, grid: Any) -> Callable[..., Any]:
-    """For KernelInterface.__getitem__, the `kernel[grid]` of a launch."""
+    """Replaces KernelInterface.__getitem__, the `kernel[grid]` of a launch."""
 
     def launch(*args: Any, **kwargs: Any) -> Any:
         global _failed, _launched
@@ -173,7 +171,7 @@ def _compiling(kernel: Any, grid: Any) -> Callable[..., Any]:
 
 
 def _all_configurations(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    """For Autotuner.run."""
+    """Replaces Autotuner.run."""
     errors = _triton("runtime.errors")
     too_much = (errors.OutOfResources, errors.PTXASError, _triton("compiler.errors").CompileTimeAssertionFailure)
     tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
@@ -189,7 +187,7 @@ def _all_configurations(tuner: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _error_text(error: BaseException) -> str:
-    """The compiler's words, without the lines of source that it repeats."""
+    """The compiler's message, without the source lines that it repeats."""
     found: BaseException | None = error
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, RuntimeError) and Path(PRINTED).exists():

@@ -1,8 +1,8 @@
-"""Adaptive curriculum: which samples an epoch draws, and how often.
+"""Adaptive curriculum: decides which samples an epoch draws, and how often.
 
-The first time every task weighs the same. After an evaluation the samples of tasks whose pass rate lies between 20 and
-80 % count WEIGHT times: neither hopeless nor done. The name is the plan's, this meaning is ours. A sample without a
-task weighs 1.
+In the first epoch every task weighs the same. After an evaluation, samples of tasks with a pass rate between 20 and 80
+% weigh WEIGHT times as much: these are neither hopeless nor mastered. The name comes from the plan, this definition is
+ours. A sample without a task weighs 1.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from gpufleet.job.experiments.kernel.judge.catalog import TASKS, KernelTask
 
 LOW, HIGH, WEIGHT = 0.2, 0.8, 3.0
 CALLED = re.compile(r"torch\.(?:nn\.functional\.)?(\w+)")
-IN_CODE = re.compile(r"\.(\w+)|\b(\w+)\(")  # not in a sentence: where is a word of English too
+IN_CODE = re.compile(r"\.(\w+)|\b(\w+)\(")  # only as code: `where` is also an English word
 
 
 def tasks_of(question: str) -> frozenset[str]:
-    """The tasks that a pair is practice for: the one whose prompt the question is, else those that it names, or of
-    which it names all torch functions, in any case and without underscores (`nn.ReLU` is practice for relu).
+    """The tasks that a pair practises: the one whose prompt is the question, else those that it names, or whose torch
+    functions it names, all of them, in any case and without underscores (`nn.ReLU` practises relu).
     """
     same = [task for task in TASKS if task.prompt.strip() in question]
     if same:
-        return frozenset({max(same, key=lambda task: len(task.prompt)).name})  # one may begin like another
+        return frozenset({max(same, key=lambda task: len(task.prompt)).name})  # one prompt may begin like another
     plain = question.lower().replace("_", "")
     words, functions = set(re.findall(r"\w+", plain)), {one or other for one, other in IN_CODE.findall(plain)}
     found = set()
@@ -36,7 +36,7 @@ def tasks_of(question: str) -> frozenset[str]:
 
 
 def require_practice(pairs: Iterable[frozenset[str]], tried: Sequence[KernelTask], said: str) -> None:
-    """Raises ValueError, which begins with `said`, where the tasks of no pair are among those tried."""
+    """Raises ValueError, which begins with `said`, if no pair practises a task that is tried."""
     names = {task.name for task in tried}
     if not any(names & tasks for tasks in pairs):
         raise ValueError(
@@ -46,14 +46,13 @@ def require_practice(pairs: Iterable[frozenset[str]], tried: Sequence[KernelTask
 
 
 def weights(tasks: Sequence[Collection[str]], pass_rates: Mapping[str, float]) -> list[float]:
-    """Per sample, from its tasks' pass rates in the last evaluation; 1 where there are none."""
+    """The weight of each sample, from its tasks' pass rates in the last evaluation; 1 without them."""
     return [WEIGHT if any(LOW <= pass_rates.get(task, -1.0) <= HIGH for task in own) else 1.0 for own in tasks]
 
 
 def order(weight: Sequence[float], *, seed: int, epoch: int, begun: int = 0) -> list[int]:
-    """Sample indices, as many as there are weights, less the `begun` that the epoch had drawn before these were known,
-    drawn in proportion to them, with replacement, hardest-to-place (the heavier) first. A pure function of its
-    arguments.
+    """Sample indices, drawn in proportion to their weights, with replacement, heavier ones first; as many as there are
+    weights, less the `begun` that the epoch drew before the weights were known. A pure function of its arguments.
     """
     count = len(weight) - begun
     drawn = random.Random(f"{seed} {epoch}").choices(range(len(weight)), weights=weight, k=count)

@@ -1,4 +1,4 @@
-"""What statements and expressions a candidate may have, and what its names and attributes mean where they stand."""
+"""The statements and expressions that a candidate may have, and what its names and attributes mean there."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from gpufleet.job.experiments.kernel.judge.vocabulary import (
     TRITON,
 )  # fmt: skip
 
-# At the top a call is made once, and gives what cannot be changed.
+# Allowed at the top: the call runs once, and its result cannot be changed.
 TOP_CALLS = {"triton.cdiv", "triton.next_power_of_2", "triton.language.constexpr", "torch.device", ACTIVE_DEVICE,
              "int", "float", "bool", "min", "max", "len", "tuple", *(f"math.{name}" for name in MATH)}  # fmt: skip
 STATEMENTS = (
     ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr, ast.If, ast.For, ast.While, ast.Assert, ast.Raise,
     ast.Pass, ast.Break, ast.Continue, ast.Delete,
 )  # fmt: skip
-# Expressions of which everything that is evaluated is a child to be looked at; Name, Attribute, Lambda and those with
-# names of their own are looked at apart.
+# Expressions of which every evaluated part is a child to be checked; Name, Attribute, Lambda and those with names of
+# their own are checked separately.
 CONSTANTS = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Tuple, ast.Subscript)
 EXPRESSIONS = (
     *CONSTANTS, ast.Call, ast.keyword, ast.Slice, ast.List, ast.Set, ast.Dict, ast.Starred, ast.JoinedStr,
@@ -42,27 +42,28 @@ WORDS = (
 )  # fmt: skip
 NO_GRADIENTS = ("torch.no_grad", "torch.inference_mode")
 WORDLESS = (ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.Load, ast.Store)
-BINDING = (ast.Call, ast.NamedExpr, ast.Lambda)  # what may give a type to who calls it
+BINDING = (ast.Call, ast.NamedExpr, ast.Lambda)  # expressions that could give the caller a type
 ANNOTATION = (ast.Name, ast.Attribute, ast.Constant, ast.Subscript, ast.Tuple, ast.BinOp, ast.BitOr, ast.Load)
 
 
 class Forbidden(Exception):
     def __init__(self, node: ast.AST, what: str) -> None:
-        line = getattr(node, "lineno", None)  # a module has none
+        line = getattr(node, "lineno", None)  # a module has no line
         super().__init__(what if line is None else f"line {line}: {what}")
 
 
 class Expressions:
-    """Raises Forbidden at the first thing that is not allowed; whatever is not named here is not."""
+    """Raises Forbidden at the first construct that is not allowed; everything that is not named here is forbidden."""
 
     def __init__(self) -> None:
         self.modules: dict[str, str] = {}  # name in the source -> module
-        self.top: set[str] = set()  # names that the module gives a meaning
-        self.lists: set[str] = set()  # of those, what could be changed: for decorators, or a part of it
+        self.top: set[str] = set()  # names that the module defines
+        self.lists: set[str] = set()  # those of them that could be changed: for decorators, or a part of it
         self.scopes: list[set[str]] = []  # names of functions, lambdas and comprehensions, the innermost last
         self.launched: set[str] = set()
-        self.methods = METHODS  # of what has no name of a module
-        self.asks = False  # what something is: there torch.Tensor may stand, which could be called with numbers
+        self.methods = METHODS  # of objects that are no module's name
+        # within a type check: torch.Tensor may stand there, which elsewhere could be called with numbers
+        self.asks = False
 
     def _statement(self, node: ast.stmt) -> None:
         if isinstance(node, ast.FunctionDef):
@@ -87,7 +88,7 @@ class Expressions:
                     raise Forbidden(node, f"{type(part).__name__} is not allowed")
 
     def _inner(self, node: ast.FunctionDef) -> None:
-        """A function within one, of the call's own: nothing of it outlives the call."""
+        """A function within another, made anew by each call: nothing of it outlives the call."""
         if node.decorator_list or getattr(node, "type_params", None):
             raise Forbidden(node, "a decorator, or parameters that are types, within a function")
         if node.returns is not None:
@@ -98,7 +99,7 @@ class Expressions:
                 self._statement(statement)
 
     def _with_statement(self, node: ast.With) -> None:
-        """Which GPU is meant, or no gradients, and nothing else: another stream could be as well."""
+        """Allows only the choice of a GPU, or no gradients: another stream would be possible as well."""
         for item in node.items:
             call = item.context_expr
             if self._without_gradients(call):
@@ -113,11 +114,11 @@ class Expressions:
             self._statement(statement)
 
     def _without_gradients(self, node: ast.expr) -> bool:
-        """One of NO_GRADIENTS, with nothing between its brackets."""
+        """Whether it is one of NO_GRADIENTS, called without arguments."""
         return isinstance(node, ast.Call) and not call_arguments(node) and self._full(node.func) in NO_GRADIENTS
 
     def _annotation(self, node: ast.expr) -> None:
-        """Python evaluates it. Names of types, one of several, or text."""
+        """Checks an annotation, because Python evaluates it. It may hold names of types, a union, or text."""
         for part in ast.walk(node):
             if not isinstance(part, ANNOTATION):
                 raise Forbidden(node, f"{type(part).__name__} in an annotation")
@@ -143,12 +144,12 @@ class Expressions:
             self._expression(of)
             self._expression(node.format_spec or of)
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and self._is_list(node.value):
-            self._expression(node.slice)  # a part of it cannot be changed
+            self._expression(node.slice)  # the result cannot be changed
         elif isinstance(node, EXPRESSIONS):
             if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
                 self.launched.add(node.value.id)  # called at once, or by another name
             named = node.func if isinstance(node, ast.Call) and self._plain(node) else None
-            if named is not None and self._full(named) == "triton.jit":  # of a function that was looked at as Python
+            if named is not None and self._full(named) == "triton.jit":  # a function that was checked as Python
                 raise Forbidden(node, "triton.jit, but as a decorator")
             types = node.args[1:] if isinstance(node, ast.Call) and self._full(node.func) == "isinstance" else []
             for child in ast.iter_child_nodes(node):
@@ -160,11 +161,11 @@ class Expressions:
             raise Forbidden(node, f"{type(node).__name__} is not allowed")
 
     def _is_list(self, node: ast.expr) -> bool:
-        """A list or dict of the module's."""
+        """Whether it is a list or dict of the module's."""
         return isinstance(node, ast.Name) and node.id in self.lists and not any(node.id in own for own in self.scopes)
 
     def _plain(self, node: ast.Call) -> bool:
-        """Whether it is one of PLAIN_CALLS; elsewhere those have no name."""
+        """Whether it is one of PLAIN_CALLS, which have no name elsewhere."""
         most, words = PLAIN_CALLS.get(name := self._full(node.func) or "", (-1, frozenset()))
         if most < 0:
             return False
@@ -184,7 +185,7 @@ class Expressions:
 
     @contextmanager
     def _scope(self, node: ast.AST, names: Iterable[str]) -> Iterator[None]:
-        """These names are the inner ones' alone: outside they mean what they meant."""
+        """Within the block these names are the inner scope's: outside they keep their meaning."""
         own = set(names)
         for name in own:
             self._new(node, name)
@@ -208,7 +209,7 @@ class Expressions:
             raise Forbidden(node, f"{node.id} can be changed, and outlives a call: for decorators alone")
         if isinstance(node.ctx, ast.Store) or not (node.id in self.top or node.id in BUILTINS):
             raise Forbidden(node, f"the name {node.id}")
-        if self.modules.get(node.id) in MODULES:  # as the object whose methods a word of Triton's language calls
+        if self.modules.get(node.id) in MODULES:  # as the object of a method that is a word of Triton's language
             raise Forbidden(node, f"{node.id}, a module, as a value")
         if self.modules.get(node.id) in PLAIN_CALLS:
             raise Forbidden(node, f"{node.id}, but to call it or as a decorator")
@@ -235,7 +236,7 @@ class Expressions:
         raise Forbidden(node, full)
 
     def _full(self, node: ast.AST) -> str | None:
-        """a.b.c with its module's whole name; None when it is no such chain of names."""
+        """a.b.c with its module's full name; None for anything else."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -245,9 +246,9 @@ class Expressions:
         return ".".join((self.modules.get(node.id, node.id if node.id not in MODULES else "?"), *reversed(parts)))
 
     def _constant(self, node: ast.expr) -> None:
-        """At the top or a default: a value that cannot be changed."""
+        """Checks a value at the top, or a default: it cannot be changed."""
         for part in ast.walk(node):
-            if isinstance(part, ast.Name) and part.id in self.lists:  # also where a function's own name hides it
+            if isinstance(part, ast.Name) and part.id in self.lists:  # even if a function's own name hides it
                 raise Forbidden(part, f"{part.id} can be changed, and outlives a call")
             if isinstance(part, ast.Call) and self._full(part.func) not in TOP_CALLS:
                 raise Forbidden(part, "a call at the top, or in a default, that may give what can be changed")
@@ -261,7 +262,7 @@ class Expressions:
         element: Callable[[ast.expr], None],
         iterated: Callable[[ast.expr], None],
     ) -> None:
-        """A comprehension. What the first part goes through is looked at in the scope around it."""
+        """Checks a comprehension. Its first iterable belongs to the scope around it."""
         iterated(node.generators[0].iter)
         with self._scope(node, stored([part.target for part in node.generators])):
             for number, part in enumerate(node.generators):
@@ -274,7 +275,7 @@ class Expressions:
 
 
 def _of_what_type(node: ast.expr) -> ast.expr | None:
-    """The x of type(x) or type(x).__name__, which a text may say: a type itself could be called."""
+    """The x of type(x) or type(x).__name__, which may be shown as text: a type itself could be called."""
     if isinstance(node, ast.Attribute) and node.attr == "__name__":
         node = node.value
     match node:
@@ -284,7 +285,7 @@ def _of_what_type(node: ast.expr) -> ast.expr | None:
 
 
 def call_arguments(call: ast.Call) -> list[ast.expr]:
-    """Its arguments, by place and by name."""
+    """The call's arguments, positional and named."""
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
@@ -293,7 +294,7 @@ def argument_names(arguments: ast.arguments) -> list[str]:
 
 
 def stored(nodes: Iterable[ast.AST]) -> list[str]:
-    """The names that these give a meaning where they stand: not those of functions and comprehensions inside."""
+    """The names that these nodes define in their own scope, without those of inner functions and comprehensions."""
     found, left = [], list(nodes)
     while left:
         node = left.pop()

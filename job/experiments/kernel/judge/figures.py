@@ -1,4 +1,4 @@
-"""Verdicts on candidates, kept as they fall, and what they say of the weights that wrote these: pass@k and speeds."""
+"""Keeps verdicts on candidates as they come, and computes pass@k and speeds of the weights that wrote them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def verify(
     check: Callable[[], None],
     say: Callable[[str], None],
 ) -> list[Verdict]:
-    """A verdict on each of the `candidates`, in their order. Those in the ledger are taken from it, new ones appended
-    as they fall. `check` is called between candidates and may raise.
+    """A verdict on each of the `candidates`, in their order. It takes those in the ledger, and appends each new one at
+    once. `check` is called between candidates and may raise.
     """
     known = {(v.candidate, v.source_sha256): v for v in ledger.read(Verdict.from_json) if v.row == FULL}
     keys = [(candidate.name, digest(candidate.source)) for candidate in candidates]
@@ -36,7 +36,7 @@ def verify(
         ledger.append(verdict.to_json())
         known[verdict.candidate, verdict.source_sha256] = verdict
         judged = sum(key in known for key in keys)
-        if judged % SPOKEN == 0 or judged == len(keys):  # a silent job is taken for a stuck one
+        if judged % SPOKEN == 0 or judged == len(keys):  # a silent job counts as stuck
             say(f"funnel: {judged} of {len(keys)} judged")
 
     waiting = [candidate for candidate, key in zip(candidates, keys, strict=True) if key not in known]
@@ -45,8 +45,8 @@ def verify(
 
 
 def figures(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """What candidates are worth that were judged alike. Untimed are those that are correct while no speed-up is known;
-    they do not count as fast. Suspicious are those that were run again.
+    """The figures of candidates that were judged alike. `untimed` counts correct ones without a known speed-up; they do
+    not count as fast. `suspicious` counts those that were run again.
     """
     rates = _rates(verdicts)
     counts = [(len(task), sum(v.passed for v in task)) for task in _by_task(verdicts)]
@@ -63,8 +63,8 @@ def figures(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 
 def compared(trained: Mapping[str, Sequence[Verdict]], *, seed: int) -> list[dict[str, Any]]:
-    """A row for each of several trainings whose candidates share tasks and seeds. `minus_first`: 95 % intervals of what
-    is gained over the first, paired by task; None of the first itself, and where a task has too few candidates.
+    """A row for each of several trainings with candidates for the same tasks and seeds. `minus_first`: 95 % intervals
+    of the gain over the first, paired by task; None for the first itself, and if a task has too few candidates.
     """
     base = next(iter(trained))
     first = _rates(trained[base])
@@ -106,7 +106,7 @@ def _gained(row: dict[str, Any]) -> str:
 
 
 def _rates(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
-    """Per task, in the order of their names; empty where a task has fewer than ten candidates and ten are asked of."""
+    """Pass rates per task, in the order of their names; empty if ten candidates are needed and a task has fewer."""
     found: dict[str, list[float | None]] = {key: [] for key in RATES}
     for task in _by_task(verdicts):
         count, speeds = (len(task), sum(v.passed for v in task)), [v.speedup if v.passed else None for v in task]

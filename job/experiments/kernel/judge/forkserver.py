@@ -17,13 +17,13 @@ from typing import Any
 from gpufleet.job.experiments.kernel.judge.wire import Closed, Late, receive
 
 START_S = 120.0  # to import torch and triton
-PASSED_ON = (  # no credentials
+PASSED_ON = (  # environment variables to pass on: no credentials
     "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "CUDA_HOME", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES",
 )  # fmt: skip
 
 
 class ForkServer:
-    """One fork server; started again when it ends. `said`: its first words."""
+    """One fork server, which is started again when it ends. `said`: its first message."""
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
         self._arguments, self._environment = list(arguments), environment
@@ -41,7 +41,7 @@ class ForkServer:
         return self._server.pid
 
     def _begin(self) -> None:
-        """Does not wait until it can fork."""
+        """Starts the server without waiting until it can fork."""
         if self._control is not None:
             self._control.close()
         ours, theirs = socket.socketpair()
@@ -50,7 +50,7 @@ class ForkServer:
         self._control, self._ready = ours, False
 
     def ready(self) -> None:
-        """Waits for it. Raises RuntimeError."""
+        """Waits until the server can fork. Raises RuntimeError."""
         with self._lock:
             self._greeted()
 
@@ -66,7 +66,7 @@ class ForkServer:
         return self._control
 
     def fork(self, theirs: socket.socket, asked: str) -> int:
-        """A process that talks through `theirs`, and its id."""
+        """A new process that talks through `theirs`; returns its id."""
         with self._lock:
             for _ in range(2):
                 assert self._server is not None
@@ -78,14 +78,14 @@ class ForkServer:
                     reply = control.recv(64)
                     if reply:
                         pid = int(reply)
-                        self.live.add(pid)  # before anybody may take it for a stray
+                        self.live.add(pid)  # before anybody counts it as a stray
                         return pid
-                self._server.kill()  # it answers no more, and its end may not have been noticed yet
+                self._server.kill()  # it does not answer, and its end may not have been noticed yet
                 self._server.wait()
         raise RuntimeError("the fork server of the funnel ended twice; see stderr")
 
     def ended(self, pid: int) -> None:
-        """Also ends what got away from its parent: children of the server that nobody asked for."""
+        """Notes a process's end, and kills its strays: children of the server that nobody asked for."""
         self.live.discard(pid)
         with self._lock:
             for stray in set(children(self.pid)) - self.live:
@@ -100,7 +100,7 @@ class ForkServer:
 
 
 def python(theirs: socket.socket, arguments: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """child.py in a new process that holds `theirs` and no credentials."""
+    """Runs child.py in a new process that holds `theirs` and no credentials."""
     kept = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     fixed = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.Popen(
@@ -113,7 +113,7 @@ def python(theirs: socket.socket, arguments: Sequence[str], environment: dict[st
 
 
 def kill_all(pid: int) -> None:
-    """A process after its offspring, and after what that starts meanwhile: two looks in a row find nobody new."""
+    """Kills a process after its descendants, until two looks in a row find no new one."""
     killed, quiet = set[int](), 0
     while quiet < 2:
         found = set(offspring(pid)) - killed

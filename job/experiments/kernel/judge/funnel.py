@@ -1,14 +1,13 @@
 """The funnel: 1 static rules, 2 compile, 3 tiny run, 4 full run, 5 timing. It stops at the first failure.
 
-A verdict is the judge's alone: the candidate's process gets a source and inputs and gives bytes; the expected output is
-computed here, after those bytes have arrived. Each candidate has one process that compiles and one that runs, and
-`candidate_s` per stage to answer in; what the judge does between two questions is not counted, so that a busy judge
-rejects nobody. A process that hangs, crashes or answers what is no answer loses its candidate
-and nothing else. One that was right on every input, and for whose timing the time did not suffice, has passed without a
-speed-up.
+Only the judge decides: the candidate's process gets a source and inputs and returns bytes; the judge computes the
+expected output itself, after those bytes have arrived. Each candidate has one process that compiles and one that runs,
+and `candidate_s` per stage to answer in; the judge's own time between two questions is not counted, so a busy judge
+rejects nobody. A process that hangs, crashes or sends a malformed answer loses its candidate and nothing else. A
+candidate that was right on every input, but could not be timed within its time, passes without a speed-up.
 
-Stages 1 and 2 need no GPU: where there are GPUs they go ahead on all cores, and one worker per GPU does the others. On
-a CPU, where kernels are interpreted, one worker per core does all five; stage 2 compiles for a GPU there too.
+Stages 1 and 2 need no GPU: on a machine with GPUs all cores do them in advance, and one worker per GPU does the others.
+On a CPU, where kernels are interpreted, one worker per core does all five; stage 2 compiles for a GPU there too.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ UNCONTAINED = "this machine's kernel allows candidates no namespaces (docs/kerne
 
 
 class _ReferenceLost(Exception):
-    """Nothing can be timed against its process, nor against what it would answer next."""
+    """The reference's process was lost: nothing can be timed against it."""
 
 
 class Judge:
-    """Judges candidates one after another or many at once. `gpus`: how many to use; 0 interprets on the CPU."""
+    """Judges candidates, one by one or many at once. `gpus`: how many to use; with 0 it interprets on the CPU."""
 
     def __init__(self, limits: Limits, seed: int, workers: Workers, *, gpus: int = 0) -> None:
         self.limits, self.seed, self._workers, self._gpus = limits, seed, workers, gpus
@@ -64,9 +63,9 @@ class Judge:
             self._free.put(worker % max(1, gpus))
 
     def prove(self, say: Callable[[str], None]) -> None:
-        """One kernel that is right, through a process like a candidate's on each GPU, before any candidate: what fails
-        here twice is no candidate's fault. Raises NoDeviceError, also where there are GPUs and the kernel of the
-        machine contains nothing; on a CPU that is said.
+        """Runs one right kernel on each GPU, in a process like a candidate's, before any candidate: if that fails
+        twice, no candidate is to blame. Raises NoDeviceError, also if there are GPUs but the machine's kernel cannot
+        isolate; on a CPU it only prints that.
         """
         gpus, failed, contained = range(len(self._idle)), list[str](), list[bool]()
         with ThreadPoolExecutor(len(gpus)) as pool:
@@ -93,18 +92,18 @@ class Judge:
         return None
 
     def bound_s(self, count: int) -> float:
-        """No `count` candidates keep us waiting longer. What the judge computes itself comes on top."""
-        reading = count * source_text.LONGEST_S  # in one thread at a time
-        # One process compiles, one runs stages 3 to 5; in the last its reference has as long as it, and what is checked
-        # among the trials once more.
+        """The most seconds that the judge waits for `count` candidates, without its own computations."""
+        reading = count * source_text.LONGEST_S  # by one thread at a time
+        # One process compiles, one runs stages 3 to 5; in the last its reference has as much time, and so has the
+        # repeated check among the trials.
         waiting = 3 * GREET_S + (len(STAGES) + 1) * self.limits.candidate_s
         return reading + -(-count // self.parallel) * waiting
 
     def all(
         self, candidates: Iterable[Candidate], done: Callable[[Verdict], None], check: Callable[[], None] = lambda: None
     ) -> None:
-        """Judges in parallel; `done` gets each verdict as it falls, in this thread. `check` may raise to give up: then
-        what is under way is ended, without a verdict.
+        """Judges in parallel; `done` gets each verdict as it comes, in this thread. `check` may raise to give up: then
+        running candidates end without a verdict.
         """
         waiting, running, more = iter(candidates), set[Future[Course | Verdict]](), True
         with self._pools() as (compiles, runs):
@@ -125,7 +124,7 @@ class Judge:
 
     @contextmanager
     def _pools(self) -> Iterator[tuple[ThreadPoolExecutor, ThreadPoolExecutor]]:
-        """For stages 1 and 2, and for the others. On an error what waits there never begins, what is at work ends."""
+        """The pools for stages 1 and 2, and for the others. On an error waiting work never begins, the rest ends."""
         runs = ThreadPoolExecutor(self.parallel)
         compiles = ThreadPoolExecutor(self._cores) if self._gpus else runs
         try:
@@ -141,12 +140,12 @@ class Judge:
             self._close_idle()
 
     def verdict(self, candidate: Candidate) -> Verdict:
-        """One candidate through the funnel."""
+        """The verdict on one candidate."""
         found = self._begun(candidate)
         return found if isinstance(found, Verdict) else self._ended(found)
 
     def _begun(self, candidate: Candidate) -> Course | Verdict:
-        """Stages 1 and 2."""
+        """Does stages 1 and 2."""
         course = Course(candidate, digest(candidate.source))
         try:
             with course.timed_stage("rules"):
@@ -158,7 +157,7 @@ class Judge:
                     raise Rejected(why)
                 task = catalog.BY_NAME[candidate.task]
                 found = self.compilation.compile(candidate.source, course.sha256, task, course.note)
-            course.seconds["compile"] = found.seconds  # also where it was kept
+            course.seconds["compile"] = found.seconds  # also if it was kept
             if found.problem is not None:
                 raise Rejected(found.problem)
             course.built = found.built
@@ -167,7 +166,7 @@ class Judge:
         return course
 
     def _ended(self, course: Course) -> Verdict:
-        """Stages 3 to 5."""
+        """Does stages 3 to 5."""
         gpu = self._free.get()
         try:
             self._judge(course, gpu)
@@ -178,12 +177,12 @@ class Judge:
         return course.verdict(None)
 
     def _judge(self, course: Course, gpu: int) -> None:
-        built = course.built if self._gpus else None  # the interpreter has no use for it
+        built = course.built if self._gpus else None  # the interpreter cannot use it
         with course.timed_stage("tiny"):
             process = self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, built=built)
         try:
             self._run(catalog.BY_NAME[course.candidate.task], process, course, gpu)
-            process.look()  # its last answer may have come before anybody looked again
+            process.look()  # its last answer may have come before the next look
         finally:
             process.close()
             course.note(process)
@@ -194,7 +193,7 @@ class Judge:
         with course.timed_stage("full"):
             ask = timing.bound(process, self.limits.candidate_s)
             self._check(task, ask, [*(f"random-{number}" for number in range(self.limits.inputs)), *tasks.ADVERSARIAL])
-            # Who waits for what only a timed call shows would never be seen to be wrong.
+            # A program that waits for signs of a timed call would otherwise never be caught.
             self._check(task, ask, ["timing"], as_timed=True)
         with course.timed_stage("timing"):
             try:
@@ -204,7 +203,7 @@ class Judge:
                         course.timing = self._time(task, process, reference, course)
                     finally:
                         course.cpu_s += reference.cpu_s - before
-            except _ReferenceLost as error:  # no fault of the candidate's
+            except _ReferenceLost as error:  # not the candidate's fault
                 course.timing = Timing(speedup=None, why=f"the reference: {error}")
 
     def _time(self, task: KernelTask, process: Process, reference: Process, course: Course) -> Timing:
@@ -213,7 +212,7 @@ class Judge:
         def once_more(*asked: Any, **kwargs: Any) -> wire.Message:
             try:
                 return more(*asked, **kwargs)
-            except OutOfTime as error:  # as in stage 4: these calls have its time, and are no measurement
+            except OutOfTime as error:  # as in stage 4: these calls use its time, and measure nothing
                 raise Rejected(str(error)) from error
 
         def other(*asked: Any, **kwargs: Any) -> wire.Message:
@@ -222,7 +221,7 @@ class Judge:
                     reply, blobs = own(*asked, **kwargs)
             except Lost as error:
                 raise _ReferenceLost(str(error)) from error
-            if "error" in reply:  # out of memory, a lost device
+            if "error" in reply:  # out of memory, or a lost device
                 raise _ReferenceLost(reply["error"])
             return reply, blobs
 
@@ -241,12 +240,12 @@ class Judge:
                 limit_s=self.limits.candidate_s,
                 others=[partial(self._check, task, once_more, [name], as_timed=True) for name in tasks.ADVERSARIAL],
             )
-        except OutOfTime as error:  # it was right on every input; how fast it is depends on who else is at work here
+        except OutOfTime as error:  # it was right on every input; its speed depends on the machine's other work
             return Timing(speedup=None, why=f"{error} while it was timed")
 
     @contextmanager
     def _reference(self, gpu: int) -> Iterator[Process]:
-        """A process for references. It is ours, so the next candidate's may use it too, unless it is lost."""
+        """A process for references. It is trusted, so the next candidate's may reuse it, unless it is lost."""
         try:
             process = self._idle[gpu].get_nowait()
         except Empty:
@@ -256,7 +255,7 @@ class Judge:
                 raise _ReferenceLost(str(error)) from error
         try:
             yield process
-        except (Rejected, Lost):  # of the candidate: this one waits for its next question
+        except (Rejected, Lost):  # of the candidate: this process waits for its next question
             self._idle[gpu].put(process)
             raise
         except BaseException:
@@ -270,7 +269,7 @@ class Judge:
                 idle.get().close()
 
     def _loaded(self, process: Process, source: str) -> timing.Ask:
-        """The stage's questions, the candidate loaded: it may not compute with torch."""
+        """The stage's questions, once the candidate is loaded, which may not compute with torch."""
         ask = timing.bound(process, self.limits.candidate_s)
         turn = random.Random(f"{self.seed} {digest(source)} turn").getrandbits(30)
         problem = timing.load_problem(ask, source, turn, ops=True)
@@ -279,18 +278,18 @@ class Judge:
         return ask
 
     def _check(self, task: KernelTask, ask: timing.Ask, names: Iterable[str], *, as_timed: bool = False) -> None:
-        """Every case's output."""
+        """Checks every case's output."""
         for name in names:
             timing.run(ask, task, self._case(task, name), as_timed=as_timed)
 
 
 def _fallen(course: Course, error: Rejected | Lost) -> Verdict:
-    """Raises NoDeviceError where it is this machine that fails, not the candidate."""
+    """The verdict after an error; raises NoDeviceError if this machine failed, not the candidate."""
     if isinstance(error, NotBegun):
         raise NoDeviceError(f"a candidate's process, {error}") from error
     return course.verdict(str(error))
 
 
 def digest(source: str) -> str:
-    """What names a source."""
+    """The hash of a source."""
     return hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()

@@ -1,6 +1,6 @@
-"""Triton's interpreter, brought nearer to its compiler: what compiles and is right on a GPU is to be right here.
+"""Brings Triton's interpreter nearer to its compiler: a program that compiles and is right on a GPU must be right here.
 
-Patched into a process that candidates' processes are forked from, or into one that is new.
+It patches a process from which candidates' processes are forked, or a new one.
 """
 
 from __future__ import annotations
@@ -12,28 +12,32 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-# With a constexpr to the left of a tensor. The compiler asks the tensor; the interpreter would make a constexpr of it.
+# Operators with a constexpr to the left of a tensor. The compiler asks the tensor; the interpreter would make a
+# constexpr of it.
 OPERATORS = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift", "lt", "le", "gt", "ge",
     "eq", "ne",
 )  # fmt: skip
 
 NO_ARGUMENTS = ast.arguments([], [], None, [], [], None, [])
-METHODS = ("ceil", "cos", "erf", "exp", "exp2", "floor", "log", "log2", "rsqrt", "sin", "sqrt", "sqrt_rn")  # of a block
+# methods of a block
+METHODS = ("ceil", "cos", "erf", "exp", "exp2", "floor", "log", "log2", "rsqrt", "sin", "sqrt", "sqrt_rn")
 
 
 def install(turn: Callable[[], int]) -> dict[str, Any]:
-    """`turn` numbers the calls. What these names mean to a candidate's module: Python's own where no tensor is."""
+    """Patches the interpreter; `turn` numbers the calls. Returns what these names mean in a candidate's module:
+    Python's own meaning if no tensor is involved.
+    """
     tuner, language = importlib.import_module("triton.runtime.autotuner").Autotuner, _language()
     tuner.run = functools.partialmethod(_in_turn, turn)
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     executor, rewriter = interpreter.GridExecutor, interpreter.FunctionRewriter
     executor.__init__ = functools.partialmethod(_with_constants, executor.__init__)
     rewriter._transform_ast = functools.partialmethod(_with_logic, rewriter._transform_ast)
-    interpreter.__logical__ = _logical  # of a name that no candidate may use; the rewritten find it
+    interpreter.__logical__ = _logical  # under a name that no candidate may use; rewritten code finds it
     for name in OPERATORS:
         _leave_to_tensors(language.constexpr, f"__{name}__")
-    for name in METHODS:  # which it forgets to make its own, as it does the functions
+    for name in METHODS:  # it wraps the functions, but forgets these methods
         setattr(language.tensor, name, functools.partialmethod(_function, name))
     return {name: functools.partial(_either, name) for name in ("min", "max")}
 
@@ -47,8 +51,8 @@ def _function(block: Any, name: str) -> Any:
 
 
 def _in_turn(tuner: Any, turn: Callable[[], int], *args: Any, **kwargs: Any) -> Any:
-    """For Autotuner.run where there is no GPU to tune for: each call of the program takes the next configuration, so
-    that all are tried, and none is remembered.
+    """Replaces Autotuner.run where there is no GPU to tune for: each call of the program takes the next configuration,
+    so that all are tried, and remembers none.
     """
     tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
     choice = tuner.prune_configs(kwargs)
@@ -56,15 +60,15 @@ def _in_turn(tuner: Any, turn: Callable[[], int], *args: Any, **kwargs: Any) -> 
 
 
 def _with_constants(executor: Any, own: Callable[..., None], fn: Any, arg_names: list[str], *rest: Any) -> None:
-    """For GridExecutor.__init__, which knows a constant by "tl.constexpr" alone, not by "triton.language.constexpr" nor
-    by what was text already; the compiler does.
+    """Replaces GridExecutor.__init__, which recognises a constant only by "tl.constexpr", not by
+    "triton.language.constexpr" or a text annotation; the compiler does.
     """
     own(executor, fn, arg_names, *rest)
     executor.constexprs = [name for name in arg_names if "constexpr" in str(fn.__annotations__.get(name))]
 
 
 class _Logic(ast.NodeTransformer):
-    """`and`, `or` and `not` become calls of _logical."""
+    """Turns `and`, `or` and `not` into calls of _logical."""
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         name = "logical_and" if isinstance(node.op, ast.And) else "logical_or"
@@ -79,13 +83,13 @@ class _Logic(ast.NodeTransformer):
 
 
 def _with_logic(rewriter: Any, own: Callable[..., ast.Module], source: str) -> ast.Module:
-    """For FunctionRewriter._transform_ast: of blocks the compiler takes each element, Python the last operand whole."""
+    """Replaces FunctionRewriter._transform_ast: for blocks the compiler takes each element, Python only the last."""
     found: ast.Module = _Logic().visit(own(rewriter, source))
     return ast.fix_missing_locations(found)
 
 
 def _logical(name: str, *operands: Any) -> Any:
-    """`and` or `or` as the compiler evaluates it: constants up to the one that decides, tensors all."""
+    """`and` or `or` as the compiler evaluates it: constants up to the deciding one, and all tensors."""
     tensors, tensor = list[Any](), _language().tensor
     if name == "__not__":
         (found,) = operands
@@ -109,7 +113,7 @@ def _leave_to_tensors(constexpr: Any, name: str) -> None:
 
 
 def _either(name: str, *args: Any, **kwargs: Any) -> Any:
-    """min or max: of a block's elements where one is given, as the compiler does, not of Python's comparisons."""
+    """min or max of a block's elements, as in the compiler, if one is given; else Python's."""
     language = _language()
     if not any(isinstance(arg, language.tensor) for arg in args):
         return getattr(builtins, name)(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Candidates whose fate is known: per task five kinds, each stopping at a stage of its own (or passing all)."""
+"""Candidates with a known verdict: five kinds per task, each of which stops at its own stage (or passes all)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCKS = (1024, 512)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A program to judge. `origin`: generated or planted; `label` its kind, where it is known."""
+    """A program to judge. `origin`: generated or planted; `label`: its kind, if known."""
 
     name: str
     task: str
@@ -57,7 +57,7 @@ def source(task: KernelTask, *, block: int = 1024, kind: Kind = "correct", body:
 
 
 def candidates(count: int) -> list[Candidate]:
-    """The first `count` of tasks x kinds x two block sizes, going round the tasks last; 200 are all."""
+    """The first `count` of tasks x kinds x two block sizes, with tasks varying slowest; 200 are all."""
     made = [
         Candidate(
             name=f"planted-{task.name}-{kind}-{block}",

@@ -1,12 +1,13 @@
-"""Stage 1: syntax, and what a candidate may say. A list of what is allowed, because one of what is not has holes.
+"""Stage 1: the syntax and words that a candidate may use. A list of what is allowed, because one of what is not has
+holes.
 
 A module holds imports, constants, `@triton.jit` functions and functions that launch them; `kernel_function` is the
-entry. Each kind of node is allowed in its positions, each name has one meaning, which is the one that Python will find,
-and attributes and modules are those a kernel needs: no way to reach the interpreter, another module's insides, or an
-operation of torch that computes. Under the interpreter kernels are Python too, so they have no more rights. A module's
-Python keeps nothing from one call to the next. (Triton's objects may, as an autotuner's cache, and a kernel's pointers
-reach further than its arguments: no rule can tell. The timing checks among its trials, for that.) What an operator does
-to a tensor cannot be seen here: the run refuses it, and `forbidden_ops` is what its own list is held to.
+entry. Each kind of node is allowed only in its positions, each name has one meaning, the one that Python will find, and
+attributes and modules are those a kernel needs: there is no way to the interpreter, to another module's insides, or to
+an operation of torch that computes. Under the interpreter kernels are Python too, so they have no more rights. A
+module's Python keeps nothing from one call to the next. (Triton's objects may, as an autotuner's cache, and a kernel's
+pointers reach beyond its arguments: no rule can tell. The timing checks its trials for that.) An operator's effect on a
+tensor is not visible here: the run refuses it, and `forbidden_ops` checks the run's own list.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from gpufleet.job.experiments.kernel.judge.expressions import (
 )
 from gpufleet.job.experiments.kernel.judge.vocabulary import ALLOWED_OPS, ALONE, METHODS, MODULES, OF_BLOCKS
 
-PYTHONS = frozenset(dir(builtins))  # what a name means at the top of a module before, or where, it is given no meaning
+PYTHONS = frozenset(dir(builtins))  # meanings of names at the top of a module that does not define them
 DECORATORS = ("triton.jit", "triton.autotune", "triton.heuristics")
 
 
 def problem(source: str) -> str | None:
-    """The first thing that is not allowed, with its line; None when there is none."""
+    """The first forbidden construct, with its line; None without one."""
     if (why := source_text.unreadable(source)) is not None:
         return why
     try:
@@ -54,11 +55,11 @@ def forbidden_ops(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name not in ALLOWED_OPS)
 
 
-_PARSER = threading.Lock()  # CPython 3.11 counts the depth of all threads' trees in one place, and trips over it
+_PARSER = threading.Lock()  # CPython 3.11 counts the depth of all threads' trees in one place, which breaks it
 
 
 class _Module(Expressions):
-    """Walks a module once; raises at the first thing that is not allowed."""
+    """Walks a module once; raises at the first forbidden construct."""
 
     def __init__(self, tree: ast.Module, lines: list[str]) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class _Module(Expressions):
             raise Forbidden(tree, "no kernel is launched")
 
     def _name_at_top(self, node: ast.AST, name: str) -> None:
-        """One meaning each, and none of Python's: before it gets ours it would have that."""
+        """Raises unless the name is new, and not Python's: before its definition it would have that meaning."""
         self._new(node, name)
         if name in PYTHONS or name in self.top:
             raise Forbidden(node, f"{name} is given another meaning")
@@ -132,8 +133,8 @@ class _Module(Expressions):
             raise Forbidden(node, f"{type(node).__name__} at the top: only imports, constants and functions")
 
     def _decorator_value(self, node: ast.expr) -> None:
-        """What a decorator, or a list at the top for one, may hold: nothing that can be changed and that a lambda, a
-        kernel or its grid would find again.
+        """Checks a value in a decorator, or in a top-level list for one: nothing that can be changed and that a lambda,
+        a kernel or its grid would see again.
         """
         if isinstance(node, ast.List):
             for part in node.elts:
@@ -153,7 +154,7 @@ class _Module(Expressions):
             self._element(node)
 
     def _returned_value(self, node: ast.expr) -> ast.expr | None:
-        """What a call gives of a function that is nothing but a list."""
+        """The expression that a call of a function returns, if the function is only a list."""
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args or node.keywords:
             return None
         function = self.functions.get(node.func.id)
@@ -166,7 +167,7 @@ class _Module(Expressions):
         return last.value if said == [last] and isinstance(last, ast.Return) else None
 
     def _element(self, node: ast.expr) -> None:
-        if isinstance(node, ast.Lambda) and not self.scopes:  # which would be found again
+        if isinstance(node, ast.Lambda) and not self.scopes:  # it could be found again
             self._expression(node)
         elif isinstance(node, ast.Call) and self._full(node.func) == "triton.Config":
             self._plain(node)
@@ -184,7 +185,7 @@ class _Module(Expressions):
             self._constant(part)
 
     def _decorator(self, node: ast.expr) -> str | None:
-        """Its name, with arguments or without."""
+        """The decorator's name, with or without arguments."""
         return self._full(node.func if isinstance(node, ast.Call) else node)
 
     def _function(self, function: ast.FunctionDef) -> None:

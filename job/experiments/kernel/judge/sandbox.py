@@ -1,14 +1,14 @@
-"""What a candidate's process can reach, set up before it sees the candidate. Linux only.
+"""Limits what a candidate's process can reach, before it sees the candidate. Linux only.
 
 The kernel is the boundary, as in a container of its own: namespaces (users, network, IPC, mounts, names, and processes
 but for CUDA), a root that holds libraries, read-only, and the scratch folder, another user than the judge where that is
-root, no capability, no new privilege, and a filter of system calls (syscalls.py). No layer decides a verdict. Time and
-memory are the judge's (worker.py); the kernel refuses more address space than that.
+root, no capability, no new privilege, and a filter of system calls (syscalls.py). No layer decides a verdict. The judge
+limits time and memory (worker.py); the kernel refuses more address space than that.
 
-CUDA has less: since version 570 the driver names its threads in /proc/self/task/<id>/comm and takes a refusal for error
-304, in a namespace of processes the ids are others than those of the /proc there is, and a new /proc may not be mounted
-where a container hides parts of it. So such a process sees the ids of the container's processes, and may change what is
-its own in /proc; it starts the C compiler, and loads what that makes from Triton's cache.
+CUDA has fewer limits: since version 570 the driver names its threads in /proc/self/task/<id>/comm and turns a refusal
+into error 304; in a process namespace the ids differ from those of the existing /proc, and a new /proc may not be
+mounted where a container hides parts of it. So such a process sees the ids of the container's processes, and may change
+its own entries in /proc; it starts the C compiler, and loads its results from Triton's cache.
 """
 
 from __future__ import annotations
@@ -27,48 +27,49 @@ from pathlib import Path
 
 from gpufleet.job.experiments.kernel.judge import syscalls
 
-# New ones of users, network, IPC, mounts, host names, control groups; and processes.
+# Flags for new namespaces: users, network, IPC, mounts, host names, control groups; and processes.
 WITH_PROCESSES = 0x10000000 | 0x40000000 | 0x08000000 | 0x00020000 | 0x04000000 | 0x02000000
 NAMESPACES = WITH_PROCESSES | 0x20000000
 CLONE = {"x86_64": 56, "aarch64": 220}
-INSIDE, NOBODY = 1000, 65534  # its user's number as it sees it, and outside where the judge is root
+INSIDE, NOBODY = 1000, 65534  # its user id inside; its user id outside if the judge is root
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 UMOUNT_DETACH, PIVOT_ROOT = 2, {"x86_64": 155, "aarch64": 41}
-MOUNT_SETATTR, OPEN_TREE, MOVE_MOUNT = 442, 428, 429  # the calls' numbers on every architecture
+MOUNT_SETATTR, OPEN_TREE, MOVE_MOUNT = 442, 428, 429  # the same numbers on every architecture
 AT_FDCWD, AT_RECURSIVE, AT_EMPTY_PATH, OPEN_CLONED, MOVE_EMPTY_PATH = -100, 0x8000, 0x1000, 1, 4
-READ_ONLY, NO_SUID, NO_DEVICES, NO_PROGRAMS = 1, 2, 4, 8  # of a mount, in both calls
-CAPSET, CAPABILITIES = {"x86_64": 126, "aarch64": 91}, 0x20080522  # and their version
+READ_ONLY, NO_SUID, NO_DEVICES, NO_PROGRAMS = 1, 2, 4, 8  # flags of a mount, for both calls
+CAPSET, CAPABILITIES = {"x86_64": 126, "aarch64": 91}, 0x20080522  # with their version
 SET_DEATH_SIGNAL, SET_DUMPABLE, SET_NO_NEW_PRIVILEGES, SET_SUBREAPER = 1, 4, 38, 36  # prctl
 FILE_BYTES, RESERVED_BYTES, PROCESSES = 1 << 28, 1 << 30, 512
 SHARED = Path("/dev/shm")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/alternatives")
-NEW_ROOT = Path("/tmp")  # where it lies while it is put together: a folder that everybody may look into
+NEW_ROOT = Path("/tmp")  # where the new root is built: a folder that everybody may read
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-PROCESSOR = ("/proc/cpuinfo", "/sys/devices/system/cpu")  # by which torch chooses its kernels
-PACKAGE = Path(__file__).resolve().parents[3]  # gpufleet's job
+PROCESSOR = ("/proc/cpuinfo", "/sys/devices/system/cpu")  # torch chooses its kernels by these
+PACKAGE = Path(__file__).resolve().parents[3]  # the folder of gpufleet's job
 _libc = ctypes.CDLL(None, use_errno=True)
-_with_gil = ctypes.PyDLL(None)  # a fork amid a call that has let go of the GIL would leave the child without it
+_with_gil = ctypes.PyDLL(None)  # keeps the GIL: after a fork in a call without it, the child would lack it
 
 
 def adopt_orphans() -> None:
-    """Processes whose parents die below this one become its children, not those of the machine's first process."""
+    """Makes processes whose parents die below this one its children, not those of the machine's first process."""
     _libc.prctl(SET_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process as soon as the thread that started it ends, whatever ends it."""
+    """Makes the kernel kill this process as soon as the thread that started it ends, for whatever reason."""
     _libc.prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
 def fork(*, cuda: bool = False) -> tuple[int, bool]:
-    """os.fork into namespaces of the child's own, and whether the kernel allowed them. But for `cuda`, the child is the
-    first of its process namespace: what it starts ends with it. Only for a process with one thread.
+    """os.fork into namespaces of the child's own; the child's id, and whether the kernel allowed them. Without `cuda`,
+    the child is the first of its process namespace: its own children end with it. Call it only in a process with one
+    thread.
     """
     number = CLONE.get(platform.machine())
     if number is None:
         return os.fork(), False
     told, tells = os.pipe()
-    ctypes.pythonapi.PyOS_BeforeFork()  # what os.fork does around its own call; from 3.13 on the child ends without
+    ctypes.pythonapi.PyOS_BeforeFork()  # as os.fork does around its own call; from 3.13 on the child dies without it
     pid = _with_gil.syscall(number, (WITH_PROCESSES if cuda else NAMESPACES) | signal.SIGCHLD, 0, 0, 0, 0)
     if pid == 0:
         ctypes.pythonapi.PyOS_AfterFork_Child()
@@ -87,9 +88,9 @@ def fork(*, cuda: bool = False) -> tuple[int, bool]:
 
 
 def _name_user(pid: int) -> bool:
-    """Gives the child one user and group: root's rights are for none of its files then. False: it stays nobody."""
+    """Gives the child one user and group, so that root's rights apply to none of its files. False: it stays nobody."""
     for user, group in [(NOBODY, NOBODY)] * (os.geteuid() == 0) + [(os.geteuid(), os.getegid())]:
-        with suppress(OSError):  # a root that may not be another
+        with suppress(OSError):  # root may not change to another
             with suppress(OSError):  # written already
                 Path(f"/proc/{pid}/setgroups").write_text("deny")
             Path(f"/proc/{pid}/gid_map").write_text(f"{INSIDE} {group} 1")
@@ -99,7 +100,7 @@ def _name_user(pid: int) -> bool:
 
 
 def give(scratch: Path, user: int = NOBODY) -> None:
-    """Folder and files become the user's that candidates run as, where this process is root and they are not."""
+    """Gives folder and files to the user of candidates, if this process is root and candidates are not."""
     if os.geteuid() == 0:
         with suppress(PermissionError):
             for path in (scratch, *scratch.rglob("*")):
@@ -107,8 +108,8 @@ def give(scratch: Path, user: int = NOBODY) -> None:
 
 
 def enter() -> bool:
-    """Moves a process that we did not fork and that uses a GPU into the namespaces: its child goes on in them, the
-    process itself holds nothing any more, ends as the child ends, and ends what that has left.
+    """Moves a process that was not forked here, and uses a GPU, into the namespaces: its child continues in them, while
+    the process itself holds nothing, ends with the child, and ends the child's remains.
     """
     adopt_orphans()
     child, namespaces = fork(cuda=True)
@@ -122,7 +123,7 @@ def enter() -> bool:
 
 
 def end_children() -> None:
-    """Ends all children of a process that adopts orphans: the children of those become its own as they end."""
+    """Ends all children of a process that adopts orphans: their own children become its children as they end."""
     me = os.getpid()
     with suppress(ChildProcessError):
         while True:
@@ -132,11 +133,11 @@ def end_children() -> None:
 
 
 def confine(scratch: Path, *, namespaces: bool, programs: bool, cuda: bool, memory_bytes: float) -> bool:
-    """From now on this process reaches nothing but its scratch folder and libraries; with `programs` it may run those
-    of the system, with `cuda` a GPU besides. Whether all of it holds: the filter and the limits do without namespaces
-    too. Raises OSError where a step fails half-way.
+    """Confines this process to its scratch folder and libraries; with `programs` it may run the system's, with `cuda`
+    it may use a GPU. Returns whether all of it holds: the filter and the limits also work without namespaces. Raises
+    OSError if a step fails half-way.
     """
-    with suppress(OSError):  # who takes all memory is the first to go
+    with suppress(OSError):  # if memory runs out, this process is killed first
         Path("/proc/self/oom_score_adj").write_text("1000")
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     held = namespaces and _change_root(scratch, cuda=cuda)
@@ -145,7 +146,7 @@ def confine(scratch: Path, *, namespaces: bool, programs: bool, cuda: bool, memo
     for limit, most in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, FILE_BYTES),
-        (resource.RLIMIT_NPROC, PROCESSES if held else resource.RLIM_INFINITY),  # else it counts all of the user's
+        (resource.RLIMIT_NPROC, PROCESSES if held else resource.RLIM_INFINITY),  # else it would count all of the user's
         (resource.RLIMIT_AS, resource.RLIM_INFINITY if cuda else used + int(memory_bytes) + RESERVED_BYTES),
     ):
         hard = resource.getrlimit(limit)[1]
@@ -159,8 +160,8 @@ def confine(scratch: Path, *, namespaces: bool, programs: bool, cuda: bool, memo
 
 
 def visible(*, cuda: bool) -> Iterator[str]:
-    """What of the machine is there to be read: the system's programs and libraries, Python's, and what a GPU needs.
-    Nothing else of what Python has on its path: its first entry is the folder it was started in.
+    """The parts of the machine that it may read: the system's programs and libraries, Python's, and a GPU's files. Of
+    Python's path nothing else: its first entry is the folder it was started in.
     """
     yield from (*SYSTEM, *DEVICES, *PROCESSOR, sys.prefix, sys.base_prefix)
     yield from (path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
@@ -171,29 +172,29 @@ def visible(*, cuda: bool) -> Iterator[str]:
 
 
 def _change_root(scratch: Path, *, cuda: bool) -> bool:
-    """Nothing is left of the old root but what is `visible`, under the paths it had, and the scratch folder. The user
-    is another from here on. False: no mount may be changed, and the files stay those of the machine.
+    """Replaces the root by one with only the `visible` parts, at their old paths, and the scratch folder. From here on
+    the user is another. False if no mount may be changed, and the machine's files stay.
     """
     private = _libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
     if private != 0 or _attribute(AT_FDCWD, "/", AT_RECURSIVE, READ_ONLY | NO_SUID) != 0:
         _change_user()
         return False
     named = [path for path in map(Path, visible(cuda=cuda)) if path.exists()]
-    # Taken while this process still is who may look for them. Parents come before what is in them.
+    # Opened while this process still may read them. Parents come before their contents.
     trees = {path: _tree(path) for path in sorted(path.resolve() for path in named)}
     own = Path(f"/proc/{os.getpid()}")
     mine = {scratch: _tree(scratch), **({own: _tree(own)} if cuda else {})}
     _change_user()
     _mount_memory(NEW_ROOT)
     for path, tree in trees.items():
-        if not _new(path).exists():  # else it is part of one before
+        if not _new(path).exists():  # else it is part of an earlier one
             _place(tree, _new(path))
         os.close(tree)
     for path in named:
-        if not os.path.lexists(_new(path)):  # it is a link, or lies behind one
+        if not os.path.lexists(_new(path)):  # a link, or behind a link
             _new(path).parent.mkdir(parents=True, exist_ok=True)
             _new(path).symlink_to(path.resolve())
-    if _new(PACKAGE).exists():  # installed among the libraries
+    if _new(PACKAGE).exists():  # it is installed among the libraries
         _mount_memory(_new(PACKAGE))
     if cuda:
         _new(SHARED).mkdir()
@@ -205,7 +206,7 @@ def _change_root(scratch: Path, *, cuda: bool) -> bool:
         os.close(tree)
     os.chdir(NEW_ROOT)
     _check(_libc.syscall(PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
-    _check(_libc.umount2(b".", UMOUNT_DETACH), "the old root")  # which lies above the new one
+    _check(_libc.umount2(b".", UMOUNT_DETACH), "the old root")  # the old root lies above the new one
     os.chdir("/")
     _check(_attribute(AT_FDCWD, "/", 0, READ_ONLY), "/")
     return True
@@ -214,16 +215,16 @@ def _change_root(scratch: Path, *, cuda: bool) -> bool:
 def _change_user() -> None:
     os.setresgid(INSIDE, INSIDE, INSIDE)
     os.setresuid(INSIDE, INSIDE, INSIDE)
-    _libc.prctl(SET_DUMPABLE, 1, 0, 0, 0)  # else what is its own in /proc is another user's
+    _libc.prctl(SET_DUMPABLE, 1, 0, 0, 0)  # else its own entries in /proc would be another user's
 
 
 def _new(path: Path) -> Path:
-    """Where it lies until the root has changed."""
+    """The place of a path until the root has changed."""
     return NEW_ROOT / path.relative_to("/")
 
 
 def _tree(path: Path) -> int:
-    """A copy of the mount there with all below it, attached nowhere."""
+    """A detached copy of the mount at a path with everything below it."""
     flags = OPEN_CLONED | AT_RECURSIVE | os.O_CLOEXEC
     return _check(_libc.syscall(OPEN_TREE, AT_FDCWD, os.fsencode(path), flags), path)
 
@@ -238,7 +239,7 @@ def _place(tree: int, path: Path) -> None:
 
 
 def _mount_memory(path: Path) -> None:
-    """A small folder of its own."""
+    """Mounts a small folder in memory."""
     told = b"size=64m,nr_inodes=4096,mode=0755"
     _check(_libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", NO_SUID | NO_DEVICES, told), path)
 

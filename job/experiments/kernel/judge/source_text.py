@@ -1,4 +1,6 @@
-"""A candidate's text: what is judged is what is run, though Python and Triton read it each in its own way."""
+"""Checks a candidate's text: the judged text must be the one that runs, though Python and Triton each read it in their
+own way.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ import io
 import re
 from tokenize import TokenError
 
-# Twice what an answer of 2048 tokens, the default, is at four characters each; our longest kernel has 1500. The slowest
-# text of this length that was found, one kernel of 5000 statements, takes stage 1 a second on a busy core.
+# Twice the length of an answer of 2048 tokens, the default, at four characters each; our longest kernel has 1500. The
+# slowest known text of this length, one kernel of 5000 statements, takes stage 1 a second on a busy core.
 MOST_CHARACTERS, LONGEST_S = 16_384, 2.0
 COOKIE = re.compile(r"^[ \t\f]*#.*?coding[:=]", re.MULTILINE)  # PEP 263
 BEGINS = re.compile(r"\s*def\b")
@@ -17,8 +19,8 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\ufeff\ud800-\udfff]")
 
 
 def unreadable(source: str) -> str | None:
-    """Why this text could mean one thing here and another to Python, which reads it from a file, or be too much to
-    read; None when it is neither. Without this no source is given to a process, whatever is left out.
+    """Why this text could mean something else to Python, which reads it from a file, or is too long; None if neither.
+    Every source passes this check before a process gets it, whatever else is skipped.
     """
     if len(source) > MOST_CHARACTERS:
         return f"longer than {MOST_CHARACTERS:,} characters"
@@ -30,13 +32,13 @@ def unreadable(source: str) -> str | None:
 
 
 def lines(source: str) -> list[str]:
-    """With their ends, as from a file."""
+    """The lines with their ends, as from a file."""
     return io.StringIO(source.replace("\r\n", "\n")).readlines()
 
 
 def misread(function: ast.FunctionDef, lines: list[str]) -> str | None:
-    """How Triton would take another function for this one; None when it would not. It reads a kernel's lines once more:
-    from the first that begins with "def" when it compiles, from the last when it interprets.
+    """Why Triton would read another function instead of this one; None if it would not. It reads a kernel's lines
+    again: from the first that begins with "def" when it compiles, from the last when it interprets.
     """
     first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
     own = function.lineno - first

@@ -11,12 +11,12 @@ from gpufleet.job.experiments.student import Z95, t95
 
 DRAWS = 2000
 LEVEL = 0.95
-SAME = 1e-9  # of shares: what rounding makes of equal ones
+SAME = 1e-9  # shares this close are equal up to rounding
 
 
 def pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> float | None:
     """Mean over tasks of 1 - C(n - c, k) / C(n, k), from (n candidates, c correct) per task: the chance that k drawn
-    without replacement hold a correct one (Chen et al. 2021, arXiv 2107.03374). None when a task has fewer than k.
+    without replacement hold a correct one (Chen et al. 2021, arXiv 2107.03374). None if a task has fewer than k.
     """
     if not counts or any(n < k for n, _ in counts):
         return None
@@ -25,7 +25,7 @@ def pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> float | None:
 
 def fast_p(speedups: Sequence[Sequence[float | None]], p: float) -> float | None:
     """Mean over tasks of the share of candidates that are correct and more than `p` times as fast as the reference
-    (KernelBench, arXiv 2502.10517). None stands for an incorrect one, or an untimed one.
+    (KernelBench, arXiv 2502.10517). None stands for an incorrect or untimed candidate.
     """
     if not speedups or not all(speedups):
         return None
@@ -33,11 +33,11 @@ def fast_p(speedups: Sequence[Sequence[float | None]], p: float) -> float | None
 
 
 def share_interval(counts: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Wilson's interval (1927; Brown, Cai, DasGupta 2001, Statistical Science 16:101) of the mean share of correct ones
-    from (n candidates, c correct) per task, for as many independent candidates as their spread over tasks is worth,
-    which few tasks tell badly: hence Student's t (Korn, Graubard 1998, Survey Methodology 24:193). Where none or all
-    are correct there is no spread to tell, and each task counts as one: no bootstrap sees there that the next one may
-    differ. Raises ValueError without tasks.
+    """Wilson's interval (1927; Brown, Cai, DasGupta 2001, Statistical Science 16:101) of the mean share of correct
+    candidates from (n candidates, c correct) per task, with the effective number of independent candidates that their
+    spread over tasks implies; few tasks estimate it badly: hence Student's t (Korn, Graubard 1998, Survey Methodology
+    24:193). If none or all are correct there is no spread to estimate, and each task counts as one: a bootstrap would
+    not see that the next one may differ. Raises ValueError without tasks.
     """
     if not counts:
         raise ValueError("no tasks, no interval")
@@ -64,9 +64,9 @@ def interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
 
 
 def paired_interval(one: Sequence[float], other: Sequence[float], *, seed: int) -> tuple[float, float]:
-    """The interval of the mean difference `one` - `other`, shares both, with a value per task in the same order. Where
-    all tasks differ alike no draw is another: then as much more or less as the share of tasks could hold that none of
-    so many would have shown (Wilson's, as in share_interval).
+    """The interval of the mean difference `one` - `other`, both shares, with a value per task in the same order. If all
+    tasks differ alike every draw is equal: then it extends by the share of tasks that could differ although none of so
+    many did (Wilson's, as in share_interval).
     """
     differences = [a - b for a, b in zip(one, other, strict=True)]
     low, high = interval(differences, seed=seed)

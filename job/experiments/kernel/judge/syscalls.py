@@ -1,9 +1,9 @@
-"""What a candidate's process may ask of the kernel: a seccomp filter, which neither it nor what it starts can take off.
+"""The system calls that a candidate's process may make: a seccomp filter, which neither it nor its children can remove.
 
-A call that no kernel's program needs fails with EPERM: what docker's default profile refuses, and sockets, messages,
-signals to others, System V memory, mounts, namespaces, new processes and programs. Calls newer than this table fail as
-on a kernel without them (ENOSYS); a call by the numbers of another architecture ends the process. Which file, mount or
-process a call could reach is sandbox.py's.
+Calls that no kernel's program needs fail with EPERM: those that docker's default profile refuses, and sockets,
+messages, signals to others, System V memory, mounts, namespaces, new processes and programs. Calls newer than this
+table fail as on a kernel without them (ENOSYS); a call by the numbers of another architecture ends the process.
+sandbox.py limits which file, mount or process a call can reach.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import platform
 import struct
 from collections.abc import Iterator
 
-NEWEST = 456  # the last number looked through; a number of x32 is higher
+NEWEST = 456  # the last number in this table; x32's numbers are higher
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_*, linux/audit.h
 NETWORK = ("socket", "socketpair", "connect", "bind", "listen", "accept", "accept4", "sendmsg", "sendmmsg", "recvmsg",
            "recvmmsg")  # fmt: skip
 PROGRAMS = ("execve", "execveat", "fork", "vfork")
 MEMORY_FILES = ("memfd_create",)
-SIGNALS = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")  # which name a process first
-# Name, number on x86_64, number on aarch64 (-1: not there); asm/unistd_64.h and asm-generic/unistd.h of Linux 6.
+SIGNALS = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")  # calls that name a process first
+# Name, number on x86_64, number on aarch64 (-1: none); asm/unistd_64.h and asm-generic/unistd.h of Linux 6.
 _NUMBERS = """
 socket 41 198, socketpair 53 199, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept4 288 242,
 sendmsg 46 211, sendmmsg 307 269, recvmsg 47 212, recvmmsg 299 243, execve 59 221, execveat 322 281, fork 57 -1,
@@ -44,14 +44,15 @@ uselib 134 -1, ustat 136 -1, sysfs 139 -1, personality 135 92, _sysctl 156 -1
 NUMBERS = {name: (int(x86), int(arm)) for name, x86, arm in (each.split() for each in _NUMBERS.split(","))}
 _THREAD, _NAMESPACES, _AF_UNIX = 0x00010000, 0x7E020000, 1  # of clone's flags; of socket's first argument
 _LOAD, _EQUAL, _GREATER, _ANY, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06  # BPF: word, jeq, jgt, jset, ret
-_NUMBER, _ARCHITECTURE, _FIRST = 0, 4, 16  # in struct seccomp_data
+_NUMBER, _ARCHITECTURE, _FIRST = 0, 4, 16  # offsets in struct seccomp_data
 _ALLOW, _KILL, _REFUSE, _ABSENT = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026  # the last two: EPERM, ENOSYS
 SET_SECCOMP, MODE_FILTER = 22, 2  # prctl
 
 
 def install(libc: ctypes.CDLL, *, programs: bool, cuda: bool) -> None:
-    """From now on, for this thread and all that it starts. `programs`: it may start processes and programs. `cuda`: it
-    may besides ask for sockets of this machine and for memory as a file, as a GPU's driver does. Raises OSError.
+    """Installs the filter for this thread and everything that it starts. `programs`: it may start processes and
+    programs. `cuda`: it may also ask for sockets of this machine and for memory as a file, as a GPU's driver does.
+    Raises OSError.
     """
     code = b"".join(_program(os.getpid(), programs=programs, cuda=cuda))
     held = ctypes.create_string_buffer(code, len(code))
@@ -72,7 +73,8 @@ def _program(pid: int, *, programs: bool, cuda: bool) -> Iterator[bytes]:
     yield _step(_LOAD, _NUMBER)
     yield _step(_GREATER, NEWEST, 0, 1)
     yield _step(_RETURN, _ABSENT)
-    yield from _when(NUMBERS["clone3"][column], _step(_RETURN, _ABSENT))  # its flags are out of sight; libc has clone
+    # its flags cannot be read; libc falls back to clone
+    yield from _when(NUMBERS["clone3"][column], _step(_RETURN, _ABSENT))
     refused = [numbers[column] for name, numbers in NUMBERS.items() if name not in lifted and numbers[column] >= 0]
     for number in refused:
         yield from _when(number, _step(_RETURN, _REFUSE))
@@ -97,7 +99,7 @@ def _program(pid: int, *, programs: bool, cuda: bool) -> Iterator[bytes]:
 
 
 def _when(number: int, *steps: bytes) -> Iterator[bytes]:
-    """These for that call alone; they end with what is returned."""
+    """These steps for that call alone; they end with a return."""
     yield _step(_EQUAL, number, 0, len(steps))
     yield from steps
 

@@ -1,4 +1,4 @@
-"""The inputs that candidates are tried on, and what the reference makes of them. Only the judge imports this module.
+"""The inputs on which candidates are tried, and the reference's results. Only the judge imports this module.
 
 Sizes and values are drawn from the judge's seed, which no candidate's process gets.
 """
@@ -17,11 +17,10 @@ from torch import Tensor
 from gpufleet.job.experiments.kernel.judge import wire
 from gpufleet.job.experiments.kernel.judge.catalog import KernelTask
 
-Ranges = tuple[tuple[int, int, int], ...]  # per dimension: lowest, highest, and from one to the next
-# On a CPU kernels are interpreted, milliseconds per program: just more than one block of 1024, and once 20.
-# On a GPU more than its caches; a multiple of 16 elements, since that decides how fast memory is read. `spread` is a
-# whole number of blocks of up to 8192, for which programs often have a branch of their own; `many-blocks` is odd, a
-# multiple of no block.
+Ranges = tuple[tuple[int, int, int], ...]  # per dimension: lowest, highest, step
+# On a CPU kernels are interpreted at milliseconds per program: just more than one block of 1024, and once 20. On a GPU
+# larger than its caches, and a multiple of 16 elements, which decides how fast memory is read. `spread` is a whole
+# number of blocks of up to 8192, for which programs often have a branch; `many-blocks` is odd, a multiple of no block.
 SHAPES: dict[str, dict[str, Ranges]] = {
     "cpu": {
         "tiny": ((2, 31, 1),),
@@ -45,20 +44,21 @@ SHAPES: dict[str, dict[str, Ranges]] = {
 LARGE = 1e4
 # Magnitudes, a third of them each, evenly over their logarithms; 1e18 has a square.
 SPREADS = ((1e-6, 0.1), (0.1, 1e3), (1e3, 1e18))
-HUGE = 1e18, 1e37  # magnitudes in float32, where neither the result nor a term of it is infinite
+HUGE = 1e18, 1e37  # magnitudes in float32 at which neither the result nor a term of it is infinite
 SPECIAL = (float("inf"), float("-inf"), float("nan"), 0.0, -0.0)
 ADVERSARIAL = ("zeros", "large", "spread", "special", "non-contiguous", "second-shape", "many-blocks", "four", "one")
-# All that differ, but "one": 1 is a constant to Triton, and a third of what is compiled would be for that case alone.
+# All different layouts except "one": 1 is a constant to Triton, and would take a third of the compilations.
 LAYOUTS = ("tiny", "random-0", "spread", "non-contiguous", "second-shape", "many-blocks", "four")
-# Error allowed per element of the reference's result. Absolute: ten units in the last place of 1, as exp is often of 1.
-# The rest: for float32 ten times what a fast exp is off by at -80, an ulp (1.2e-7) per unit of the exponent; for halves
-# two units in the last place (2^-10 float16, 2^-7 bfloat16): computed in float32, they are rounded once.
+# The error allowed per element of the reference's result. Absolute: ten units in the last place of 1, which exp often
+# returns. Relative: for float32 ten times the error of a fast exp at -80, an ulp (1.2e-7) per unit of the exponent; for
+# half precision two units in the last place (2^-10 float16, 2^-7 bfloat16), because values computed in float32 are
+# rounded once.
 ABSOLUTE = 1e-6
 RELATIVE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-# Where terms cancel, as in x + 0.3 (y - x), rounding is in proportion to the terms, not to what is left of them: as
-# much as the result moves when each input moves by this many units in its last place, were it a float32.
+# If terms cancel, as in x + 0.3 (y - x), rounding is in proportion to the terms, not to the result: allow the result's
+# change when each input moves by this many units in its last place, as a float32.
 ROUNDINGS = 4
-CASES_BYTES = 8 << 30  # inputs kept between candidates: on a GPU those of a task take 0.4 (float16) to 2.5 GB
+CASES_BYTES = 8 << 30  # memory for inputs kept between candidates: a task's take 0.4 (float16) to 2.5 GB on a GPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ def case(task: KernelTask, seed: int, name: str, device: str = "cpu") -> Case:
     """tiny, one of ADVERSARIAL, or any other name: a full shape with normal values of its own; `random-1` and so on are
     scaled by 0.5 to 50.
 
-    The tensors are on the CPU, of the size that `device` is tried with.
+    The tensors are on the CPU, with the sizes for `device`.
     """
     draw = _draw(seed, task, name)
     generator = torch.Generator().manual_seed(draw.getrandbits(56))
@@ -104,7 +104,7 @@ def case(task: KernelTask, seed: int, name: str, device: str = "cpu") -> Case:
 
 
 class Cases:
-    """The inputs of a task, which no candidate changes: drawn once, and kept up to CASES_BYTES, those used last."""
+    """The inputs of a task, which no candidate changes: drawn once, and the last used ones kept up to CASES_BYTES."""
 
     def __init__(self, seed: int, device: str) -> None:
         self._seed, self._device = seed, device
@@ -124,7 +124,7 @@ class Cases:
 
 
 def layouts(task: KernelTask, seed: int) -> list[list[dict[str, Any]]]:
-    """What a GPU's inputs look like without their numbers, a list of {dtype, shape, stride} for each of LAYOUTS."""
+    """The form of a GPU's inputs without their numbers, a list of {dtype, shape, stride} for each of LAYOUTS."""
     found = []
     for name in LAYOUTS:
         tensor = torch.empty(_shape(task, seed, name, "cuda"), device="meta")
@@ -134,11 +134,12 @@ def layouts(task: KernelTask, seed: int) -> list[list[dict[str, Any]]]:
 
 
 def _laid_out(tensor: Tensor, number: int, name: str) -> Tensor:
-    """The tensor's elements with other strides for each argument: code that takes one argument's strides for another's,
-    or for an output's, is wrong. `non-contiguous`: the first is transposed with a gap after each element, so that what
-    is made like it has not its strides; the second is transposed; the third has a gap after each row. `second-shape`:
-    three dimensions in another order, the first with gaps, and the second expanded. `four`: four dimensions, of which
-    the first's last two are in another order. `many-blocks`: the first has gaps. Others have none.
+    """The tensor's elements with other strides for each argument: code that confuses one argument's strides with
+    another's, or with an output's, is wrong. `non-contiguous`: the first is transposed with a gap after each element,
+    so that a tensor made like it has other strides; the second is transposed; the third has a gap after each row.
+    `second-shape`: three dimensions in another order, the first with gaps, and the second expanded. `four`: four
+    dimensions, of which the first's last two are in another order. `many-blocks`: the first has gaps. Other names have
+    none.
     """
     if name == "second-shape" and number == 1:
         return tensor[:1, :, :1].clone().expand(tensor.shape)
@@ -167,7 +168,7 @@ def _bytes(case: Case) -> int:
 
 
 def _mixed(ordinary: Tensor, other: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """This share of the elements is the other's."""
+    """Elements of `ordinary`, this share of them replaced by those of `other`."""
     return torch.where(torch.rand(ordinary.shape, generator=generator) < share, other, ordinary)
 
 
@@ -182,7 +183,7 @@ def _spread(signs: Tensor, most: float, generator: torch.Generator) -> Tensor:
 
 
 def _log_uniform(low: float, high: float, place: Tensor) -> Tensor:
-    """Evenly over the logarithms."""
+    """Values spread evenly over the logarithms."""
     return low * (high / low) ** place
 
 
@@ -197,15 +198,15 @@ def _shape(task: KernelTask, seed: int, name: str, device: str) -> tuple[int, ..
 
 
 def expected(task: KernelTask, tensors: tuple[Tensor, ...]) -> Tensor:
-    """The reference's result. Computed by the judge from its own copy, after the candidate has answered."""
+    """The reference's result. The judge computes it from its own copy, after the candidate has answered."""
     result = eval(task.reference, {"torch": torch, **dict(zip(task.arguments, tensors, strict=True))})
     assert isinstance(result, Tensor)
     return result
 
 
 def difference(task: KernelTask, given: Case, shape: tuple[int, ...], dtype: str, content: wire.Blob) -> str | None:
-    """Why an output is not the expected one, within the tolerance; None when it is. Elements of which the reference
-    makes NaN may be anything: what a maximum makes of NaN is not defined alike, and inf - inf says nothing.
+    """Why an output differs from the expected one beyond the tolerance; None if it does not. Elements that are NaN in
+    the reference may be anything: maximum is not defined for NaN, and inf - inf proves nothing.
     """
     wanted = expected(task, given.tensors)
     if tuple(shape) != tuple(wanted.shape) or dtype != str(wanted.dtype).removeprefix("torch."):
@@ -224,7 +225,7 @@ def difference(task: KernelTask, given: Case, shape: tuple[int, ...], dtype: str
 
 
 def _sway(task: KernelTask, given: Case, at: Tensor) -> Tensor:
-    """How far the result moves at these elements, as each input moves by ROUNDINGS units in its last place."""
+    """How far the result moves at these elements when each input moves by ROUNDINGS units in its last place."""
     unit = ROUNDINGS * torch.finfo(torch.float32).eps
     inputs = tuple(tensor[at].double() for tensor in given.tensors)
     still, moved = expected(task, inputs), torch.zeros(inputs[0].shape, dtype=torch.float64)

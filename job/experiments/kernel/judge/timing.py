@@ -1,24 +1,23 @@
-"""Stage 5: how fast, against the reference, and whether that can be believed.
+"""Stage 5: times a candidate against the reference, and decides whether to believe the result.
 
-Calibrated: warm-up, caches flushed before each trial, minus an empty launch, median and quartiles. The reference is
-timed before and after the candidate; where its two medians differ by more than REPEAT the machine is not quiet enough,
-and after TRIES there is no speed-up rather than a wrong one. Slow programs get fewer trials, so that the tries fit into
-the stage's time.
+It is calibrated: warm-up, flushed caches before each trial, minus an empty launch, median and quartiles. The reference
+is timed before and after the candidate; if its two medians differ by more than REPEAT the machine is too busy, and
+after TRIES there is no speed-up rather than a wrong one. Slow programs get fewer trials, so that the tries fit into the
+stage's time.
 
-On a GPU the stream is held while a call launches its kernels, so that it is kernels that are compared, and not a
-launcher with a dispatcher (without, 18 of 20 right kernels got no speed-up on an H100). What takes Python longer than
-that is the program's own. On a CPU, where kernels are interpreted, an empty launch is what the program's launches cost
-besides their work: of a Triton kernel that does nothing for a candidate, and of an eager operation on one element for
-the reference.
+On a GPU the stream is held while a call launches its kernels, so that kernels are compared, not a launcher with a
+dispatcher (without, 18 of 20 right kernels got no speed-up on an H100). Python time beyond that is the program's own.
+On a CPU, where kernels are interpreted, an empty launch is the cost of the program's launches without their work: a
+Triton kernel that does nothing for a candidate, and an eager operation on one element for the reference.
 
-No call gets what one before it got: the inputs are moved on within the same memory by numbers that the judge draws, so
-a remembered result is a wrong one, however it is remembered, and finding that out is part of the time. Between the
-trials are calls of which the torch functions are listed, and of some trials the output is wanted afterwards. Which, is
-drawn from the judge's seed and the source's hash; the candidate's process learns it when the call is over, or never.
+No call gets an earlier call's inputs: they are moved within the same memory by random numbers of the judge's, so a
+remembered result is wrong, however it is remembered, and detecting that is part of the time. Some calls between the
+trials list their torch functions, and for some trials the judge asks for the output afterwards. The judge's seed and
+the source's hash decide which; the candidate's process learns it after the call, or never.
 
-A candidate's own process reads the clock, so the judge keeps its own beside it: trials that took the judge much longer
-than they are said to have taken are a lie, and no speed-up is above what the judge's clock can tell. Above `suspicious`
-the judge's clock sees it again on inputs drawn for that, every output checked, and the verdict keeps the flag.
+A candidate's own process reads the clock, so the judge reads its own too: if trials took the judge much longer than the
+process reports, that is a lie, and no speed-up exceeds what the judge's clock can confirm. Above `suspicious` the
+judge's clock times it again on fresh inputs, with every output checked, and the verdict keeps the flag.
 """
 
 from __future__ import annotations
@@ -41,29 +40,27 @@ WARM_UP, REPEAT, TRIES, FRESH = 2, 0.05, 3, 3
 LISTED, LOOKED_AT = 5, 3  # calls among the trials: a cheat in half of the calls passes both in one of 256
 EMPTIES = 20  # at most
 LEAST = 3  # trials of the slowest
-LIE, LIE_S = 2.0, 1e-3  # the judge's quickest trial may show this many times the slowest claim, and so much more
+LIE, LIE_S = 2.0, 1e-3  # the judge's quickest trial may be this many times the slowest reported one, plus this
 SHORTEST_S = 1e-9
 
 
 class Rejected(Exception):
-    """The candidate does not pass, and why."""
+    """The candidate does not pass; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trials:
-    """Seconds of one program: (lower quartile, median, upper quartile), and the judge's own median, give or take
-    `blur`.
-    """
+    """One program's (lower quartile, median, upper quartile) in seconds, and the judge's median, within `blur`."""
 
     quartiles: tuple[float, float, float]
     judged: float
     blur: float
-    quickest: float  # of the judge's own
-    slowest: float  # as it says
+    quickest: float  # by the judge's clock
+    slowest: float  # by the process's report
 
     @property
     def incredible(self) -> bool:
-        """A busy machine delays some trials on their way to the judge; only a lie shows in all of them."""
+        """Whether the process lies: a busy machine delays some trials on their way to the judge, a lie all of them."""
         return self.quickest > LIE * self.slowest + LIE_S
 
     @property
@@ -73,7 +70,7 @@ class Trials:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """`speedup` None: not known, `why` says so. `suspicious`: it was said to be so fast that it was run again."""
+    """`speedup` None: not known, for the reason in `why`. `suspicious`: it seemed so fast that it was run again."""
 
     speedup: float | None
     why: str = ""
@@ -82,15 +79,15 @@ class Timing:
     reference: Trials | None = None
 
 
-Ask = Callable[..., wire.Message]  # Process.ask with the stage's limit filled in
-Draw = Callable[[KernelTask, str], Case]  # tasks.case of the judge's seed, for its device
-Empty = Literal["kernel", "operation"]  # which launch of nothing is subtracted: of a Triton kernel, or an eager one
+Ask = Callable[..., wire.Message]  # Process.ask with the stage's limit
+Draw = Callable[[KernelTask, str], Case]  # tasks.case with the judge's seed and device
+Empty = Literal["kernel", "operation"]  # which empty launch is subtracted: of a Triton kernel, or an eager operation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """Whose calls are timed. `listed`, `looked_at`: how many of them are checked, each time; with `ops` also for what
-    they call. `random`: the judge's.
+    """A program whose calls are timed. `listed`, `looked_at`: how many calls are checked each time; with `ops` also for
+    the torch functions that they call. `random`: the judge's generator.
     """
 
     ask: Ask
@@ -103,7 +100,7 @@ class Program:
     ops: bool = False
 
     def trials(self, count: int, others: Sequence[Callable[[], object]] = ()) -> Trials:
-        """`others` are calls to be made among the trials. Raises Rejected where a checked call is not right."""
+        """Times `count` trials, with the calls `others` among them. Raises Rejected if a checked call is wrong."""
         for _ in range(WARM_UP):
             self._call()
             self._nothing()
@@ -130,20 +127,20 @@ class Program:
         )
 
     def remeasure(self) -> float:
-        """Seconds by the judge's clock of FRESH calls, every one checked."""
+        """Seconds by the judge's clock for FRESH calls, all of them checked."""
         give(self.ask, self.given)
         way = median(self._nothing()[1] for _ in range(FRESH))
         return max(SHORTEST_S, median(self._call(checked=True)[1] for _ in range(FRESH)) - way)
 
     def pace_s(self) -> float:
-        """Seconds that a trial takes with all that belongs to it."""
+        """Seconds per trial with everything around it."""
         self._call()
         started = time.monotonic()
         self._call()
         return time.monotonic() - started
 
     def _nothing(self) -> tuple[float, float]:
-        """What `_call` gives, for an empty launch: there is nothing to flush for."""
+        """Like `_call`, for an empty launch, which needs no flush."""
         self.ask({"do": "ready", "flush": False})
         return _trial(self.ask, empty=self.empty)
 
@@ -173,9 +170,8 @@ def calibrated(
     limit_s: float = math.inf,
     others: Sequence[Callable[[], object]] = (),
 ) -> Timing:
-    """`secret`: what the candidate could not know when it was written, its own hash; `limit_s`: all tries may take;
-    `others`: checked calls to be made among the trials of the first. Raises Rejected for a lie or a wrong output, Lost
-    where a process ends.
+    """`secret`: unknown to the candidate when it was written, its own hash; `limit_s`: for all tries; `others`: checked
+    calls among the first try's trials. Raises Rejected for a lie or a wrong output, Lost if a process ends.
     """
     given, own = draw(task, "timing"), random.Random(f"{seed} {task.name} {secret}")
     ours = Program(
@@ -225,15 +221,15 @@ def _trial(ask: Ask, *, empty: Empty | None = None, ops: bool = False) -> tuple[
 
 
 def load_problem(ask: Ask, source: str, turn: int = 0, *, ops: bool = False) -> str | None:
-    """Why a program does not load; None when it does. `turn`: of tuned kernels' configurations, where to begin. With
-    `ops` none of its calls may compute with torch.
+    """Why a program does not load; None if it does. `turn`: the first configuration of tuned kernels. With `ops` none
+    of its calls may compute with torch.
     """
     reply, _ = ask({"do": "load", "turn": turn, "refuses": ops}, [source.encode()])
     return f"does not load: {reply['error'][:300]}" if "error" in reply else None
 
 
 def run(ask: Ask, task: KernelTask, given: Case, *, as_timed: bool = False) -> None:
-    """One checked call on inputs of its own, watched or as a timed one is. Raises Rejected."""
+    """One checked call on inputs of its own, watched or like a timed one. Raises Rejected."""
     packed = [wire.pack(tensor) for tensor in given.tensors]
     head = {"do": "run", "inputs": [spec for spec, _ in packed], "ops": not as_timed, "as_timed": as_timed}
     answer = ask(head, [blob for _, blob in packed], most_bytes=room(given))
@@ -241,9 +237,7 @@ def run(ask: Ask, task: KernelTask, given: Case, *, as_timed: bool = False) -> N
 
 
 def check(task: KernelTask, given: Case, reply: dict[str, Any], blobs: list[wire.Blob], *, ops: bool) -> None:
-    """Raises Rejected unless a reply holds the expected output, of a new tensor; with `ops`, of a call that computed
-    nothing with torch.
-    """
+    """Raises Rejected unless a reply has the expected output in a new tensor, computed without torch if `ops`."""
     if "error" in reply:
         raise Rejected(f"{given.name}: {reply['error'][:300]}")
     if "shape" not in reply or "dtype" not in reply or len(blobs) != 1:
@@ -258,12 +252,12 @@ def check(task: KernelTask, given: Case, reply: dict[str, Any], blobs: list[wire
 
 
 def room(given: Case) -> int:
-    """Bytes that an output may have, right or not: as if it were of twice the width."""
+    """The most bytes of an output, right or wrong: twice the expected width."""
     return 2 * given.tensors[0].numel() * given.tensors[0].element_size()
 
 
 def give(ask: Ask, given: Case) -> None:
-    """Its next inputs. Raises Rejected."""
+    """Gives the program its next inputs. Raises Rejected."""
     packed = [wire.pack(tensor) for tensor in given.tensors]
     reply, _ = ask({"do": "give", "inputs": [spec for spec, _ in packed]}, [blob for _, blob in packed])
     if "error" in reply:
@@ -271,14 +265,14 @@ def give(ask: Ask, given: Case) -> None:
 
 
 def _seconds(reply: dict[str, Any]) -> float:
-    """Raises Rejected where the process gives no time."""
+    """The reported seconds; raises Rejected if there are none."""
     if "seconds" not in reply:
         raise Rejected(reply.get("error", "it does not say how long a call takes")[:300])
     return max(SHORTEST_S, float(reply["seconds"]))
 
 
 def bound(process: Process, limit_s: float) -> Ask:
-    """`process.ask` where all answers together may take `limit_s`. Between them the clock stands still."""
+    """`process.ask` with a limit of `limit_s` for all answers together. The clock stops between them."""
     left = limit_s
 
     def ask(head: dict[str, Any], blobs: list[wire.Blob] | None = None, *, most_bytes: int = 0) -> wire.Message:

@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-BLOCK_BYTES = 512  # of st_blocks, whatever the file system's are
+BLOCK_BYTES = 512  # of st_blocks, on every file system
 MOST_ENTRIES = 10_000
 
 
 def memory_bytes(pids: Iterable[int]) -> int:
-    """Resident memory, and the files without a name that the processes hold open: those of memfd_create are memory that
-    belongs to no process, and those of a folder take room that no look into it would find.
+    """Resident memory, and the unnamed files that the processes hold open: memory of memfd_create belongs to no
+    process, and unlinked files take room that no listing shows.
     """
     pids, nameless = list(pids), {}
     for pid in pids:
@@ -35,8 +35,8 @@ def _resident(pid: int) -> int:
 
 
 def folder_bytes(folder: Path, most: int) -> int:
-    """Room that it takes on the disk, not much more than `most` looked at; more than `most` where it holds more than
-    MOST_ENTRIES or a folder that cannot be looked into, closed or too deep.
+    """The room that it takes on the disk, counted up to about `most`; more than `most` if it has more than
+    MOST_ENTRIES, or a folder that is closed or too deep to read.
     """
     used, seen, left = 0, set(), [os.fspath(folder)]
     while left and used <= most:
@@ -52,7 +52,7 @@ def folder_bytes(folder: Path, most: int) -> int:
                     if len(seen) > MOST_ENTRIES:
                         return most + 1
         except (FileNotFoundError, NotADirectoryError):
-            pass  # it has gone meanwhile
+            pass  # it is gone by now
         except OSError:
             return most + 1
     return used

@@ -1,4 +1,4 @@
-"""What is known of a candidate: while it is judged, and afterwards."""
+"""The facts about a candidate, during its judgement and afterwards."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gpufleet.job.experiments.kernel.judge.worker import Process
 
 STAGES = ("rules", "compile", "tiny", "full", "timing")
 PASSED = len(STAGES) + 1
-FULL = "full"  # the row of verdicts by the whole funnel; files of 0.1.0 have others beside it
+FULL = "full"  # the row of verdicts by the whole funnel; files of 0.1.0 have more rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """`stage`: where it stopped, 1 to 5, or 6 when it passed all. Seconds are wall-clock, those of stage 2 of the
-    source's first compilation, which the others find. `suspicious`: it was said to be so fast that it was run again.
+    """`stage`: where it stopped, 1 to 5, or 6 if it passed all. Seconds are wall-clock; stage 2's are of the source's
+    first compilation, which later ones reuse. `suspicious`: it seemed so fast that it was run again.
     """
 
     row: str
@@ -37,19 +37,19 @@ class Verdict:
     reason: str
     seconds: dict[str, float]
     cpu_s: float  # of the candidate's and the reference's process
-    isolated: bool | None  # namespaces were allowed; None: no process was needed
+    isolated: bool | None  # whether namespaces were allowed; None: no process was needed
     speedup: float | None = None
     suspicious: bool = False
     kernel_s: tuple[float, float, float] | None = None  # quartiles
     reference_s: tuple[float, float, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, as JSON gives them back: quartiles as lists."""
+        """The fields as JSON, with quartiles as lists."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Verdict:
-        """Raises DoubtError for what is no verdict."""
+        """Reads the object; raises DoubtError if it is no verdict."""
         fields, quartiles = Fields(tree), reading.listed(reading.number)
         kernel_s, reference_s = (fields.take(key, quartiles, None) for key in ("kernel_s", "reference_s"))
         if any(pair is not None and len(pair) != 3 for pair in (kernel_s, reference_s)):
@@ -66,11 +66,11 @@ class Verdict:
 
 @dataclass(slots=True)
 class Course:
-    """One that is being judged."""
+    """A candidate that is being judged."""
 
     candidate: Candidate
     sha256: str
-    built: Path | None = None  # what stage 2 left
+    built: Path | None = None  # the result of stage 2
     seconds: dict[str, float] = field(default_factory=dict)
     stage: int = 1
     cpu_s: float = 0.0
@@ -87,12 +87,12 @@ class Course:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 
     def note(self, process: Process) -> None:
-        """One that is over."""
+        """Adds a process that has ended."""
         self.isolated = process.isolated
         self.cpu_s += process.cpu_s
 
     def verdict(self, reason: str | None) -> Verdict:
-        """None: it has passed."""
+        """The verdict; `reason` None: it has passed."""
         found = self.timing
         return Verdict(
             row=FULL,

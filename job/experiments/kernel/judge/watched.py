@@ -1,9 +1,9 @@
-"""How a call is watched that is checked: what it calls, what it reads that nobody wrote, where it writes.
+"""Watches a checked call: the functions it calls, reads of unwritten memory, writes outside its own.
 
-None of it may be believed to be unseen. A kernel may read what new memory holds, or what lies beyond its own, and so
-tell a watched call from a timed one; the judge therefore makes checked calls that are not watched, too. A program may
-also tell whether its calls are listed: Python's own objects come to lie elsewhere then, and their text says where. So
-what computes and is no word of the rules', an operator above all, is refused in every call.
+Assume that a program can detect all of it. A kernel may read new memory, or beyond its own, and so tell a watched call
+from a timed one; the judge therefore also makes checked calls that are not watched. A program may also detect that its
+calls are listed: Python's own objects then have other addresses, which their text shows. So whatever computes outside
+of the rules' words, above all an operator, is refused in every call.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from torch.overrides import TorchFunctionMode
 
 from gpufleet.job.experiments.kernel.judge.vocabulary import METHODS, OF_BLOCKS
 
-FROM_NUMBERS = {"empty", "empty_strided", "empty_permuted", "zeros", "full", "device"}  # of no other tensor
+# make a tensor without another one
+FROM_NUMBERS = {"empty", "empty_strided", "empty_permuted", "zeros", "full", "device"}
 WITH_TENSORS = {"to", "view_as", "expand_as", "broadcast_tensors", "new_tensor", "copy_", "set_", "result_type"}
 WIDTH = 4096  # elements
-# What each byte of a fence holds. Two: who writes one element too many has read it too, and relu(2e8) is 2e8.
+# The value of each byte of a fence. Two values: a program that writes one element too many has read it too, and
+# relu(2e8) is 2e8.
 GIVEN, MADE = 0x4D, 0xC4
-# What Python's syntax and functions call of a tensor: by a sign, or for a number or a text.
+# Methods of a tensor that Python's syntax and functions call: for an operator, a number or a text.
 BINARY = "add and div floordiv lshift matmul mod mul or pow rshift sub truediv xor"
 OTHERS = (
     "lt le eq ne gt ge neg pos abs invert round contains iter reversed setitem bool complex float index int repr str "
@@ -36,12 +38,12 @@ OPERATORS = (
 
 
 class Computes(BaseException):
-    """A tensor was computed with; says by which operator or method. Nothing on the way catches it."""
+    """The program computed with a tensor; the message names the operator or method. No code on the way catches it."""
 
 
 def refuse_operators() -> None:
-    """From now on, in this process, operators on tensors raise Computes, and so do methods that the rules take for a
-    block's. It costs nothing where none is used. Cannot be undone by a program that the rules allow.
+    """Makes operators on tensors in this process raise Computes, and also methods that the rules take for a block's. It
+    costs nothing unless one is used. No program that passes the rules can undo it.
     """
     for name in (*OPERATORS, *(OF_BLOCKS - METHODS)):
         setattr(torch.Tensor, name, _refusing(name))
@@ -63,14 +65,14 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 
 class Fences:
-    """On both sides of memory that a call may write to; nothing may write to them. Their bytes hold `sign`."""
+    """Guard bytes on both sides of memory that a call may write; nothing may write to them. Their bytes hold `sign`."""
 
     def __init__(self, sign: int) -> None:
         self._sign = sign
         self._kept: list[Tensor] = []
 
     def fenced_copy(self, content: Tensor, shape: Any, stride: Any, offset: int) -> Tensor:
-        """A flat tensor's copy within fences, seen with this shape, strides and offset."""
+        """A copy of a flat tensor within fences, with this shape, strides and offset."""
         size, width = content.numel(), content.element_size()
         held = torch.full(((size + 2 * WIDTH) * width,), self._sign, dtype=torch.uint8, device=content.device)
         self._kept += [held[: WIDTH * width], held[(WIDTH + size) * width :]]
@@ -84,8 +86,8 @@ class Fences:
 
 
 class Ops(TorchFunctionMode):
-    """The names of the torch functions that a candidate calls and, when `fenced`, fences around what they make. Those
-    show in the addresses of it, which a candidate may ask for.
+    """The names of the torch functions that a candidate calls and, if `fenced`, fences around their results. Fences
+    change a result's addresses, which a candidate may ask for.
     """
 
     def __init__(self, *, fenced: bool) -> None:
@@ -113,8 +115,8 @@ class Ops(TorchFunctionMode):
 
 
 def _reads(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a tensor is given for a number, of a size or to fill with: torch reads it then, and calls nothing that
-    would be listed; a program could compute with what it asks for in that way.
+    """Whether a tensor is given as a number, for a size or a fill value: torch then reads it without calling anything
+    that would be listed, and a program could compute with it in that way.
     """
     numbers = [*args[name not in FROM_NUMBERS :], *(kwargs[key] for key in kwargs.keys() - {"input", "self", "out"})]
     each = (one for part in numbers for one in (part if isinstance(part, tuple | list) else [part]))
@@ -122,7 +124,7 @@ def _reads(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_view(index: Any) -> bool:
-    """An index that takes a part of a tensor as it is, and computes nothing."""
+    """Whether an index takes a part of a tensor as it is, without computing."""
     if isinstance(index, tuple):
         return all(map(_is_view, index))
     if isinstance(index, slice):
@@ -132,7 +134,7 @@ def _is_view(index: Any) -> bool:
 
 @contextmanager
 def filled() -> Iterator[None]:
-    """Memory that is made holds NaN, not what somebody left there, which may be right."""
+    """Within the block new memory holds NaN, not earlier contents, which may be right."""
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     try:
         yield

@@ -1,8 +1,7 @@
 """Messages between the judge and a candidate's process: a JSON head and raw bytes. Never pickle.
 
-What comes from a candidate's process is data to be measured against what was asked for. Here every part of a message
-gets the type that its name has, or the message is none of ours: whoever uses a part need not doubt it, only whether it
-is there and true.
+Messages of a candidate's process are data to be checked against the question. Every part of a message gets the type of
+its name here, or the message is refused: other code needs to check only whether a part exists and is true.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 Blob = bytes | bytearray
 Message = tuple[dict[str, Any], list[Blob]]  # head and raw bytes
 HEAD_BYTES = 1 << 20
-WATCH_S = 0.05  # between two looks of whoever waits
-LEAST_S = 1e-3  # to wait at once; 0 would be for ever
-PIECE_BYTES = 1 << 22  # to be sent at once: a limit is looked at in between
-MOST_S = 1e9  # of a time that can be meant
+WATCH_S = 0.05  # between two looks while waiting
+LEAST_S = 1e-3  # the shortest wait; 0 would be for ever
+PIECE_BYTES = 1 << 22  # sent at once: the limit is checked in between
+MOST_S = 1e9  # the largest time that makes sense
 _LENGTH = struct.Struct("!I")
 _TIME = struct.Struct("@ll")  # timeval
 
 
 def _text(value: Any) -> str:
-    """Raises TypeError. Printable: it ends in logs and files."""
+    """A printable text, because it ends in logs and files. Raises TypeError."""
     if not isinstance(value, str):
         raise TypeError
     return "".join(sign if sign.isprintable() else "?" for sign in " ".join(value[:400].split()))
@@ -76,18 +75,18 @@ PARTS: dict[str, Callable[[Any], Any]] = {
 
 
 class Closed(Exception):
-    """The other side is gone, or does not speak this language."""
+    """The other side is gone, or sends something else."""
 
 
 class Late(Exception):
-    """The time given is over."""
+    """The time is over."""
 
 
 def send(to: socket.socket, head: dict[str, Any], blobs: Sequence[Blob] = (), *, until: float = math.inf) -> None:
-    """Raises Closed, and Late after `until` (monotonic seconds)."""
+    """Sends a message; raises Closed, and Late after `until` (monotonic seconds)."""
     content = json.dumps({**head, "blobs": [len(blob) for blob in blobs]}).encode()
     try:
-        to.settimeout(None)  # the kernel waits: Python would take a large message in pieces of 200 kB, in turns
+        to.settimeout(None)  # the kernel waits: Python would take a large message in pieces of 200 kB
         for part in (_LENGTH.pack(len(content)) + content, *blobs):
             left = memoryview(part)
             while left:
@@ -108,9 +107,9 @@ def receive(
     watch: Callable[[], None] = lambda: None,
     watch_s: float = WATCH_S,
 ) -> Message:
-    """One message of any parts. `watch` is called every `watch_s` while waiting and may raise. Raises Late after
-    `until` (monotonic seconds), and Closed when the other side is gone, sends more than `most_bytes`, or no such
-    message.
+    """Receives one message of any parts. `watch` is called every `watch_s` while waiting and may raise. Raises Late
+    after `until` (monotonic seconds), and Closed if the other side is gone, sends more than `most_bytes`, or something
+    else.
     """
     look = Look(watch, watch_s, until)
     (length,) = _LENGTH.unpack(_exactly(source, _LENGTH.size, look))
@@ -129,7 +128,7 @@ def receive(
 
 
 def reply(head: dict[str, Any]) -> dict[str, Any]:
-    """What a process may answer: of PARTS, each of its type, and nothing else. Raises Closed."""
+    """The parts that a process may answer: those in PARTS, each of its type. Raises Closed."""
     found = {}
     for name, part in head.items():
         if (typed := PARTS.get(name)) is not None:
@@ -150,7 +149,7 @@ class Look:
 
 
 def _exactly(source: socket.socket, size: int, look: Look) -> bytearray:
-    """In one piece of memory, and where all is there in one call."""
+    """Reads exactly `size` bytes into one piece of memory, in one call if all are there."""
     found = bytearray(size)
     left = memoryview(found)
     try:
@@ -172,10 +171,9 @@ def _exactly(source: socket.socket, size: int, look: Look) -> bytearray:
 
 
 def _ready(end: socket.socket, event: int, timeout: int, seconds: float, until: float) -> bool:
-    """Whether a call on it would move at least a byte, after at most so many seconds, less up to `until`; where there
-    is none, after as long as it takes. The call itself then waits as long at most for what is left of its bytes. One
-    that waited for the first byte as well would begin anew at every signal, and never end in a process that a profiler
-    samples.
+    """Whether a call could move a byte within `seconds`, and before `until`; it waits that long. The call itself then
+    waits at most as long for the rest of its bytes. A call that also waited for its first byte would start again at
+    every signal, and never end in a process that a profiler samples.
     """
     if until == math.inf:
         end.setsockopt(socket.SOL_SOCKET, timeout, _TIME.pack(0, 0))
@@ -188,7 +186,7 @@ def _ready(end: socket.socket, event: int, timeout: int, seconds: float, until: 
 
 
 def pack(tensor: Tensor) -> tuple[dict[str, Any], bytes]:
-    """A tensor's place in its storage, and the whole storage: strides survive."""
+    """A tensor's place in its storage, and the whole storage, so that strides survive."""
     whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
     spec = {
         "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -200,13 +198,13 @@ def pack(tensor: Tensor) -> tuple[dict[str, Any], bytes]:
 
 
 def unpack(spec: dict[str, Any], content: Blob) -> Tensor:
-    """The tensor again, with the same strides."""
+    """The packed tensor, with the same strides."""
     flat = torch.frombuffer(writable(content), dtype=DTYPES[spec["dtype"]])
     return flat.as_strided(spec["shape"], spec["stride"], spec["offset"])
 
 
 def writable(content: Blob) -> bytearray:
-    """The content in memory that may be written: what was received, which is large, itself; else a copy."""
+    """The content in writable memory: itself if it was received, which is large; else a copy."""
     return content if isinstance(content, bytearray) else bytearray(content)
 
 

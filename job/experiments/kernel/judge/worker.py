@@ -1,4 +1,6 @@
-"""The judge's side of a candidate's process: started, asked within limits, watched, ended with all its offspring."""
+"""The judge's side of a candidate's process: starts it, asks it within limits, watches it, ends it with its
+descendants.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ from gpufleet.job.experiments.kernel.judge import sandbox, usage, wire
 from gpufleet.job.experiments.kernel.judge.compiler import CACHE, CAPABILITY
 from gpufleet.job.experiments.kernel.judge.forkserver import ForkServer, kill_all, offspring, python
 
-GREET_S = 120.0  # for a process to be ready: a spawned one has all to import
-COMPILING_S = 1.0  # between two looks at a process that compiles: with many cores there are many, all at once
-SCRATCH_BYTES = 1 << 28  # of its folder; what a kernel compiles to is about 50 kB
+GREET_S = 120.0  # for a process to be ready: a spawned one imports everything
+COMPILING_S = 1.0  # between two looks at a compiling process: many cores run many at once
+SCRATCH_BYTES = 1 << 28  # in its folder; a compiled kernel takes about 50 kB
 
 
 class Lost(Exception):
@@ -31,20 +33,20 @@ class Lost(Exception):
 
 
 class OutOfTime(Lost):
-    """It has not answered in time; of what it had answered before nothing is less true."""
+    """It did not answer in time; its earlier answers stay valid."""
 
 
 class NotBegun(Lost):
-    """It was over, or silent, before it had got a source: no candidate's doing."""
+    """It ended, or was silent, before it had a source: not the candidate's fault."""
 
 
 class NoDeviceError(Exception):
-    """A process has no GPU to work on, or does not begin, before it has seen any candidate. Says nothing of one."""
+    """A process has no GPU, or does not start, before it has seen any candidate. It says nothing about a candidate."""
 
 
 class Workers:
-    """Starts processes. Those that compile, and on a CPU those that interpret, are forked from servers that have
-    imported everything; for GPUs they are new ones.
+    """Starts processes. Compiling ones, and on a CPU interpreting ones, are forked from servers that have imported
+    everything; for GPUs they are new.
     """
 
     def __init__(self, folder: Path, *, gpus: bool) -> None:
@@ -78,12 +80,12 @@ class Workers:
 
     @property
     def device(self) -> str:
-        """Where candidates run."""
+        """The device of candidates."""
         return "cuda" if self._gpus else "cpu"
 
     @property
     def lacks(self) -> str | None:
-        """Why nothing can be compiled on this machine; None where it can."""
+        """Why nothing can be compiled on this machine; None if it can."""
         found: str | None = self._compiling.said["lacks"]
         return found
 
@@ -93,7 +95,7 @@ class Workers:
         return str(self._compiling.said["triton"])
 
     def give_up(self) -> None:
-        """Ends every process that is at work; whoever asks one of them next gets Lost."""
+        """Ends every running process; a later question to one of them raises Lost."""
         for pids in (self._spawned, *(server.live for server in self._servers)):
             for pid in list(pids):
                 kill_all(pid)
@@ -107,8 +109,8 @@ class Workers:
         confined: bool = True,
         built: Path | None = None,
     ) -> Process:
-        """A new process: one that runs, or one that `compiles` and sees no GPU. Our own reference needs not be
-        `confined` (sandbox.py). `built`: a cache of Triton's that it gets a copy of. Raises NotBegun, NoDeviceError.
+        """A new process: one that runs, or one that `compiles` and sees no GPU. The trusted reference need not be
+        `confined` (sandbox.py). `built`: a Triton cache, which is copied for it. Raises NotBegun, NoDeviceError.
         """
         scratch = Path(tempfile.mkdtemp(dir=self.folder))
         if built is not None:
@@ -133,7 +135,7 @@ class Workers:
         return Process(pid, ours, scratch, memory_bytes, self._ended, watch_s=COMPILING_S if compiles else wire.WATCH_S)
 
     def _spawn(self, theirs: socket.socket, asked: str, gpu: int) -> int:
-        """A whole new process. It sees the `gpu`-th of those that this one sees."""
+        """Starts a whole new process. It sees only the `gpu`-th of this process's GPUs."""
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         interpret, visible = "0" if self._gpus else "1", seen.split(",")[gpu] if seen else str(gpu)
         process = python(theirs, ["one", asked], {"CUDA_VISIBLE_DEVICES": visible, "TRITON_INTERPRET": interpret})
@@ -161,7 +163,7 @@ class Process:
         watch_s: float,
     ) -> None:
         self.pid, self._dialogue, self.scratch = pid, dialogue, scratch
-        self.cpu_s = 0.0  # as it last said
+        self.cpu_s = 0.0  # by its last report
         self._memory, self._ended, self._watch_s = memory_bytes, ended, watch_s
         self._looked_at, self._over = 0.0, False
         try:
@@ -185,11 +187,12 @@ class Process:
     def ask(
         self, head: dict[str, Any], blobs: Sequence[wire.Blob] = (), *, limit_s: float, most_bytes: int = 0
     ) -> wire.Message:
-        """One question and its answer. Raises Lost with the reason."""
-        if head["do"] != "trial":  # of which the time counts
+        """Asks one question and returns its answer. Raises Lost with the reason."""
+        if head["do"] != "trial":  # its time counts
             self._watch()
         until = time.monotonic() + limit_s
-        with suppress(wire.Closed, wire.Late):  # it may have left a word before it went; late it is in a moment
+        # it may have sent a message before it ended; in a moment it would be late
+        with suppress(wire.Closed, wire.Late):
             wire.send(self._dialogue, head, blobs, until=until)
         return self._receive(until, limit_s, most_bytes)
 
@@ -211,7 +214,7 @@ class Process:
             self.look()
 
     def look(self) -> None:
-        """Raises Lost where it holds more than it may."""
+        """Raises Lost if it holds more than it may."""
         self._looked_at = time.monotonic()
         used = usage.memory_bytes((self.pid, *offspring(self.pid)))
         if used > self._memory:
@@ -221,7 +224,7 @@ class Process:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """It and its offspring stand still, whatever their threads are at: somebody else is timed."""
+        """Stops it and its descendants within the block, because another process is timed."""
         self._signal(signal.SIGSTOP)
         try:
             yield
@@ -234,22 +237,22 @@ class Process:
                 os.kill(pid, number)
 
     def end(self) -> None:
-        """Ends it and whatever it started. What it has written stays until it is closed."""
+        """Ends it and everything it started. Its files stay until it is closed."""
         if self._over:
             return
         self._over = True
         self._dialogue.close()
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGSTOP)  # so that nothing new is started while the rest is listed
+            os.killpg(self.pid, signal.SIGSTOP)  # so that it starts nothing while the rest is listed
         kill_all(self.pid)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._ended(self.pid)
 
     def close(self) -> None:
-        """Ends it and clears away."""
+        """Ends it and removes its folder."""
         self.end()
         try:
             shutil.rmtree(self.scratch, ignore_errors=True)
-        except RecursionError:  # a thousand folders in each other; so until Python 3.12
+        except RecursionError:  # a thousand nested folders; before Python 3.12
             subprocess.run(["rm", "-rf", str(self.scratch)], check=False)

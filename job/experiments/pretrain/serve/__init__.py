@@ -1,3 +1,3 @@
-"""Serves a trained character model over HTTP: what `final/` holds (model.py), what may be asked (request.py), and the
-server (server.py). Torch, Starlette and uvicorn; started by `python -m gpufleet.job.experiments.pretrain.serve`.
+"""Serves a trained character model over HTTP: the model in `final/` (model.py), the requests (request.py), and the
+server (server.py). It uses torch, Starlette and uvicorn; `python -m gpufleet.job.experiments.pretrain.serve` starts it.
 """

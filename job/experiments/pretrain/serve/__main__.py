@@ -1,6 +1,6 @@
-"""`python -m gpufleet.job.experiments.pretrain.serve DIR --port 8000`: HTTP answers by DIR's model, a run's final/.
+"""`python -m gpufleet.job.experiments.pretrain.serve DIR --port 8000`: serves DIR's model, a run's final/, over HTTP.
 
-Bound to this machine alone unless --host says otherwise: there is no password. SIGTERM and Ctrl-C end it.
+It listens on this machine alone unless --host says otherwise, because there is no password. SIGTERM and Ctrl-C end it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until it is told to end. 2: there is nothing to serve, or the port is taken."""
+    """Serves until a signal ends it. 2: there is nothing to serve, or the port is taken."""
     parser = argparse.ArgumentParser(prog="python -m gpufleet.job.experiments.pretrain.serve", description=__doc__)
     parser.add_argument("folder", metavar="DIR", type=Path, help="model.safetensors and meta.json, a run's final/")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network (default: %(default)s)")
     parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
     args = parser.parse_args(argv)
-    if not args.host:  # an unset variable; to a socket it is every address of this machine
+    if not args.host:  # an unset variable; to a socket it would mean every address
         parser.error("--host is empty; 127.0.0.1 serves this machine alone, 0.0.0.0 the network too")
     try:
-        import torch  # seconds: not for --help, and Ctrl-C ends them too
+        import torch  # takes seconds: not for --help, and Ctrl-C works meanwhile
 
         from gpufleet.job.experiments.pretrain.serve.model import open_model
         from gpufleet.job.experiments.pretrain.serve.server import Server
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def refusal(host: str, port: int, error: OSError | OverflowError) -> str:
-    """What is wrong with --host or --port, and what to give instead."""
+    """The problem with --host or --port, and what to give instead."""
     if isinstance(error, OverflowError):
         return f"--port {port}: 0 to 65535 are allowed; 0 takes a free one"
     why = error.strerror or str(error)

@@ -1,4 +1,4 @@
-"""A model from its exported folder, `model.safetensors` and `meta.json`, and nothing else."""
+"""Loads a model from its exported folder, from `model.safetensors` and `meta.json` alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXPERIMENT = "pretrain-d64"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """A model in memory. `name` says which one in every answer; `sequence` is the length it was trained on."""
+    """A model in memory. Every answer has `name`; `sequence` is the length it was trained on."""
 
     module: CharGpt
     name: str
@@ -46,7 +46,7 @@ class Served:
         return (SYMBOLS[i] for i in ids)
 
     def info(self) -> dict[str, Any]:
-        """What `GET /info` says."""
+        """The answer to `GET /info`."""
         shape = self.module.model
         return {
             "model": self.name,
@@ -64,8 +64,8 @@ class Served:
 
 
 def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
-    """The model in `folder`, products in fp32. Raises ValueError when it is not a character model's, is damaged, or the
-    device cannot take it.
+    """The model in `folder`, products in fp32. Raises ValueError if it is not a character model's, is damaged, or the
+    device cannot hold it.
     """
     meta = atomic.read_object(folder / META)
     if meta is None or not (folder / WEIGHTS).is_file():
@@ -83,7 +83,7 @@ def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
         sequence, entry = int(meta["sequence"]), meta["files"][0]
         if (size := (folder / WEIGHTS).stat().st_size) != int(entry["bytes"]):
             raise ValueError(f"{WEIGHTS} is {size} bytes, {META} says {entry['bytes']}: copy it again")
-        if atomic.sha256(folder / WEIGHTS) != entry["sha256"]:  # reads what is mapped below, about 1 s per GiB
+        if atomic.sha256(folder / WEIGHTS) != entry["sha256"]:  # reads the bytes mapped below, about 1 s per GiB
             raise ValueError(f"{WEIGHTS} is damaged: its sha256 is not the one in {META}; copy it again")
         with torch.device("meta"):
             module = CharGpt(shape)
@@ -95,9 +95,9 @@ def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
     module.eval()
     try:
         module.to(device)
-        with torch.no_grad():  # some take the weights and compute nothing: meta
+        with torch.no_grad():  # the device meta takes weights and computes nothing
             module(torch.zeros(1, 1, dtype=torch.int64, device=device)).logits.cpu()
-    # no such device, no driver, no memory; not built in; a dtype that it lacks
+    # no such device, driver or memory; not built in; an unsupported dtype
     except (RuntimeError, AssertionError, ImportError, TypeError) as error:
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ValueError(f"{folder}: cannot be put on device {str(device)!r} ({said}); try --device cpu") from error

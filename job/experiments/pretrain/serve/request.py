@@ -1,4 +1,4 @@
-"""What may be asked of the server: POST /generate's body, checked field by field. No torch."""
+"""Checks POST /generate's body, field by field. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateRequest:
-    """POST /generate's body. Temperature 0 is greedy; `seed` None: another sample each time."""
+    """POST /generate's body. Temperature 0 is greedy; `seed` None gives another sample each time."""
 
     prompt: str
     max_tokens: int = 100
@@ -35,7 +35,7 @@ class GenerateRequest:
 
 
 def parse(body: bytes, *, longest: int) -> GenerateRequest:
-    """The request. Raises Refused, naming all problems at once. `longest` prompt in characters."""
+    """The request. Raises Refused, naming all problems at once. `longest`: the longest prompt in characters."""
     try:
         tree = json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -1,9 +1,9 @@
 """The HTTP server: GET /health, GET /info, POST /generate. Answers and errors are JSON; streams are server-sent events.
 
-Starlette on uvicorn. What those two leave open is here: at most `CONNECTIONS` are open and `AT_ONCE` of them generate,
-others are told to come again (503); a request that is not whole `PATIENCE_S` after the connection or the answer before
-is dropped, and so is a client that reads nothing for as long, and of those the one that has kept us waiting longest as
-soon as another comes and all places are taken; what is no HTTP is told so in JSON too.
+Starlette on uvicorn. It adds the limits that those two lack: at most `CONNECTIONS` are open and `AT_ONCE` of them
+generate, others get 503; a request that is not whole `PATIENCE_S` after the connection or the answer before is dropped,
+and so is a client that reads nothing for as long; when all places are taken, a new client replaces the slow one that
+waited longest; non-HTTP input gets a JSON error too.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from gpufleet.job.experiments.pretrain.serve.request import GenerateRequest, Ref
 
 AT_ONCE = 4
 CONNECTIONS = 64
-BACKLOG = 128  # connections not yet accepted; clients beyond them are reset, not told to come again
+BACKLOG = 128  # connections not yet accepted; further clients are reset instead of told to come again
 PATIENCE_S = 30.0
-CLOSING_S = 8.0  # for all generations under way; a large model may take longer for a long prompt on a CPU
+CLOSING_S = 8.0  # for all running generations; a large model may take longer for a long prompt on a CPU
 BODY_BYTES = 64 * 1024  # the longest prompt is a few thousand characters
 ROUTES = {"/health": "GET", "/info": "GET", "/generate": "POST"}
 
 
 class Server(uvicorn.Server):
-    """Serves one model from its creation until `should_exit`. Port 0 takes a free one; `address` says which. Raises
-    OSError where there is no such place, OverflowError for a port beyond 65535.
+    """Serves one model from its creation until `should_exit`. Port 0 takes a free one; `address` has it. Raises OSError
+    if the address cannot be used, OverflowError for a port beyond 65535.
     """
 
     def __init__(self, address: tuple[str, int], served: Served) -> None:
         self.served = served
-        self.under_way = 0  # generations
+        self.under_way = 0  # running generations
         self.listening = socket.socket(proto=socket.IPPROTO_TCP)  # or asyncio leaves Nagle on: 45 ms a request, not 0.5
         try:
             self.listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -67,7 +67,7 @@ class Server(uvicorn.Server):
                 backlog=BACKLOG,
                 lifespan="off",
                 log_config=None,
-                log_level="critical",  # a client's mistakes are no news; ours are printed by `_failed`
+                log_level="critical",  # a client's mistakes are not logged; `_failed` prints ours
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=int(PATIENCE_S) + 1,  # Connection counts for itself
@@ -76,26 +76,26 @@ class Server(uvicorn.Server):
         )
 
     def serve_forever(self) -> None:
-        """Until `should_exit`."""
+        """Serves until `should_exit`."""
         self.run(sockets=[self.listening])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM and Ctrl-C end it in good order; uvicorn would die of them afterwards."""
+        """Ends it cleanly on SIGTERM and Ctrl-C; uvicorn would die of the signal afterwards."""
         self.should_exit = True
 
     def end_one(self) -> None:
-        """A generation is over."""
+        """Notes that a generation is over."""
         self.under_way -= 1
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Waits up to CLOSING_S until the generations under way have said that they end."""
+        """Waits up to CLOSING_S until running generations have sent their end."""
         await super().shutdown(sockets)
-        if self.under_way:  # one still computes its next character, in torch, which no thread leaves before
+        if self.under_way:  # one still computes its next character in torch, which no thread can leave before
             os._exit(0)
 
 
 class Connection(H11Protocol):
-    """One connection, with the limits of time that uvicorn lacks."""
+    """One connection, with the time limits that uvicorn lacks."""
 
     late: asyncio.TimerHandle | None = None  # drops it
 
@@ -105,7 +105,7 @@ class Connection(H11Protocol):
         if len(self.connections) > CONNECTIONS:
             others = (each for each in self.connections if isinstance(each, Connection) and each is not self)
             slow = [(each.late.when(), each) for each in others if each.late]
-            if slow:  # whoever is slow keeps nobody out
+            if slow:  # a slow client must keep nobody out
                 min(slow, key=itemgetter(0))[1]._drop()
             else:
                 self._refuse(503, f"{CONNECTIONS} connections are open already; try again in a moment")
@@ -121,7 +121,7 @@ class Connection(H11Protocol):
             if len(self.conn.trailing_data[0]) > BODY_BYTES:
                 self.transport.abort()
             else:
-                self.flow.resume_reading()  # uvicorn stops at a request sent ahead, and would not see the client leave
+                self.flow.resume_reading()  # uvicorn pauses at a request sent ahead, and would not see the client leave
 
     def on_response_complete(self) -> None:
         self._drop_in(PATIENCE_S)
@@ -137,13 +137,13 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         if self._answering():
-            return  # what follows a request that is answered, and ends the connection
+            return  # input after a request that is answered, and ends the connection
         error = sys.exception()  # uvicorn calls this where it catches it
         status = error.error_status_hint if isinstance(error, h11.ProtocolError) else 400
         self._refuse(status, f"no HTTP request ({error})")
 
     def _refuse(self, status: int, sentence: str) -> None:
-        """Answers what no route can, and closes the connection."""
+        """Answers errors outside of the routes, and closes the connection."""
         answer = _answer(status, {"error": sentence}, Connection="close")
         head = b"".join(b"%b: %b\r\n" % each for each in answer.raw_headers)
         first = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()
@@ -164,7 +164,7 @@ class Connection(H11Protocol):
 
 
 def application(server: Server) -> Starlette:
-    """The three routes. What they refuse is JSON."""
+    """The three routes. Their errors are JSON."""
 
     async def health(request: Request) -> Response:
         return _answer(200, {"status": "ok"})
@@ -201,7 +201,7 @@ def application(server: Server) -> Starlette:
 
 
 async def _body(request: Request) -> bytes:
-    """The whole body. Raises Refused for one of more than BODY_BYTES; uvicorn reads the rest and forgets it."""
+    """The whole body. Raises Refused for more than BODY_BYTES; uvicorn reads and drops the rest."""
     body = b""
     async for part in request.stream():
         body += part
@@ -211,12 +211,12 @@ async def _body(request: Request) -> bytes:
 
 
 async def _follow(server: Server, asked: GenerateRequest) -> AsyncIterator[str]:
-    """The characters. Raises Refused where the server ends or the model fails."""
+    """The generated characters. Raises Refused if the server ends or the model fails."""
     characters = iterate_in_threadpool(server.served.generate(asked))
     while True:
         try:
             character = await anext(characters, None)
-        except Exception as error:  # whatever it is, it ends this generation and not the server
+        except Exception as error:  # any error ends this generation and not the server
             traceback.print_exc()
             said = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise Refused(500, f"the generation failed: {said}") from error
@@ -228,7 +228,7 @@ async def _follow(server: Server, asked: GenerateRequest) -> AsyncIterator[str]:
 
 
 async def _events(prompt: str, characters: AsyncIterator[str], model: str) -> AsyncIterator[str]:
-    """One per character, then the whole answer with `"done": true`."""
+    """One event per character, then the whole answer with `"done": true`."""
     text = ""
     try:
         async for character in characters:
@@ -250,7 +250,7 @@ async def _refused(request: Request, error: Refused | HTTPException) -> Response
 
 
 async def _gone(request: Request, error: ClientDisconnect) -> Response:
-    return Response()  # nobody waits for it
+    return Response()  # the client is gone
 
 
 async def _failed(request: Request, error: Exception) -> Response:
