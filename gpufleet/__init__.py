@@ -7,9 +7,9 @@
     gpufleet.compare("stacks/sft-h100.yaml").frontier
     gpufleet.receipts()
 
-`gpufleet.TrainingRun` declares a run in a Pulumi program of yours, `gpufleet.program()` is a whole one. What is not in
-`__all__` is private and may change in any version; so may modules of `infra`, `job` and `rehearsal`. Nothing but a
-Pulumi program asks AWS or a network.
+`gpufleet.TrainingRun` declares a run in your Pulumi program, `gpufleet.program()` is a whole program. Names outside
+`__all__` are private and may change in any version; so may modules of `infra`, `job` and `rehearsal`. Only a Pulumi
+program asks AWS or a network.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
     "receipts",
 ]
 
-# Imported when asked for: `import gpufleet` is quick, and only TrainingRun needs Pulumi.
+# Imported on first use: `import gpufleet` is quick, and only TrainingRun needs Pulumi.
 _MODULES = {
     "gpufleet._bill": ("Bill", "BillLine", "Figures"),
     "gpufleet._compare": ("Comparison", "Frontier", "Option"),

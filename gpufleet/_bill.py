@@ -21,7 +21,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
     """One figure over the simulated runs: a tenth of them stay below `p10`, half below `p50`, nine in ten below `p90`.
-    In the unit of the attribute that holds it.
+    It is in the unit of the attribute that holds it.
     """
 
     p10: float
@@ -39,7 +39,7 @@ class BillLine:
     unit: str
     unit_usd: float  # USD for one unit
     usd: float
-    inferred: bool  # the price was read in no source for this region
+    inferred: bool  # whether no source states the price for this region
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,18 +50,18 @@ class Bill:
     """
 
     stack: str  # the definition's name
-    scenario: str  # empty: the file as it is
+    scenario: str  # empty: the file without a scenario
     run: str  # run.id
     region: str
     capacity: str  # spot or on-demand
-    instance_type: str  # the dearest listed one, which is what is priced
+    instance_type: str  # the most expensive listed one, which the bill prices
     usd: Figures  # USD of the whole run, stopped at the limits
     hours: Figures  # node-hours, over all nodes and attempts
-    wall_hours: Figures  # hours by the wall, with waits for capacity
-    usd_to_finish: Figures  # USD, whatever the limits
+    wall_hours: Figures  # hours by the clock, with waits for capacity
+    usd_to_finish: Figures  # USD without limits
     lines: tuple[BillLine, ...]
-    interruptions: float  # expected
-    stopped: float | None  # probability that a limit stops the run before its work is done; None: only priced
+    interruptions: float  # expected number
+    stopped: float | None  # probability that a limit stops the run before its work is done; None: not simulated
     kept_usd_per_month: float  # USD a month for what stays in the bucket after `pulumi destroy`
     prices_as_of: date  # the oldest of its prices
     warnings: tuple[str, ...]
@@ -81,18 +81,18 @@ class Bill:
 
 
 def figure(value: float | Decimal) -> str:
-    """Two decimals, or two digits of what is small."""
+    """The number with two decimals, or with two digits if it is small."""
     number = float(value)
     return f"{number:,.2f}" if abs(number) >= 0.1 or not number else f"{number:.2g}"
 
 
 def in_notebook(columns: Iterable[Column]) -> list[Column]:
-    """The columns with their numbers as a notebook shows them."""
+    """The columns with numbers in a notebook's form."""
     return [column._replace(digits=figure) if column.unit else column for column in columns]
 
 
 def in_numbers(cls: type[T], thing: object, **known: Any) -> T:
-    """The public form of a thing: each field is `known`, or its attribute of that name, with floats for decimals."""
+    """An internal object as this public class: fields from `known` or its attributes, with floats for decimals."""
     names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
     return cls(**{name: _number(known[name] if name in known else getattr(thing, name)) for name in names})
 

@@ -1,4 +1,4 @@
-"""What else could be run, in numbers."""
+"""Other ways to run the same work, in numbers."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ SHOWN = 40  # rows of a table
 class Option:
     """One way to do a piece of work: a scenario of the file, or an instance type and capacity for the same work."""
 
-    scenario: str  # every name with this work
+    scenario: str  # every scenario with this work
     instance_type: str
     capacity: str  # spot or on-demand
     region: str
     nodes: int
-    gpus_used: int  # of all nodes
-    usd: Figures | None  # USD to finish, everything the bill counts; None: not known, `why` says so
+    gpus_used: int  # on all nodes together
+    usd: Figures | None  # USD to finish, with everything in the bill; None: not known, for the reason in `why`
     hours: Figures | None  # node-hours
-    wall_hours: Figures | None  # hours by the wall, with waits for capacity
+    wall_hours: Figures | None  # hours by the clock, with waits for capacity
     late: float  # probability of missing the deadline
-    over_limit: bool  # p90 passes limits.max_usd or limits.max_hours
-    runnable: bool  # could be run as it is
-    measured: bool  # its speed is; else it is assumed
-    why: str  # it cannot be run, or is not the first
+    over_limit: bool  # whether p90 passes limits.max_usd or limits.max_hours
+    runnable: bool  # whether it could be run as it is
+    measured: bool  # whether its speed is measured; else it is assumed
+    why: str  # why it cannot be run, or is not first
     _row: Row = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frontier:
-    """The options that nothing beats in mean USD and hours at once. A notebook shows it as a picture."""
+    """The options that no other one beats in both mean USD and hours. A notebook shows it as a picture."""
 
     options: tuple[Option, ...]
     title: str
@@ -66,11 +66,11 @@ class Comparison:
 
     stack: str
     region: str
-    scenario: str  # whose work is compared
-    scenarios: tuple[Option, ...]  # of the file, in its order
-    options: tuple[Option, ...]  # ranked
+    scenario: str  # the one whose work is compared
+    scenarios: tuple[Option, ...]  # the file's, in its order
+    options: tuple[Option, ...]  # in their ranking
     frontier: Frontier
-    runnable: bool  # whether anything could be run in time
+    runnable: bool  # whether any option could be run in time
 
     def _repr_html_(self) -> str:
         able = [each for each in self.options if each.runnable]

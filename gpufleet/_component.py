@@ -1,6 +1,6 @@
 """TrainingRun for Pulumi programs of any language, hosted as a provider. docs/api.md says how a program adds it.
 
-The SDK reads the annotations below as they are, so none may be a text: no `from __future__ import annotations` here.
+The SDK evaluates the annotations below, so none may be text: no `from __future__ import annotations` here.
 """
 
 import importlib.metadata
@@ -28,7 +28,7 @@ class Figures(TypedDict):
     p90: float
     """Nine in ten stay below."""
     mean: float
-    """Their mean."""
+    """The mean of the runs."""
 
 
 class RunBill(TypedDict):
@@ -39,30 +39,30 @@ class RunBill(TypedDict):
     hours: Figures
     """Node-hours, over all nodes and attempts."""
     wall_hours: Figures
-    """Hours by the wall, with waits for capacity."""
+    """Hours by the clock, with waits for capacity."""
     usd_to_finish: Figures
-    """USD, whatever the limits."""
+    """USD without limits."""
     kept_usd_per_month: float
     """USD a month for what stays in the bucket after `pulumi destroy`."""
 
 
 class TrainingRunArgs(TypedDict):
-    """One definition's run, and where it is put."""
+    """One definition's run, and its place."""
 
     definition: Any
     """The path of a definition file, the name of one in stacks/, or an object of its sections."""
     scenario: NotRequired[str]
-    """This one of the definition's scenarios."""
+    """The name of one of the definition's scenarios."""
     project: NotRequired[str]
-    """The folder from which the definition's inputs are seen; by default that of Pulumi.yaml."""
+    """The folder of the definition's inputs; by default that of Pulumi.yaml."""
     vpc_id: NotRequired[pulumi.Input[str]]
-    """A VPC that is there already; with `subnets`."""
+    """An existing VPC; with `subnets`."""
     subnets: NotRequired[dict[str, pulumi.Input[str]]]
-    """A subnet of it for each of fleet.zones: ids by zone."""
+    """One of its subnets for each of fleet.zones: ids by zone."""
     permissions_boundary: NotRequired[pulumi.Input[str]]
-    """The ARN of the boundary of the node's role."""
+    """The ARN of a permissions boundary for the node's role."""
     tags: NotRequired[dict[str, str]]
-    """On everything, beside the definition's own."""
+    """Tags for every resource, beside the definition's own."""
 
 
 class TrainingRun(_training_run.TrainingRun):
@@ -75,11 +75,11 @@ class TrainingRun(_training_run.TrainingRun):
     bucket: pulumi.Output[str]
     """The bucket's name."""
     run_prefix: pulumi.Output[str]
-    """Where all that the run saves lies: s3://BUCKET/RUN/."""
+    """The address of the run's files: s3://BUCKET/RUN/."""
     log_group: pulumi.Output[str]
     """The log group's name."""
     bill: pulumi.Output[RunBill]  # type: ignore[assignment]  # in numbers: an object crosses no process
-    """What it costs, in USD and hours."""
+    """The run's cost in USD and hours."""
 
     def __init__(self, name: str, args: TrainingRunArgs, opts: pulumi.ResourceOptions | None = None) -> None:
         given = cast("Mapping[str, Any]", args)
@@ -101,7 +101,7 @@ class TrainingRun(_training_run.TrainingRun):
 
 
 def _project(folder: Path) -> Path:
-    """The folder of Pulumi.yaml, which a hosted component is not told: at or above that of the program."""
+    """The folder of Pulumi.yaml, which a hosted component does not get: at or above the program's."""
     return next((each for each in (folder, *folder.parents) if (each / "Pulumi.yaml").is_file()), folder)
 
 
@@ -110,7 +110,7 @@ def _plain(value: object) -> object:
 
 
 def _with_whole_numbers(value: Any) -> Any:
-    """The value with its whole numbers as integers: between processes all numbers are fractions."""
+    """The value with its whole numbers as integers, because between processes all numbers are floats."""
     if isinstance(value, dict):
         return {key: _with_whole_numbers(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -119,7 +119,7 @@ def _with_whole_numbers(value: Any) -> Any:
 
 
 class Host(ComponentProvider):
-    """The provider. What is wrong with a definition is said without the traceback that the SDK adds."""
+    """The provider. It shows a definition's problems without the SDK's traceback."""
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
         try:

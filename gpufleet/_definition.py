@@ -1,4 +1,4 @@
-"""A definition: read from a file, or given as a mapping of its sections."""
+"""Reads a definition from a file, or from a mapping of its sections."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Definition:
     """A checked definition: one run, or one of its scenarios."""
 
     name: str  # the file's, without .yaml
-    path: Path  # where it lies; of a mapping, where it was written
-    project: Path  # the folder that its inputs and prices are seen from
-    scenario: str  # empty: the file as it is
+    path: Path  # the file, also the one written for a mapping
+    project: Path  # the folder of its inputs and prices
+    scenario: str  # empty: the file without a scenario
     run: str  # run.id
     owner: str
     experiment: str  # the kind of job; `command` for a script of your own
@@ -77,12 +77,12 @@ def read(
 
 
 def folder_of(project: Path | str | None) -> Path:
-    """The project's folder: as given, or the nearest at or above the working folder that holds `stacks/`."""
+    """The project's folder: as given, or the nearest with `stacks/`, at or above the working folder."""
     return project_root(Path.cwd()) if project is None else Path(project)
 
 
 def file_of(given: Given, root: Path, name: str) -> Path:
-    """The file of a definition: a stack's name or a path as everywhere, or a mapping, which is written down as
+    """The file of a definition: by a stack's name or a path, or for a mapping, written to
     .gpufleet/definitions/NAME.yaml of the project, where the commands find it by that path. Raises GpufleetError.
     """
     if not isinstance(given, Mapping):
@@ -100,9 +100,7 @@ def file_of(given: Given, root: Path, name: str) -> Path:
 
 
 def as_yaml(mapping: Mapping[str, Any], heading: str = "") -> str:
-    """A mapping as a definition file has it: plain values, no aliases. Raises GpufleetError for what is no value of a
-    file.
-    """
+    """A mapping as a definition file: plain values, no aliases. Raises GpufleetError for other values."""
     try:
         plain = json.loads(json.dumps(mapping, default=_plain))
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Load, price, compare, read receipts."""
+"""The functions load, price, compare and receipts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from gpufleet.infra.inputs.readiness import code_problems, image_problems, not_r
 def load(definition: Given, *, scenario: str = "", name: str = "", project: Path | str | None = None) -> Definition:
     """Reads and checks a definition: the name of a file in `stacks/`, a path, or a mapping of the file's sections.
 
-    `scenario`: this one of the file's. `name`: of a mapping, which is written to `.gpufleet/definitions/NAME.yaml` of
-    the project. `project`: the folder that holds `stacks/`, data, prices and receipts; None: the nearest at or above
-    the working folder that holds `stacks/`, else the working folder.
+    `scenario`: one of the file's scenarios. `name`: for a mapping, which is written to
+    `.gpufleet/definitions/NAME.yaml` of the project. `project`: the folder with `stacks/`, data, prices and receipts;
+    None: the nearest one with `stacks/`, at or above the working folder, else the working folder.
 
-    Raises DefinitionError, whose `problems` are all that is wrong, each with line, path and what is allowed;
-    GpufleetError where there is no such file or scenario.
+    Raises DefinitionError, whose `problems` list everything that is wrong, each with line, path and what is allowed;
+    GpufleetError if there is no such file or scenario.
     """
     return read(definition, scenario=scenario, name=name, project=project, now=datetime.now(UTC))
 
@@ -36,11 +36,10 @@ def load(definition: Given, *, scenario: str = "", name: str = "", project: Path
 def price(
     definition: Given | Definition, *, scenario: str = "", name: str = "", project: Path | str | None = None
 ) -> Bill:
-    """The bill of a run in USD and hours, on all that the project has measured. Arguments as for `load`.
+    """The bill of a run in USD and hours, by all measurements of the project. Arguments as for `load`.
 
-    A bill whose limits are too low is a bill too: its `problems` say so. Raises as `load`; DefinitionError where the
-    job fits no listed type or none has a price; GpufleetError for a scenario that ran elsewhere, and where a price is
-    missing.
+    If limits are too low there is still a bill: its `problems` say so. Raises like `load`; DefinitionError if the job
+    fits no listed type or none has a price; GpufleetError for a scenario that ran elsewhere, and if a price is missing.
     """
     now = datetime.now(UTC)
     found = read(definition, scenario=scenario, name=name, project=project, now=now)
@@ -65,11 +64,12 @@ def compare(
     name: str = "",
     project: Path | str | None = None,
 ) -> Comparison:
-    """The file's scenarios and every instance type for their work, ranked by mean USD; `scenario`: for its work alone.
-    `within_hours`: hours from now by which it must end, in place of limits.deadline. The rest as for `load`.
+    """The file's scenarios and every instance type for their work, ranked by mean USD; `scenario` restricts it to that
+    one's work. `within_hours`: the hours from now within which it must end, instead of limits.deadline. Other arguments
+    as for `load`.
 
-    Raises as `load`; GpufleetError for a scenario whose work cannot be taken to another type, and for a deadline that
-    has passed.
+    Raises like `load`; GpufleetError for a scenario whose work cannot move to another type, and for a deadline that has
+    passed.
     """
     now = datetime.now(UTC)
     found = read(definition, scenario="", name=name, project=project, now=now)
@@ -78,9 +78,9 @@ def compare(
 
 
 def receipts(stack: str | None = None, *, project: Path | str | None = None) -> list[Receipt]:
-    """What every run of the project, or of one stack, cost against its bill: by stack, the oldest first.
+    """The receipts of every run of the project, or of one stack: by stack, the oldest first.
 
-    Reads `receipts/` of the project, where `gpufleet results` keeps them. A file that is no receipt is left out, with a
+    They are in `receipts/` of the project, where `gpufleet results` keeps them. A damaged file is left out, with a
     warning that names it.
     """
     found, damaged = _receipts.read(folder_of(project), stack)

@@ -12,14 +12,14 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program import engine
 from gpufleet.job.text import printable
 
-SHOWN = 32  # tells the engine that the message is out, so that it adds none of its own
+SHOWN = 32  # tells the engine that the message was shown, so that it adds none
 
 
 def program() -> None:
-    """Declares one run as the whole Pulumi program: that of `stacks/NAME.yaml` under the Pulumi stack NAME, or of what
-    `pulumi config set definition` and `scenario` name. `gpufleet init` writes the program that calls it.
+    """Declares one run as the whole Pulumi program: of `stacks/NAME.yaml` for the Pulumi stack NAME, or of the
+    `definition` and `scenario` set by `pulumi config set`. `gpufleet init` writes the program that calls it.
 
-    Ends the program with the problem's sentences where the definition, the run id or an input is wrong; nothing is
+    Ends the program with the problems as sentences if the definition, the run id or an input is wrong; nothing is
     declared then. Exports bucket, log group, fleet and the bill; docs/real-aws.md has the outputs.
     """
     engine.require()
@@ -29,7 +29,8 @@ def program() -> None:
         config = pulumi.Config()
         name = config.get("definition") or pulumi.get_stack()
         plan = engine.planned(root, name, was, scenario=config.get("scenario") or "")
-        # Imported here, as the provider below: SDKs take a second, and a wrong definition's error need not wait for it.
+        # Imported here, like the provider below: SDKs take a second, and an error of the definition need not wait for
+        # it.
         from gpufleet.infra.account import aws, unknown_fleets
 
         preview = bool(pulumi.runtime.is_dry_run())

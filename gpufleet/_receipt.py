@@ -1,4 +1,4 @@
-"""What a run cost against its bill, in numbers."""
+"""A run's cost next to its bill, in numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpufleet.job.contract import receipt as _contract
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReceiptLine:
-    """One line of the bill, in USD, and what became of it."""
+    """One line of the bill in USD, estimated and actual."""
 
     name: str
     estimate: float
@@ -27,21 +27,21 @@ class ReceiptLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Receipt:
-    """One run against its bill. Money in USD. A notebook shows a table."""
+    """One run's cost next to its bill. Money in USD. A notebook shows a table."""
 
     stack: str
     run: str
     reason: str  # why the run ended
-    until: str  # until when it is counted: UTC, ISO 8601
+    until: str  # until when costs count: UTC, ISO 8601
     capacity: str  # spot or on-demand
-    rehearsal: bool  # of an embedded AWS: tells nothing of real dollars
-    counted: bool  # belongs to the score of the bills
+    rehearsal: bool  # from an embedded AWS: says nothing about real dollars
+    counted: bool  # whether it counts in the bills' score
     estimate: float  # the bill's p50
     actual: float
-    p10: float  # the bill's
+    p10: float  # the bill's p10 and p90
     p90: float
-    error_percent: float  # of the estimate; positive: it cost more than was said
-    inside: bool | None  # between p10 and p90; None: the bill had no range
+    error_percent: float  # of the estimate; positive: the run cost more than estimated
+    inside: bool | None  # whether the cost is between p10 and p90; None: the bill had no range
     estimate_hours: float  # node-hours
     actual_hours: float
     causes: Mapping[str, float]  # why the two differ; they add up to actual - estimate

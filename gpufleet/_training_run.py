@@ -19,8 +19,8 @@ TYPE = "gpufleet:index:TrainingRun"
 
 
 class TrainingRun(pulumi.ComponentResource):
-    """One definition's run: network, bucket, role, launch template and a fleet of one node, as `pulumi up` of gpufleet
-    itself declares them. Several may stand in one program, each with a definition of its own name.
+    """One definition's run: network, bucket, role, launch template and a fleet of one node, as gpufleet's own `pulumi
+    up` declares them. One program may have several, each with a definition of its own name.
 
     The stack's Pulumi.yaml needs `options: {refresh: always}`: a run ends its own fleet.
     """
@@ -30,11 +30,11 @@ class TrainingRun(pulumi.ComponentResource):
     bucket: pulumi.Output[str]
     """The bucket's name."""
     run_prefix: pulumi.Output[str]
-    """Where all that the run saves lies: `s3://BUCKET/RUN/`."""
+    """The address of the run's files: `s3://BUCKET/RUN/`."""
     log_group: pulumi.Output[str]
     """The log group's name."""
     bill: Bill
-    """What it costs, in USD and hours; known at once, so that a program can decide by it."""
+    """The run's cost in USD and hours; known at once, so that a program can decide by it."""
 
     def __init__(
         self,
@@ -50,17 +50,17 @@ class TrainingRun(pulumi.ComponentResource):
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
         """`definition`: the path of a definition file, the name of one in `stacks/`, or a mapping of its sections,
-        which is then called `name`. `scenario`: this one of its scenarios. `project`: the folder from which its inputs
-        are seen; None: that of Pulumi.yaml.
+        which is then called `name`. `scenario`: one of its scenarios. `project`: the folder of its inputs; None: that
+        of Pulumi.yaml.
 
-        `vpc_id` with `subnets` (ids by zone, one for each of `fleet.zones`), `permissions_boundary` (an ARN) and `tags`
-        come before or beside what the definition's `account` says; the first three may be outputs of other resources.
+        `vpc_id` with `subnets` (ids by zone, one for each of `fleet.zones`) and `permissions_boundary` (an ARN) replace
+        those of the definition's `account`, `tags` add to its tags; the first three may be outputs of other resources.
 
         `opts` as for any component. A `provider` of AWS must be of the definition's region; without one the component
         has its own, in that region.
 
-        Raises pulumi.RunError, which the engine shows without a traceback, before anything is declared: what is wrong
-        in the definition, the run id of an earlier run, limits below the bill, inputs that are not there.
+        Raises pulumi.RunError, which the engine shows without a traceback, before anything is declared: for mistakes in
+        the definition, the run id of an earlier run, limits below the bill, missing inputs.
         """
         engine.require()
         root = Path(project).resolve() if project is not None else engine.root_directory()
@@ -114,12 +114,12 @@ class TrainingRun(pulumi.ComponentResource):
         self.register_outputs(outputs)
 
 
-_CLAIMED: WeakKeyDictionary[pulumi.Resource, dict[str, str]] = WeakKeyDictionary()  # by the stack of a program
+_CLAIMED: WeakKeyDictionary[pulumi.Resource, dict[str, str]] = WeakKeyDictionary()  # by the program's stack
 
 
 def _claim(definition: str, name: str) -> None:
-    """Raises GpufleetError where another component of this program runs a definition of that name, as bucket, role and
-    tags are called; the engine would speak of one of those alone.
+    """Raises GpufleetError if another component of this program has a definition of that name, because bucket, role and
+    tags use it, and the engine would report only one of the two.
     """
     root = pulumi.runtime.get_root_resource()
     if root is None:  # hosted for another program
@@ -133,7 +133,7 @@ def _claim(definition: str, name: str) -> None:
 
 
 def _earlier_names(opts: pulumi.ResourceOptions | None) -> list[str]:
-    """The names that the options' aliases give, as far as they are known at once."""
+    """The names in the options' aliases, as far as they are known at once."""
     aliases = [alias.name if isinstance(alias, pulumi.Alias) else alias for alias in (opts and opts.aliases) or []]
     return [each.rpartition("::")[2] for each in aliases if isinstance(each, str)]
 
@@ -141,7 +141,7 @@ def _earlier_names(opts: pulumi.ResourceOptions | None) -> list[str]:
 def _check_network(
     vpc_id: pulumi.Input[str] | None, subnets: Mapping[str, pulumi.Input[str]] | None, zones: tuple[str, ...]
 ) -> None:
-    """Raises GpufleetError."""
+    """Raises GpufleetError for a network without its other half."""
     if (vpc_id is None) != (subnets is None):
         raise GpufleetError("vpc_id and subnets belong together: give both, or neither for a network of its own")
     if subnets is not None and set(subnets) != set(zones):
@@ -151,7 +151,7 @@ def _check_network(
 
 
 def _check_region(provider: pulumi.ProviderResource, region: str) -> None:
-    """Fails the program where the provider is of another region."""
+    """Raises GpufleetError if the provider has another region."""
 
     def check(given: str | None) -> None:
         if given not in (None, region):

@@ -103,10 +103,10 @@ def _violation(message: str) -> EC2ClientError:
     return EC2ClientError("DependencyViolation", message)
 
 
-FLEETS: dict[str, FleetController] = {}  # by account: whose fleets answer
+FLEETS: dict[str, FleetController] = {}  # by account: the controller that answers
 
 
-Action = Callable[[FleetController, Any], Any]  # the fleets of the account that asks, moto's response
+Action = Callable[[FleetController, Any], Any]  # arguments: the account's fleets, moto's response
 
 
 def _of_fleets(method: Callable[[FleetController, str, dict[str, Any]], dict[str, Any]]) -> Action:
@@ -128,7 +128,7 @@ def _describe_spot_price_history(fleets: FleetController, response: Any) -> Any:
     filters = {f["Name"]: f["Values"] for f in params.get("Filters") or []}
     kinds = params.get("InstanceTypes") or filters.get("instance-type") or []
     zones = [params["AvailabilityZone"]] if params.get("AvailabilityZone") else filters.get("availability-zone")
-    at = params.get("StartTime") or fleets.clock.now()  # a price holds from before the span that was asked for
+    at = params.get("StartTime") or fleets.clock.now()  # the price at the start was set before the span asked for
     wanted = {"instance-type": kinds, **({"location": zones} if zones else {})}
     offered = response.ec2_backend.describe_instance_type_offerings("availability-zone", wanted)
     history = [
@@ -173,7 +173,7 @@ def _describe_capacity_reservations(fleets: FleetController, response: Any) -> A
 
 
 def _get_ebs_default_kms_key_id(fleets: FleetController, response: Any) -> Any:
-    return ActionResult({"KmsKeyId": "alias/aws/ebs"})  # what an account answers that never chose a key
+    return ActionResult({"KmsKeyId": "alias/aws/ebs"})  # AWS's answer for an account that never chose a key
 
 
 def _terminate_instances(fleets: FleetController, response: Any) -> Any:
@@ -277,7 +277,7 @@ def _list_service_quotas(fleets: FleetController, response: Any) -> Any:
     return json.dumps({"Quotas": [_quota(fleets, code) for code in codes]})
 
 
-_MOTO: dict[str, Any] = {}  # moto's own function of each action; None: it has none
+_MOTO: dict[str, Any] = {}  # moto's own function of each action; None if moto has none
 
 
 def _replace(cls: type[Any], name: str, action: Action) -> None:

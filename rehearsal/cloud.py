@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-os.environ.setdefault("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")  # hundreds of images nobody here asks for
+os.environ.setdefault("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")  # hundreds of images that nothing here needs
 
 from moto.ec2.models import ec2_backends
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
@@ -66,7 +66,7 @@ class Cloud:
         region: str = "us-east-2",
         port: int = 0,
     ) -> None:
-        os.environ.update(past_proxies(os.environ))  # of this process's own clients, too
+        os.environ.update(past_proxies(os.environ))  # for this process's own clients, too
         self.root = root
         self.clock: Clock = clock or SystemClock()
         self.region = region

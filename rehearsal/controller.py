@@ -48,7 +48,7 @@ class FleetController:
         self.notice_s = notice_s
         self.relaunch_delay_s = relaunch_delay_s
         self.retry_s = retry_s
-        self.expired_state = "deleted"  # or "active": it is not verified which one AWS gives an expired fleet
+        self.expired_state = "deleted"  # or "active": nobody has verified which one AWS gives an expired fleet
         self.fleets: dict[str, CloudFleet] = {}
         self.instances: dict[str, CloudInstance] = {}
         self.lock = threading.RLock()

@@ -30,7 +30,7 @@ from gpufleet.rehearsal.handlers import handler
 from gpufleet.rehearsal.handlers.table import Aws
 
 Say = Callable[[str], None]
-END_S = 20.0  # the longest that the engine needs to finish its current resource and to end its plugins
+END_S = 20.0  # the longest that the engine takes to finish its current resource and to end its plugins
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class Result:
     """What one command of the engine did."""
 
     ok: bool
-    # Resources by operation; one that is left alone is `same`, in InProcess's destroy `kept`.
+    # Resources by operation; an unchanged one is `same`, or `kept` in InProcess's destroy.
     changes: Mapping[str, int]
     steps: tuple[EngineStep, ...]
-    diagnostics: str  # what the user reads under Diagnostics
-    outputs: Mapping[str, Any]  # of a preview: what is known before anything exists
-    text: str = ""  # all that was printed
+    diagnostics: str  # the text below Diagnostics
+    outputs: Mapping[str, Any]  # after a preview: those known before anything exists
+    text: str = ""  # the whole output
 
     def affected(self, operation: str) -> set[str]:
         """Names of the resources with this operation."""
@@ -110,7 +110,7 @@ def settings(folder: Path, port: int) -> dict[str, str]:
     state.mkdir(parents=True, exist_ok=True)
     return {
         "PULUMI_HOME": str(folder / "home"),
-        "PULUMI_BACKEND_URL": f"{state.resolve().as_uri()}?metadata=skip",  # as the README logs in
+        "PULUMI_BACKEND_URL": f"{state.resolve().as_uri()}?metadata=skip",  # as in the README
         "PULUMI_CONFIG_PASSPHRASE": "rehearsal",  # nothing in a rehearsal is secret
         "PULUMI_DEBUG_PROVIDERS": f"aws:{port}",
         "PULUMI_DISABLE_AUTOMATIC_PLUGIN_ACQUISITION": "true",
@@ -203,7 +203,7 @@ class InProcess(Engine):
         self._stack = stack
         self._say = say
         self._state = folder / "in-process.json"
-        self._report = self._state  # of the last program run
+        self._report = self._state  # from the last run of the program
 
     def preview(self) -> Result:
         return self._program("preview")
@@ -277,7 +277,7 @@ def streamed(command: list[str], *, folder: Path | None, environment: Mapping[st
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # a terminal's second Ctrl-C makes the engine leave its plugins behind
+        start_new_session=True,  # a second Ctrl-C in a terminal makes the engine leave its plugins behind
     )
     lines = []
     with process:

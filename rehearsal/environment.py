@@ -30,4 +30,4 @@ def past_proxies(environment: Mapping[str, str]) -> dict[str, str]:
         return {}
     said = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
     hosts = ",".join(dict.fromkeys([*filter(None, said.split(",")), "127.0.0.1", "localhost"]))
-    return {"NO_PROXY": hosts, "no_proxy": hosts}  # each tool reads the one or the other
+    return {"NO_PROXY": hosts, "no_proxy": hosts}  # each tool reads one of the two

@@ -1,4 +1,4 @@
-"""What a rehearsal must have shown: every promise about the run, with its figure.
+"""Checks what a rehearsal must show: every promise about the run, with its figure.
 
 It reads only what a user gets: the results folder, the receipt, the timeline.
 """
@@ -36,7 +36,7 @@ from gpufleet.rehearsal.watch import Begun, NodeView, Watch
 class Rehearsal:
     """One rehearsal: its folders, its definition, and what it has observed."""
 
-    definition: StackDefinition  # the rehearsal's form
+    definition: StackDefinition  # in its form for the rehearsal
     folder: Path  # rehearsals/<stack>/<run>.unfinished
     project: Path  # the scratch project
     root: Path  # the user's project
@@ -45,9 +45,9 @@ class Rehearsal:
     engine: Engine
     runner: NodeRunner
     watch: Watch | None = None
-    stand_in: bool = False  # a stand-in takes the place of a command's script
-    until: str | None = None  # for a run without interruptions: it goes on to its end, or to a limit
-    torch_s: float = 0.0  # importing torch in a new process, on this machine
+    stand_in: bool = False  # whether a stand-in replaces a command's script
+    until: str | None = None  # for a run without interruptions: what ends it, its own end or a limit
+    torch_s: float = 0.0  # how long a new process takes to import torch on this machine
 
     @property
     def name(self) -> str:
@@ -86,9 +86,9 @@ class Resumption:
     last_step: int
     resumed_step: int
     started_s: float | None  # seconds from the next node's launch to its first step
-    signalled: bool  # a command was sent its signal
-    reason: str  # why the checkpoint was made from which the next node goes on; empty: there was none
-    observed: Observed = field(default_factory=Observed)  # what the next node has observed of a command
+    signalled: bool  # whether a command got its signal
+    reason: str  # why the restored checkpoint was made; empty: there was none
+    observed: Observed = field(default_factory=Observed)  # the next node's observations of a command
 
     def saved(self, every: int | None) -> bool | None:
         """Whether the next node goes on from what a command has saved after its signal. None: not shown, because no
@@ -99,7 +99,7 @@ class Resumption:
         off = min(self.resumed_step % every, -self.resumed_step % every) if every else 2
         as_usual = every is not None and off <= max(
             1, every // 10
-        )  # a file without {step} has the step of the last line
+        )  # a file without {step} gets the step of the last line
         return None if not self.signalled or as_usual else True
 
     @property
@@ -117,7 +117,7 @@ class Evidence:
         self.receipt = Receipt.from_json(_document(folder / RECEIPT))
         self.done = Done.from_json(_document(folder / bucket.DONE))
         if rehearsal.until != "limit":
-            _document(folder / RESULTS)  # raises without one
+            _document(folder / RESULTS)  # raises if it is missing
         report = folder / "growth_report.json"
         self.growths: list[dict[str, Any]] = _document(report).get("boundaries", []) if report.exists() else []
         self.stages = {path.name: _lines(path) for path in sorted((folder / STAGES).glob("*.jsonl"))}
@@ -286,7 +286,7 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
     if resumption.started_s is None:
         return
     beyond, text = resumption.started_s - rehearsal.torch_s, "with the command's own start"
-    if rehearsal.torch_s:  # timed for a ready-made job alone
+    if rehearsal.torch_s:  # only measured for a ready-made job
         text = f"{beyond:.1f} s beyond importing torch (bar {RECOVERY_S:.0f})"
     held, figure = not rehearsal.torch_s or beyond < RECOVERY_S, f"{resumption.started_s:.1f} s, {text}"
     yield Promise(name="new node to first new step", figure=figure, held=held, required=False)

@@ -1,4 +1,4 @@
-"""Fault Injection Service's interruptions of spot nodes: moto keeps templates and experiments, and interrupts nobody.
+"""Fault Injection Service's interruptions of spot nodes: moto only stores templates and experiments.
 
 An experiment gives each spot instance that its target names the notice that AWS gives, if its role may and trusts FIS.
 """

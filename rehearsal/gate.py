@@ -23,8 +23,8 @@ from gpufleet.infra.account.iam_policy import AccessRequest, Statement
 from gpufleet.rehearsal import registry, schedules
 from gpufleet.rehearsal.clock import Clock
 
-FREE = ("sts:GetCallerIdentity",)  # needs no right
-UNNARROWED = ("DescribeFleets", "DescribeInstances")  # these know no resource (IAM service authorization reference)
+FREE = ("sts:GetCallerIdentity",)  # actions that need no right
+UNNARROWED = ("DescribeFleets", "DescribeInstances")  # actions without a resource (IAM service authorization reference)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ def asked(
     if request.service in ("ssm", "secretsmanager") and request.action in ("GetParameter", "GetSecretValue"):
         names = json.loads(request.body or b"{}")
         of_parameter, of_secret = f"parameter{names.get('Name')}", f"secret:{names.get('SecretId')}-AbCdEf"
-        kept = of_parameter if request.service == "ssm" else of_secret  # AWS's own six letters
+        kept = of_parameter if request.service == "ssm" else of_secret  # six letters that AWS adds
         return [AccessRequest(action, f"arn:aws:{request.service}:{place}:{kept}")]
     if request.service == "sns":
         return [AccessRequest(action, parse_qs(request.body.decode()).get("TopicArn", [""])[0])]
@@ -180,9 +180,9 @@ class Gate:
         self.tags, self.key_of, self.clock = tags, key_of, clock
         self._one_of_ec2 = threading.Lock()
         self.endpoint = ""  # set once the port is known
-        self.images: dict[tuple[str, str], str] = {}  # digests of real ones, by name and tag or digest
+        self.images: dict[tuple[str, str], str] = {}  # digests of real images, by name and tag or digest
         self.denied: set[tuple[str, str]] = set()  # (access key, action)
-        self.calls: list[tuple[str, str]] = []  # (access key, action), S3 left out
+        self.calls: list[tuple[str, str]] = []  # (access key, action), without S3's
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         path = str(environ.get("PATH_INFO", ""))
@@ -209,8 +209,8 @@ class Gate:
         return self._answer(environ, start, service)
 
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any], service: str) -> Iterable[bytes]:
-        """What moto says. EC2 is asked by one at a time: moto walks over its tables of it unguarded, and fails where
-        another request changes them meanwhile.
+        """moto's answer. Only one request at a time reaches EC2: moto walks over its tables unguarded, and fails if
+        another request changes them.
         """
         with self._one_of_ec2 if service == "ec2" else contextlib.nullcontext():
             return self.app(environ, start)
@@ -255,7 +255,7 @@ class Gate:
             method=method,
             path=str(environ.get("PATH_INFO", "")),
             query=query,
-            body=_body(environ) if service != "s3" or method == "POST" else b"",  # not a part of 64 MiB
+            body=_body(environ) if service != "s3" or method == "POST" else b"",  # not for an upload's parts of 64 MiB
         )
         for wish in asked(request, self.tags, self.key_of):
             if not allowed(statements, wish):

@@ -39,15 +39,15 @@ class Imds:
         address: str = "127.0.0.1",
     ) -> None:
         self.clock: Clock = clock or SystemClock()
-        self.address = address  # the machine's own
+        self.address = address  # the machine's own address
         self.instance = instance or _standalone_instance(self.clock.now())
         self.account, self.access_key, self.secret_key = account, access_key, secret_key
-        self.fault: Fault | None = None  # on the two notice paths only, so that credentials still come
-        self.faults = 0  # answers that it has spoiled
+        self.fault: Fault | None = None  # on the two notice paths only, so that credentials still arrive
+        self.faults = 0  # how many answers it has spoiled
         self.slow_s = 30.0  # how long a slow answer takes
         self.token_s = 0.0  # how long a token takes
         self.requests: list[tuple[datetime, str, int]] = []  # when, path, status
-        self._tokens: dict[str, datetime] = {}  # until when each is taken
+        self._tokens: dict[str, datetime] = {}  # by token: until when it is valid
         self._closed = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
@@ -187,7 +187,7 @@ def _handler(imds: Imds) -> type[BaseHTTPRequestHandler]:
         def _answer(self, status: int, body: str) -> None:
             imds.requests.append((imds.clock.now(), self.path, status))
             if imds.fault == "silent" and self.command == "GET":
-                return  # the connection closes without a word
+                return  # closes the connection without an answer
             data = body.encode()
             self.send_response(status)
             self.send_header("Content-Type", "text/plain")

@@ -28,7 +28,7 @@ from gpufleet.rehearsal.handlers import handler, table
 from gpufleet.rehearsal.handlers.table import Aws, UnsupportedError
 from gpufleet.rehearsal.provider import plain, struct
 
-STASH = "pulumi:index:Stash"  # the engine's own, in its state alone
+STASH = "pulumi:index:Stash"  # exists only in the engine's own state
 
 
 class Monitor(mocks.MockMonitor):

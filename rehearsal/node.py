@@ -102,7 +102,7 @@ class NodeRunner:
     def end(self, instance: CloudInstance) -> None:
         """Ends the machine: none of its processes runs when this returns."""
         node = self.nodes.get(instance.id)
-        if node is None:  # it never started
+        if node is None:  # it was never started
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(node.process.pid, signal.SIGKILL)
@@ -167,7 +167,7 @@ class NodeRunner:
             "GPUFLEET_NODE": instance.id,
             "GPUFLEET_PYTHON": str(python),
             "GPUFLEET_HOPS": str(instance.hops),
-            "PET_LOCAL_ADDR": self.cloud.metadata(instance.id).address,  # for torchrun, in the place of the host's name
+            "PET_LOCAL_ADDR": self.cloud.metadata(instance.id).address,  # for torchrun, instead of the host's name
             "AWS_ENDPOINT_URL": self.cloud.endpoint,
             "AWS_EC2_METADATA_SERVICE_ENDPOINT": self.cloud.metadata(instance.id).endpoint,
             "AWS_CONFIG_FILE": os.devnull,

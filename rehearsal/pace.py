@@ -45,7 +45,7 @@ def ended(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
             f"the run ended, and no whole checkpoint of it was ever seen: nothing named {', '.join(config.names)} came"
             f" into {config.checkpoint.folder}. Say in job.checkpoint.each and folder what the script writes, and where"
         )
-    view = max(watch.views.values(), key=lambda each: each.last_step)  # a later node may have found nothing to do
+    view = max(watch.views.values(), key=lambda each: each.last_step)  # a later node may have had nothing to do
     began, ended = view.first_step_at, view.node.instance.ended_at
     seconds = (ended - began).total_seconds() if began and ended else 0.0
     took_ms = step_ms(view.logged(), seconds * 1000 / max(1, view.last_step))

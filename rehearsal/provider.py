@@ -136,7 +136,7 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
         old_inputs = plain(request.inputs)
         state = table.state(handler(kind), self._aws(context), request.id, {**plain(request.properties), **old_inputs})
         if state is None:
-            return provider_pb2.ReadResponse()  # no id: the engine drops it from the stack's state
+            return provider_pb2.ReadResponse()  # without an id the engine drops it from the stack's state
         inputs = {key: state[key] for key in old_inputs if key in state}
         return provider_pb2.ReadResponse(id=request.id, properties=struct(state), inputs=struct(inputs))
 
@@ -173,7 +173,7 @@ def serve(environment: Mapping[str, str]) -> Iterator[int]:
         yield port
     finally:
         server.stop(grace=None).wait()
-        executor.shutdown()  # what was at work for an engine that is gone ends before anybody else comes
+        executor.shutdown()  # requests of an engine that is gone end before the next one comes
 
 
 def _failures(failures: list[tuple[str, str]]) -> list[Any]:

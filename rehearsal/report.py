@@ -43,7 +43,7 @@ def write(evidence: Evidence, out: Callable[[str], None], *, checks: Sequence[Pr
     told = json.dumps(summary(evidence, checks), indent=1)
     (folder / SUMMARY).write_text(told + "\n", encoding="utf-8")
     is_broken = any(check.is_broken for check in checks)
-    # Where it will be in a moment.
+    # The folder's final name: it is renamed in a moment.
     place = (folder if is_broken else folder.with_suffix("")).relative_to(rehearsal.root)
     out(f"\nFiles: {place}/{{{NAME}, bill.json, receipt.json, summary.json, timeline.jsonl, results/}}")
     if not is_broken:
@@ -85,7 +85,7 @@ def summary(evidence: Evidence, checks: Sequence[Promise]) -> dict[str, Any]:
         "repeated_after_loss": sum(r.lost for r in resumptions if r.kind == "loss"),
         SAVES: own.saves(evidence),
         "val_loss": validated[-1]["val_loss"] if validated else None,
-        "validation": called[validated[-1]["phase"]] if validated else None,  # what val_loss is
+        "validation": called[validated[-1]["phase"]] if validated else None,  # the name of val_loss
         "spent_usd": money(evidence.receipt.actual),
     }
 

@@ -73,7 +73,7 @@ class Schedules:
             for group in list(backend.schedule_groups.values()):
                 for each in list(group.schedules.values()):
                     at, key = moment(each.schedule_expression), (each.arn, each.schedule_expression)
-                    # moto keeps a state that was left out of an update as none, AWS as the default.
+                    # If an update leaves the state out, moto stores none, AWS the default.
                     if at is not None and at <= now and each.state != "DISABLED" and key not in self._done:
                         self._done.add(key)
                         refused = self._do(region, group.arn, each.target)
@@ -107,7 +107,8 @@ class Schedules:
             AccessRequest(
                 action=f"ec2:{action}",
                 resource=arn,
-                # Which keys a request has is in the service authorization reference; the type stands for all of them.
+                # The service authorization reference lists the keys of each request; the resource's type stands for all
+                # of them.
                 context={
                     **({"ec2:InstanceType": "any"} if action == "TerminateInstances" else {}),
                     **{f"aws:ResourceTag/{key}": value for key, value in self._tags(name).items()},
@@ -115,7 +116,7 @@ class Schedules:
             )
             for action, arn, name in named
         ]
-        if asked.get("TerminateInstances", True):  # and, to be strict, without a node named
+        if asked.get("TerminateInstances", True):  # also, to be strict, if no node is named
             wishes.append(AccessRequest("ec2:TerminateInstances"))
         if refused := self._refused(role_arn, of, wishes):
             return refused
@@ -131,9 +132,7 @@ class Schedules:
         return self._go_on(region, machine, json.loads(machine.definition)["StartAt"], given)
 
     def _go_on(self, region: str, machine: Any, state: str | None, given: Mapping[str, Any]) -> str:
-        """Runs its steps from `state` on with the rights of its role. Waits and Retry follow the clock; failures are
-        handled by its Catch.
-        """
+        """Runs its steps from `state` on with its role's rights. Waits and Retry follow the clock, Catch the failures."""
         steps, now = json.loads(machine.definition)["States"], self._fleets.clock.now()
         while state is not None:
             step = steps[state]

@@ -24,7 +24,7 @@ class Moment:
 
     t: float
     at: str
-    what: str  # step, launched, boot, training, notice, seen, lost, ended, checkpoint, done ...
+    what: str  # its kind: step, launched, boot, training, notice, seen, lost, ended, checkpoint, done ...
     text: str
     facts: dict[str, Any] = field(default_factory=dict)
 

@@ -40,7 +40,7 @@ def limited(definition: StackDefinition, held: Path, changed: pace.Change | None
     lines = (held / "results" / METRICS).read_bytes().splitlines()
     last = max((int(line["step"]) for line in ledger.read(held / "results" / METRICS)), default=0)
     trains_s = last * pace.step_ms(lines, 0.0) / 1000
-    # As the supervisor reckons what an end takes (job/supervisor/forecast.py).
+    # As the supervisor predicts an end (job/supervisor/forecast.py).
     seconds = trains - launched + MIDWAY * trains_s + RESERVE_S + LATENCY_S + config.grace_s
     overlay = read(json.dumps({"limits": {"max_hours": round(seconds / 3600, 4)}}))
     return lambda tree: cast(Mapping, merge(changed(tree) if changed else tree, overlay))
@@ -58,7 +58,8 @@ def limit_checks(evidence: Evidence) -> Iterator[Promise]:
     yield Promise(name="a whole checkpoint in the bucket", figure=figure, held=newest > 0)
     left = [path for path in (evidence.folder / FINAL).rglob("*") if path.is_file()]
     yield Promise(name="brought home by results", figure=counted(len(left), "file"), held=bool(left))
-    yield Promise(name="receipt", figure=f"{evidence.receipt.actual} USD", held=True)  # read, or this were not reached
+    # it was read, or this line were not reached
+    yield Promise(name="receipt", figure=f"{evidence.receipt.actual} USD", held=True)
 
 
 def compare(interrupted: Path, undisturbed: Path, out: Callable[[str], None]) -> None:

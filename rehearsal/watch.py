@@ -55,8 +55,8 @@ def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Plan
 
     One in the first phase comes in its second to fourth fifth. Those at a step, or while saving, are spread over the
     other phases, so that a phase boundary has been crossed. Each comes in the second to fourth fifth of its share of
-    the steps, so that there is something to lose before it and something to do after it. One between phases comes at
-    the last step of a phase; one in a stage comes after the last step.
+    the steps, so that work precedes it, and work follows. One between phases comes at the last step of a phase; one in
+    a stage comes after the last step.
     """
     seeded = random.Random(interruptions.seed)
     places: list[tuple[Kind, Place]] = [("notice", interruptions.notice_at)] * interruptions.with_notice
@@ -104,7 +104,7 @@ class NodeView:
 
     node: RehearsalNode
     number: int
-    lines: int = 0  # lines of the container's log that were read
+    lines: int = 0  # lines read from the container's log
     boot_lines: int = 0
     logged_at: datetime  # the time of the newest line of metrics.jsonl
     first_step_at: datetime | None = None
@@ -112,14 +112,14 @@ class NodeView:
     last_step: int = 0
     results: int = 0  # lines of stages/*.jsonl
     stage_lines: int | None = None  # lines of stages/*.jsonl when the node began
-    seen: bool = False  # its supervisor has read the notice
+    seen: bool = False  # whether its supervisor has read the notice
     ended: bool = False
     interrupted: Planned | None = None
     is_setting_up: bool = False  # whether its command's set-up is running
-    signalled: bool = False  # whether its command was sent a signal
-    held_until: float | None = None  # time.monotonic() at which its trainer goes on at the latest
+    signalled: bool = False  # whether its command got a signal
+    held_until: float | None = None  # time.monotonic() at which its trainer continues at the latest
     observed: Observed = field(default_factory=Observed)  # what the host has observed of its command
-    doubted_at: float | None = None  # time.monotonic() since when something looks wrong
+    doubted_at: float | None = None  # time.monotonic() since which something looks wrong
 
     @property
     def name(self) -> str:
@@ -137,8 +137,8 @@ class NodeView:
 class Begun(NamedTuple):
     """How a generation of several nodes began."""
 
-    step: int  # the newest published; -1: none
-    reached: int  # the last step that anybody had logged
+    step: int  # the newest published step; -1: none
+    reached: int  # the last step that any node had logged
     leader: NodeView | None = None
 
 
@@ -170,9 +170,10 @@ class Watch:
         self.bucket, self.run_id = bucket, run_id
         self.stage_lines, self.falls_back, self.saves, self._doubts = stage_lines, falls_back, saves, doubts
         self.views: dict[str, NodeView] = {}
-        self.manifests: dict[int, str] = {}  # by step: why that checkpoint was made
-        self.generations: dict[int, Begun] = {}  # of several nodes, by number
-        self.taken: list[tuple[NodeView, int]] = []  # and their interruptions, each with the generation that it ended
+        self.manifests: dict[int, str] = {}  # by step: the reason for that checkpoint
+        self.generations: dict[int, Begun] = {}  # with several nodes, by number
+        # nodes and their interruptions, with the generation that each ended
+        self.taken: list[tuple[NodeView, int]] = []
         self._s3 = cloud.client("s3")
         self._news = time.monotonic()
         self._bucket_at = 0.0
@@ -198,7 +199,7 @@ class Watch:
         self._checkpoints(at_once=True)
 
     def _last_lines(self) -> str:
-        """What each node that is there has said last, of its container or, before there is one, of its boot."""
+        """The last lines of each existing node, from its container or, before there is one, from its boot."""
         last = {
             view.name: view.last_lines() or _new(view.node.log, 0)[-TAIL:]
             for view in self.views.values()
@@ -243,16 +244,17 @@ class Watch:
         elif self.planned and view.interrupted is None and self._is_at(view, self.planned[0]):
             self._interrupt(view, self.planned.pop(0))
         elif (code := view.node.process.poll()) is not None:
-            time.sleep(0.3)  # a shutdown is passed on within a moment
+            time.sleep(0.3)  # the shutdown is reported within a moment
             if view.node.instance.ended_at is None:
                 raise RunFailedError(f"{view.name}: the node script ended with {code} and left its machine running")
 
     def _is_at(self, view: NodeView, planned: Planned) -> bool:
-        if planned.place == "stage":  # a node that resumes there takes no step
+        if planned.place == "stage":  # a node that resumes there does no step
             return self._written(view) >= self.stage_lines
         if view.first_step is None or view.last_step < planned.step:
             return False
-        # With nothing in the bucket the run would begin anew; and what any start tells first shows no going on.
+        # Without a checkpoint in the bucket the run would begin again; and a first line that any start prints proves no
+        # resume.
         first = min((each.first_step for each in self.views.values() if each.first_step is not None), default=0)
         shown = max(self.manifests, default=0) > (first if view.observed.lines else 0)
         if planned.kind == "loss" and self.saves and not shown:
@@ -268,7 +270,7 @@ class Watch:
         """The number of lines that the stages after training have added on this node."""
         after = (
             path for path in _job_files(view, f"{STAGES}/*.jsonl") if "tried" not in path.name
-        )  # a curriculum's: within
+        )  # a curriculum's stage within training
         lines = sum(len(_new(path, 0)) for path in after)
         if lines != view.results:
             view.results, self._news = lines, time.monotonic()
@@ -289,7 +291,8 @@ class Watch:
             "stage": f"after training, with {self._written(view)} results of a stage",
         }[planned.place]
         if planned.kind == "notice":
-            if planned.place != "stage":  # steps of a tiny model on a fast machine: the run would end before it is seen
+            # steps of a tiny model on a fast machine: the run would end before it is noticed
+            if planned.place != "stage":
                 self.runner.hold(instance)
                 view.held_until = time.monotonic() + HELD_S
             self.cloud.interrupt(instance.id)
@@ -338,7 +341,7 @@ class Watch:
             if "attempt failed" in said:
                 raise RunFailedError("\n".join([f"{view.name}: {said}", *view.last_lines()]))
             if _WAITS.search(said) and view.node.instance.notice_at is not None:
-                view.node.instance.terminate_at = self.cloud.clock.now()  # nobody learns anything from waiting
+                view.node.instance.terminate_at = self.cloud.clock.now()  # waiting would show nothing
             if _TOLD.search(said):
                 self._tell("boot", f"{view.name}: {said}", node=view.node.instance.id)
 
@@ -353,7 +356,7 @@ class Watch:
             if view.is_setting_up or begins:
                 self._tell("setup", f"{view.name}: {line.partition(' host: ')[2] if begins or ends else f'  {line}'}")
             view.is_setting_up = begins or (view.is_setting_up and not ends)
-        if view.is_setting_up:  # in silence as well: its host ends what says nothing for job.progress.silence_minutes
+        if view.is_setting_up:  # also in silence: the host ends a command after job.progress.silence_minutes
             self._news = time.monotonic()
 
     def _observe(self, view: NodeView) -> None:
@@ -367,13 +370,13 @@ class Watch:
 
     def _metrics(self, view: NodeView) -> None:
         for path in _job_files(view, METRICS):
-            for line in _new(path, 0):  # from the start: a resume cuts the file
+            for line in _new(path, 0):  # from the start: a resume shortens the file
                 try:
                     entry: dict[str, Any] = json.loads(line)
                 except ValueError:
                     continue
                 at = datetime.fromtimestamp(float(entry.get("ts", 0)), UTC)
-                if at > view.logged_at:  # earlier ones are known, or an earlier node's
+                if at > view.logged_at:  # earlier lines are known, or an earlier node's
                     view.logged_at = at
                     self._logged_step(view, int(entry.get("step", 0)), at)
 

@@ -1,1 +1,1 @@
-"""What was measured: calibrations, receipts of runs, what finished runs came to, traces of spot nodes."""
+"""Measurements and observations: calibrations, receipts of runs, rehearsals, traces of spot nodes."""

@@ -1,8 +1,8 @@
-"""Calibrations: what was measured of a job on a device, and whether a bill may stand on it.
+"""Calibrations: measurements of a job on a device, and whether a bill may use them.
 
 Two places hold measurements, one format for both (job/measured.py, docs/calibration.md): `calibrations/<stack>/`,
-written by `gpufleet calibrate`, and the receipts of runs in `receipts/<stack>/`. A measurement counts for an
-instance type whose GPU is the device that was measured, while everything that the speed depends on is as it was.
+written by `gpufleet calibrate`, and the receipts of runs in `receipts/<stack>/`. A measurement counts for an instance
+type with the measured device as its GPU, as long as everything that the speed depends on is unchanged.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _OTHER_BOARDS = {"PCIE", "NVL", "WORKSTATION", "MIG", "GRID", "64GB", "94GB", "9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseSpeed:
-    """One phase. None: not seen in this measurement."""
+    """The measured speed of one phase. None: not seen in this measurement."""
 
     name: str
     step_ms: float  # median
     step_ms_q1: float
     step_ms_q3: float
-    save_blocks_s: float | None  # of one save: while the trainer waits
-    save_write_s: float | None  # until it is whole on the local disk
-    evaluation_s: float | None  # of one evaluation
+    save_blocks_s: float | None  # per save: while the trainer waits
+    save_write_s: float | None  # per save: until it is whole on the local disk
+    evaluation_s: float | None  # per evaluation
     boundary_s: float | None  # between the phase before and this one: save, export, growth, first step's compilation
     save_bytes: int | None = None
     save_steps: int | None = None  # between two saves
@@ -48,22 +48,22 @@ class PhaseSpeed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """A measurement that counts. Seconds are None where it did not see them."""
+    """A measurement that counts. Seconds are None if it did not see them."""
 
     source: str  # probe of 200 steps; receipt of run r1
     at: str  # UTC
     device: str  # as the driver names it
     torch: str | None
-    start_s: float | None  # the trainer's process start to its first step
-    setup_s: float | None  # launch of the node to the first step
-    finish_s: float | None  # last step to the end of the process: export, samples, final save
+    start_s: float | None  # from the start of the trainer's process to its first step
+    setup_s: float | None  # from the launch of the node to the first step
+    finish_s: float | None  # from the last step to the end of the process: export, samples, final save
     phases: tuple[PhaseSpeed, ...]
-    stop_s: float | None = None  # the request to stop to the whole checkpoint
+    stop_s: float | None = None  # from the request to stop to the whole checkpoint
     lacks: tuple[str, ...] = ()  # phases of the job without optimizer steps, which nothing measures
-    doubts: tuple[str, ...] = ()  # what else may be another than for the run
+    doubts: tuple[str, ...] = ()  # other facts that may differ from the run's
 
     def phase(self, name: str) -> PhaseSpeed | None:
-        """None for a phase without optimizer steps."""
+        """The phase of this name; None for one without optimizer steps."""
         return next((phase for phase in self.phases if phase.name == name), None)
 
     @property
@@ -73,7 +73,7 @@ class Calibration:
 
     @property
     def basis(self) -> str:
-        """For the bill: what was measured, where, when, and how much the steps varied."""
+        """A line for the bill: what was measured, where, when, and how much the steps varied."""
         lacks = f"; not measured, and assumed: {', '.join(self.lacks)}" if self.lacks else ""
         doubts = "".join(f"; {doubt}" for doubt in self.doubts)
         torch = "" if self.torch is None else f", torch {self.torch}"
@@ -85,7 +85,7 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefusedCalibration:
-    """There is a measurement on this device, and it does not count."""
+    """A measurement on this device that does not count."""
 
     why: str
 
@@ -93,7 +93,7 @@ class RefusedCalibration:
 def find(definition: StackDefinition, instance: Instance, root: Path) -> Calibration | RefusedCalibration | None:
     """The newest measurement under `root` (the project) that counts for the definition's job on `instance`.
 
-    Refused says why the newest one of this device does not. None: this device was never measured.
+    A RefusedCalibration says why the newest one of this device does not count. None if this device was never measured.
     """
     found = [
         (tree, path)
@@ -121,8 +121,8 @@ def find(definition: StackDefinition, instance: Instance, root: Path) -> Calibra
 def find_all(
     definition: StackDefinition, instances: Mapping[str, Instance], root: Path, types: Iterable[str] | None = None
 ) -> dict[str, Calibration | RefusedCalibration]:
-    """By instance type, for those of the definition's types, or of these `types`, that were measured. Reads nothing
-    without a folder.
+    """The measurements by instance type, for the definition's types, or these `types`, that were measured. It reads
+    nothing without a folder.
     """
     if not any((root / folder / definition.name).is_dir() for folder in (FOLDER, receipts.FOLDER)):
         return {}
@@ -132,31 +132,31 @@ def find_all(
 
 
 def unmeasured(config: JobConfig) -> tuple[str, ...]:
-    """The phases that no measurement holds: those without optimizer steps."""
+    """The phases that no measurement includes: those without optimizer steps."""
     return tuple(size.name for size in config.phases() if not size.steps)
 
 
 def not_reached(tree: Mapping[str, Any], config: JobConfig) -> tuple[str, ...]:
-    """The phases with optimizer steps of which this measurement holds none: with one of them it does not count."""
+    """The phases with optimizer steps that this measurement lacks: with one of them it does not count."""
     known = {phase["name"] for phase in tree["phases"]}
     return tuple(size.name for size in config.phases() if size.steps and size.name not in known)
 
 
 def path_for(root: Path, stack: str, device: str) -> Path:
-    """Where `gpufleet calibrate` writes: one file per stack and device, to be committed."""
+    """The file for `gpufleet calibrate`: one per stack and device, to be committed."""
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     return root / FOLDER / stack / f"{slug}.json"
 
 
 def is_gpu(device: str, name: str) -> bool:
-    """Whether what the driver calls `device` is the catalog's GPU `name`, whose words torch and nvidia-smi say too."""
+    """Whether the driver's name `device` is the catalog's GPU `name`, whose words torch and nvidia-smi use too."""
     words = set(re.split(r"[\s_-]+", device.upper()))
     return set(name.split()) <= words and not _OTHER_BOARDS & words
 
 
 def parse(tree: Any) -> Calibration:
-    """A measurement of schema 1. Raises ValueError for others."""
-    from gpufleet.job import measured  # here: most bills stand on no measurement
+    """The measurement in a document of schema 1. Raises ValueError for another one."""
+    from gpufleet.job import measured  # imported here: most bills use no measurement
 
     fields = Fields(tree)
     fields.schema(measured.SCHEMA)
@@ -216,7 +216,7 @@ def _measurements(root: Path, stack: str) -> Iterator[tuple[dict[str, Any] | Non
         yield _sound(atomic.read_object(path)), path
     for path in sorted((root / receipts.FOLDER / stack).glob("[!.]*.json")):
         with suppress(OSError, ValueError):  # receipts.read names the file
-            from gpufleet.job.contract.receipt import parse as parse_receipt  # here: as in receipts.py
+            from gpufleet.job.contract.receipt import parse as parse_receipt  # imported here: as in receipts.py
 
             tree = parse_receipt(path.read_bytes()).measured
             if tree is not None and (sound := _sound(dict(tree))) is not None:
@@ -232,7 +232,7 @@ def _sound(tree: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _is_of(tree: Mapping[str, Any], definition: StackDefinition, instance: Instance) -> bool:
-    """Whether the device measured is the one that the job would run on."""
+    """Whether the measured device is the one that the job would run on."""
     if definition.job.parameters.device != tree["device"]["kind"]:
         return False
     if tree["device"]["kind"] == "cpu":
@@ -241,7 +241,7 @@ def _is_of(tree: Mapping[str, Any], definition: StackDefinition, instance: Insta
 
 
 def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Instance, root: Path) -> str:
-    """What the speed depends on and has changed since; empty when nothing has."""
+    """What the speed depends on and has changed since; empty if nothing has."""
     from gpufleet.job import measured
 
     config = definition.job.parameters
@@ -268,7 +268,7 @@ def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Ins
 
 
 def _doubts(tree: Mapping[str, Any], definition: StackDefinition, root: Path) -> Iterator[str]:
-    """What may be another than for the run, and refuses nothing."""
+    """Differences from the run that do not refuse the measurement."""
     if "image" in tree and tree["image"] is None:
         yield "outside of job.image, which may be slower or faster"
     if tree["code_sha256"] != (now := code_now(definition, root)) and now:
@@ -276,7 +276,7 @@ def _doubts(tree: Mapping[str, Any], definition: StackDefinition, root: Path) ->
 
 
 def code_now(definition: StackDefinition, root: Path) -> str:
-    """A digest of the code that trains, of a command the user's own; empty when its image has all of it."""
+    """A hash of the code that trains, for a command the user's; empty if its image has all of it."""
     from gpufleet.infra.inputs import code
 
     config = definition.job.parameters

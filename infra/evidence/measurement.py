@@ -1,4 +1,4 @@
-"""Measures a job on this machine: some hundred steps of it, shortened, as a measurement that a bill can stand on."""
+"""Measures a job on this machine: a few hundred steps of it, shortened, for bills to use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def require_place(folder: Path) -> None:
-    """Raises GpufleetError where nothing can be written: before minutes of a rented GPU are measured in vain."""
+    """Raises GpufleetError if nothing can be written there, before minutes of a rented GPU are spent."""
     near = next(each for each in (folder, *folder.parents) if each.exists())
     if not near.is_dir() or not os.access(near, os.W_OK):
         raise GpufleetError(
@@ -45,7 +45,7 @@ def require_place(folder: Path) -> None:
 
 
 def why_ignored(tree: dict[str, Any], definition: StackDefinition, root: Path) -> str:
-    """Why no listed type's figures stand on this measurement, and what to do; or nothing."""
+    """Why no listed type's bill uses this measurement, and what to do; or empty."""
     if missing := calibration.not_reached(tree, definition.job.parameters):
         return f"no step of phase {missing[0]} was timed (the first {WARM_UP} never are): ask for more --steps"
     if definition.estimate.step_ms is not None:
@@ -68,7 +68,7 @@ def measure(
     gpus: Sequence[machine.DriverGpu],
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """The measurement as JSON. Raises GpufleetError, also when the job fails."""
+    """The measurement as JSON. Raises GpufleetError, also if the job fails."""
     config = definition.job.parameters
     if config.device == "cuda" and not gpus:
         raise GpufleetError(
@@ -80,7 +80,7 @@ def measure(
             f"{definition.source}: {config.path}.work counts epochs, and a probe times steps: write"
             f" {config.path}.work.steps_per_epoch beside epochs, which counts steps then"
         )
-    steps = min(steps, batch.total_steps(config))  # a bill that stands on this says how many
+    steps = min(steps, batch.total_steps(config))  # the bill states this number
     plan, ranks = config.probed(steps), config.ranks(len(gpus))
     too_short = [size for size in config.phases() if 0 < size.steps <= WARM_UP]
     if too_short:
@@ -138,7 +138,7 @@ def measure(
     )
     return {
         **tree,
-        **({} if config.code_folders() else {"image": None}),  # a probe runs outside of any
+        **({} if config.code_folders() else {"image": None}),  # a probe runs outside of any image
         "stack": definition.name,
         "commit": _commit(root),
         "cpu_s": outcome.cpu_s,
@@ -148,7 +148,7 @@ def measure(
 
 
 def middles(config: JobConfig, steps: int) -> dict[str, int]:
-    """By phase of a probe of about `steps` steps: the step of the run from which a checkpoint is asked for."""
+    """For each phase of a probe of about `steps` steps: the step from which it asks for a checkpoint."""
     first, found = 0, {}
     for size in config.phases():
         found[size.name] = first + min(size.steps, steps) // 2
@@ -157,8 +157,8 @@ def middles(config: JobConfig, steps: int) -> dict[str, int]:
 
 
 def place(definition: StackDefinition, config: JobConfig, root: Path, workdir: Path) -> str | None:
-    """The work folder as the supervisor leaves it: run.json, data/, the base weights, a command's code and inputs. The
-    hash of that code; None for a job of this project's own. Raises GpufleetError.
+    """Fills the work folder as the supervisor does: run.json, data/, the base weights, a command's code and inputs.
+    Returns the hash of that code; None for a job of gpufleet's own. Raises GpufleetError.
     """
     workdir.mkdir()
     storage = definition.storage
@@ -171,7 +171,8 @@ def place(definition: StackDefinition, config: JobConfig, root: Path, workdir: P
             (workdir / name).symlink_to(_folder(root, setting, place, first), target_is_directory=True)
     for name, place in (storage.inputs or {}).items():
         folder = _folder(root, f"inputs.{name}", place, "put it there")
-        for below, file in folders.files_of(folder).items():  # a link each: what is written beside them stays here
+        # one link per file, so that new files beside them stay here
+        for below, file in folders.files_of(folder).items():
             link = workdir / USER / NAMED / name / below
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(file.resolve())
@@ -197,7 +198,7 @@ def _folder(root: Path, setting: str, place: str, first: str) -> Path:
 
 
 def own_programs(definition: StackDefinition, root: Path, scratch: Path) -> tuple[Path, Path]:
-    """The folder that comes first on a command's PATH here, and its interpreter, under the name `python` too."""
+    """The folder that comes first on a command's PATH here, with its interpreter, also under the name `python`."""
     python = own_python(definition, root)
     if code.programs(definition, root) is not None:
         return python.parent, python
@@ -209,7 +210,7 @@ def own_programs(definition: StackDefinition, root: Path, scratch: Path) -> tupl
 
 
 def own_python(definition: StackDefinition, root: Path) -> Path:
-    """The interpreter of a command here: of its own environment, else the machine's python3, never this project's."""
+    """A command's interpreter here: its own environment's, else the machine's python3, never this project's."""
     if (programs := code.programs(definition, root)) is not None:
         return programs / "python"
     path = own_environment(os.environ)["PATH"]
@@ -217,7 +218,7 @@ def own_python(definition: StackDefinition, root: Path) -> Path:
 
 
 def own_versions(python: Path) -> dict[str, str]:
-    """What a command's own interpreter has of the packages that a bill names; without those that it has not."""
+    """The versions of the bill's packages that a command's own interpreter has."""
     said = subprocess.run([python, "-c", _VERSIONS], capture_output=True, text=True, check=False)
     return dict(json.loads(said.stdout)) if said.returncode == 0 else {}
 
@@ -233,7 +234,7 @@ print(json.dumps(found))
 
 
 def name_of(gpus: Sequence[machine.DriverGpu], config: JobConfig) -> str:
-    """The device as its driver or the kernel names it."""
+    """The device's name from its driver or the kernel."""
     if config.device == "cuda":
         return gpus[0].name
     try:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Observation(NamedTuple):
-    """What was seen of one zone: `interruptions` in `node_hours` of nodes up and wanted."""
+    """Observed interruptions in one zone: `interruptions` in `node_hours` of nodes that ran or were wanted."""
 
     type: str
     zone: str | None  # None: not known
@@ -15,4 +15,4 @@ class Observation(NamedTuple):
     interruptions: float
     source: str  # for people: a trace's file, a run's receipt
     as_of: date | None
-    gpus: int = 1  # of a node
+    gpus: int = 1  # per node

@@ -1,4 +1,4 @@
-"""What was seen of interruptions: one observation per zone, from the receipts of runs and from availability traces."""
+"""Observed interruptions: one observation per zone, from the receipts of runs and from availability traces."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TRACES = "traces"
 
 
 def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]:
-    """What is known of interruptions, for infra.risk.hazard.learn: one observation per spot run, type and zone, and one
-    per trace in `traces/` (docs/risk.md), except those of the files `but`.
+    """The observations for infra.risk.hazard.learn: one per spot run, type and zone, and one per trace in `traces/`
+    (docs/risk.md), except those of the files `but`.
 
     Raises GpufleetError for a file in traces/ that is no trace, or one that names no type of the catalog.
     """
@@ -48,20 +48,21 @@ def _of_traces(folder: Path, but: Collection[Path]) -> list[Observation]:
     for path in sorted(path for path in folder.glob("[!.]*") if path.suffix in (".csv", ".json")):
         if path.is_dir() or path.resolve() in but:
             continue
-        from gpufleet.infra.catalog import load_catalog  # here: most projects have no traces, and these need numpy
+        # imported here: most projects have no traces, and these need numpy
+        from gpufleet.infra.catalog import load_catalog
         from gpufleet.infra.evidence import traces
 
         trace, catalog = traces.read(path), load_catalog(folder.parent)
         if not trace.type:
             raise GpufleetError(f"{path}: it names no type; a trace in {TRACES}/ teaches the hazard of its type")
-        if trace.type not in catalog.instances:  # no bill would ever ask for it
+        if trace.type not in catalog.instances:  # no bill would ever use it
             raise GpufleetError(f"{path}: {catalog.unknown_type(trace.type)}. Correct its type, or move the file away")
         found.append(trace.observation()._replace(gpus=catalog.instances[trace.type].gpu_count))
     return found
 
 
 def _gpus(type_: str, root: Path) -> int:
-    """How many GPUs a node of the type has; 1 for one that the catalog has never heard of."""
+    """How many GPUs a node of the type has; 1 for a type that is not in the catalog."""
     from gpufleet.infra.catalog import load_catalog
 
     known = load_catalog(root).instances.get(type_)

@@ -1,4 +1,4 @@
-"""What a project's own calibrations and receipts say of how fast its GPUs are, for bills of other jobs and GPUs."""
+"""The speed of GPUs in a project's own calibrations and receipts, for bills of other jobs and GPUs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gpufleet.infra.evidence.roofline import launch_ms, limit_ms
 from gpufleet.infra.evidence.speeds import OURS, Speed, SpeedGroup, Speeds, family, shipped
 from gpufleet.job.kind import from_json
 
-_HOST_BOUND = 0.7  # of a step, from which the host's launches say more of it than the GPU does
+_HOST_BOUND = 0.7  # share of a step above which the host's launches, not the GPU, decide its time
 NEWEST = 10  # nodes whose start-up counts
 
 
 def known(root: Path, instances: Mapping[str, Instance], stack: str = "") -> Speeds:
-    """The table's figures, with those measured under `root` (the project), and the start-up of the `stack`'s nodes."""
+    """The table's figures, those measured under `root` (the project), and the start-up of the `stack`'s nodes."""
     own = [
         speed
         for folder in (calibration.FOLDER, receipts.FOLDER)
@@ -41,7 +41,7 @@ def start_ups(root: Path, stack: str) -> dict[str, float]:
 
 
 def _speeds(tree: Mapping[str, Any], instances: Mapping[str, Instance]) -> Iterator[Speed]:
-    """One for each phase of a shipped job that waited for its GPU."""
+    """One figure for each phase of a shipped job that waited for its GPU."""
     try:
         config = from_json(tree["experiment"], _nested(tree["settings"]))
     except ValueError:

@@ -1,8 +1,8 @@
-"""How right the bills were: the receipts of all runs, read, checked and scored.
+"""How accurate the bills were: reads, checks and scores the receipts of all runs.
 
 `gpufleet results` keeps them in `receipts/<stack>/<run>.json` of the project, to be committed. A receipt that is
-damaged, of another stack or does not add up is named and left out, never a crash. A rehearsal's receipt never counts,
-and of the others only those of runs that did what the bill priced: finished, or stopped by max_usd or max_hours.
+damaged, of another stack or does not add up is reported and left out, never a crash. A rehearsal's receipt never
+counts; others count if the run did what the bill priced: finished, or stopped by max_usd or max_hours.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from gpufleet.job import atomic
 from gpufleet.job.text import counted
 
 if TYPE_CHECKING:
-    from gpufleet.job.contract.receipt import Receipt  # imported where one is read: 9 ms that most bills do not spend
+    from gpufleet.job.contract.receipt import Receipt  # imported on use: it takes 9 ms, which most bills need not spend
 
-# Of a line of a receipt.
+# The forms of a receipt's line.
 LINES = (
     Column("name", "line"),
     Column("estimate", "bill, USD", "USD", 4),
@@ -41,9 +41,9 @@ class Accuracy:
 
     runs: int
     error_percent: float  # absolute
-    bias_percent: float  # signed: positive means that runs cost more than was said
-    inside: float | None  # share between p10 and p90 of the runs whose bill has a range; None: none of them has
-    by_cause: Mapping[str, float]  # absolute, as far as each cause alone goes
+    bias_percent: float  # signed: positive means that runs cost more than estimated
+    inside: float | None  # share of runs between p10 and p90, among bills with a range; None: none has one
+    by_cause: Mapping[str, float]  # absolute error if only this cause counted
 
     def __str__(self) -> str:
         many = counted(self.runs, "receipt")
@@ -52,7 +52,7 @@ class Accuracy:
 
 
 def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]]:
-    """Every receipt under `root` (the project), by stack and oldest first, and a sentence for each that is none."""
+    """Every receipt under `root` (the project), by stack and oldest first, and a sentence for each invalid file."""
     found, damaged = [], []
     for path in sorted((root / FOLDER).glob("*/[!.]*.json")):
         if stack not in (None, path.parent.name):
@@ -70,7 +70,7 @@ def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]
 
 
 def is_rehearsal(receipt: Receipt) -> bool:
-    """Whether the run was a rehearsal, which tells nothing of AWS."""
+    """Whether the run was a rehearsal, which says nothing about AWS."""
     return receipt.device == "cpu"
 
 
@@ -82,7 +82,7 @@ def counts(receipt: Receipt) -> bool:
 
 
 def parse(content: bytes) -> Receipt:
-    """A receipt.json that adds up. Raises ValueError with what is wrong."""
+    """A receipt.json that adds up. Raises ValueError with the problem."""
     from gpufleet.job.contract import receipt as contract
 
     receipt = contract.parse(content)
@@ -96,7 +96,7 @@ def parse(content: bytes) -> Receipt:
 
 
 def keep(content: bytes, root: Path, stack: str, run: str) -> Path:
-    """Puts a downloaded receipt where later bills find it. Raises ValueError when it is not this run's."""
+    """Stores a downloaded receipt for later bills. Raises ValueError if it is not this run's."""
     receipt = parse(content)
     if (receipt.stack, receipt.run) != (stack, run):
         raise ValueError(f"it is of run {receipt.run} of {receipt.stack}")
@@ -108,12 +108,12 @@ def keep(content: bytes, root: Path, stack: str, run: str) -> Path:
 
 
 def score(root: Path, stack: str | None = None) -> Accuracy | None:
-    """Over all receipts under `root`, or one stack's; None while there are none that count."""
+    """The score of all receipts under `root`, or of one stack's; None if none counts."""
     return grade(read(root, stack)[0])
 
 
 def grade(receipts: Sequence[Receipt]) -> Accuracy | None:
-    """The score of these receipts; None when none of them counts."""
+    """The score of these receipts; None if none of them counts."""
     found = [receipt for receipt in receipts if counts(receipt)]
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""What a stack's rehearsals have shown, as far as a run's bill rests on it: their summary.json, which stays."""
+"""The results of a stack's rehearsals that a run's bill uses, from their summary.json."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ SAVES = "saves_on_signal"  # true, false; null: not shown
 
 
 def saves_doubt(definition: StackDefinition, root: Path) -> str:
-    """A warning that no rehearsal here has shown the declared job.stop.saves; empty where the newest that tells has."""
+    """A warning that no rehearsal here showed the declared job.stop.saves; empty if the newest that tells did."""
     config = definition.job.parameters
-    if config.code_folders() or not config.saves_on_signal:  # ours is known to
+    if config.code_folders() or not config.saves_on_signal:  # ready-made jobs are known to save
         return ""
     found = sorted((root / FOLDER / definition.name).glob(f"*/{SUMMARY}"), key=lambda path: path.stat().st_mtime)
     told = [saves for path in found if (saves := (atomic.read_object(path) or {}).get(SAVES)) is not None]

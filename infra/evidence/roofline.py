@@ -1,5 +1,5 @@
-"""What a GPU's data sheet allows a phase of a job at most, what its host needs to launch it, and what several GPUs say
-to each other in it.
+"""Upper bounds for a phase of a job: its GPU by the data sheet, its host's launches, and the exchange between several
+GPUs.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from gpufleet.job.kind.common import GB, PhaseSize, Rung
 # Share of a link's data sheet that an all-reduce over eight GPUs reaches: 231 of 300 GB/s on p4d.24xlarge
 # (github.com/NVIDIA/nccl/issues/527, 2022), 28 of 63 over PCIe 5.0 (issues/1639 there, 2025).
 REACHED: Mapping[str, float] = {"nvlink": 0.77, "pcie": 0.45}
-NETWORK_REACHED = 0.8  # of a node's baseline: assumption
-# Share of a step's own work beside which its ranks may exchange: with it the losses of 1B to 13B models over 16 to 128
+NETWORK_REACHED = 0.8  # share of a node's baseline: assumption
+# Share of a step's own work during which its ranks may exchange: with it the losses of 1B to 13B models over 16 to 128
 # H100s come out within 2 % (llm-foundry scripts/train/benchmarking, 2025-07).
 BESIDE = 0.8
-GRADIENT_BYTES = 4  # of one that is summed over ranks: fp32
+GRADIENT_BYTES = 4  # per gradient summed over ranks: fp32
 
 
 def limit_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> float | None:
-    """Milliseconds of a step of phase `index` at the dense peak of `ranks` GPUs and their memory's bandwidth; None
-    where the data sheet lacks one. What activation checkpointing makes again is no product
-    (job/experiments/models/selective.py): it is written and read once more; but for a rung that keeps no
-    products, which computes a forward pass more.
+    """Milliseconds of a step of phase `index` at the dense peak of `ranks` GPUs and their memory's bandwidth; None if
+    the data sheet lacks one. Activation checkpointing does not repeat products (job/experiments/models/selective.py),
+    only reads and writes; a rung that keeps no products computes one more forward pass.
     """
     size, gpu, share = config.phases()[index], instance.gpu, instance.gpu_share
     peak, bandwidth = gpu.peak_tflops(config.products()), gpu.bandwidth_gb_s
@@ -45,9 +44,7 @@ def limit_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> f
 
 
 def launch_ms(size: PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float:
-    """Milliseconds in which the host makes a step's batch and launches its kernels, with the micro-batches that the
-    node's GPUs hold.
-    """
+    """Milliseconds of the host for a step's batch and launches, with the micro-batches that the GPUs hold."""
     prepared = size.launch_ms + batch.rows_per_rank(config, ranks) * size.row_host_ms
     if not size.micro_launch_ms:
         return prepared
@@ -57,7 +54,7 @@ def launch_ms(size: PhaseSize, instance: Instance, config: JobConfig, ranks: int
 def exchange_ms(
     size: PhaseSize, instance: Instance, config: JobConfig, ranks: int, nodes: int = 1, cards: str = "one"
 ) -> tuple[float, float]:
-    """Milliseconds that a step's exchange takes of the link between a node's GPUs, and of the network between nodes."""
+    """Milliseconds of a step's exchange on the link between a node's GPUs, and on the network between nodes."""
     nodes = min(nodes, ranks)
     each = ranks // nodes
     gradients = size.params_trained * GRADIENT_BYTES
@@ -72,12 +69,12 @@ def exchange_ms(
 
 
 def between_nodes_bytes(size: PhaseSize, nodes: int) -> float:
-    """What each node sends in a step: every gradient twice, but for its own part."""
+    """Bytes that each node sends per step: every gradient twice, except for its own part."""
     return 2 * (nodes - 1) / nodes * size.params_trained * GRADIENT_BYTES
 
 
 def with_exchange(work_ms: float, within_ms: float, between_ms: float) -> float:
-    """A step of `work_ms` with what its ranks say to each other: beside most of it within a node, after it between."""
+    """Milliseconds of a step with its ranks' exchange: within a node beside `work_ms`, between nodes after it."""
     return work_ms + max(0.0, within_ms - BESIDE * work_ms) + between_ms
 
 

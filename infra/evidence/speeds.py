@@ -1,12 +1,12 @@
-"""How much of a GPU's dense peak training reaches, by GPU and kind of work: public measurements, and this project's.
+"""The share of a GPU's dense peak that training reaches, by GPU and kind of work: from public measurements, and this
+project's.
 
-`speeds.csv` beside this module has the public ones and the shipped jobs' own, each with source and date. Their
-logarithm is fitted as a mean, an effect of the GPU, of the kind of work, of the source (whose code, on whose machines),
-one of the cell that all three and several GPUs make, and a rest; every effect is drawn towards none by its own sigma.
-So a GPU with many figures has its own efficiency, one without any the mean and a wide interval, and each receipt or
-calibration of a project moves what it is told of other GPUs and other jobs. What the same code reaches on two GPUs
-comes from the same fit: source and kind are then the same, and drop out. bench/speed_coverage.py leaves each source out
-in turn.
+`speeds.csv` beside this module has the public ones and the shipped jobs' own, each with source and date. The fit writes
+their logarithm as a mean, an effect of the GPU, of the kind of work, of the source (whose code, on whose machines), one
+of the cell of all three and several GPUs, and a rest; its own sigma draws every effect towards zero. So a GPU with many
+figures has its own efficiency, one without any has the mean and a wide interval, and each receipt or calibration of a
+project also moves the estimates for other GPUs and jobs. The same fit gives the ratio of one code's shares on two GPUs,
+where source and kind cancel. bench/speed_coverage.py leaves each source out in turn.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ from numpy.typing import NDArray
 from gpufleet.infra.catalog import SHIPPED, read_catalog
 
 OURS = "gpufleet"  # the source of the shipped jobs
-NOBODY = ""  # of a job of which no figure is in the table
+NOBODY = ""  # the source of a job without a figure in the table
 MEAN = math.log(0.42)  # of ln share, before any figure
-# Sigmas of ln share: mean, GPU, kind, source, cell, rest. Near the most likely ones; bench/results/speed.md.
+# Sigmas of ln share: mean, GPU, kind, source, cell, rest. They are near the most likely values; bench/results/speed.md.
 MEAN_SIGMA, GPU_SIGMA, KIND_SIGMA, SOURCE_SIGMA, CELL_SIGMA, REST_SIGMA = 0.15, 0.16, 0.1, 0.3, 0.12, 0.14
 
 Floats = NDArray[np.float64]
 
 
 class SpeedGroup(NamedTuple):
-    """What a share of the peak is of."""
+    """What a share of the peak applies to."""
 
     gpu: str
-    kind: str  # of work: PhaseSize.kind
+    kind: str  # kind of work: PhaseSize.kind
     source: str
-    several: bool  # GPUs
+    several: bool  # whether there are several GPUs
 
 
 class Speed(NamedTuple):
     """One figure of the table."""
 
     place: SpeedGroup
-    share: float  # of the dense peak
+    share: float  # share of the dense peak
     name: str = ""  # for people
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """What is to be expected at a place: log-normal, `share` its median."""
+    """The expected share: log-normal, with `share` as its median."""
 
     share: float
     sigma: float
-    shared: float  # part of sigma that the same job has on every GPU
-    whose: str = ""  # who has measured that, for the bill
+    shared: float  # the part of sigma that a job shares on every GPU
+    whose: str = ""  # the source of a measurement, for the bill
 
 
 class Speeds:
-    """The figures that count, fitted; `setup_s`: seconds to the first step of this stack's nodes, by family."""
+    """The fitted figures; `setup_s`: seconds to the first step of this stack's nodes, by family."""
 
     def __init__(self, figures: Iterable[Speed], setup_s: Mapping[str, float] | None = None) -> None:
         self.figures = tuple(figures)
@@ -73,15 +73,13 @@ class Speeds:
         self._told: dict[SpeedGroup, Expected] = {}
 
     def expect(self, place: SpeedGroup) -> Expected:
-        """At a place, whether or not anything was measured there."""
+        """The expected share for a group, whether or not it was measured."""
         if place not in self._told:
             self._told[place] = self._expect(place)
         return self._told[place]
 
     def ratio(self, measured: SpeedGroup, asked: SpeedGroup) -> tuple[float, float]:
-        """How many times the share that code reaches at `measured` it reaches at `asked`: the median, and the sigma of
-        its logarithm.
-        """
+        """Code's share for `asked` over its share for `measured`: the median, and the sigma of its logarithm."""
         both = [measured, asked]
         to_known = _covariance(both, self._places)
         left = _covariance(both, both) - to_known @ self._inverse @ to_known.T
@@ -90,7 +88,7 @@ class Speeds:
         return math.exp(there - here), math.sqrt(variance)
 
     def _expect(self, place: SpeedGroup) -> Expected:
-        elsewhere = place._replace(gpu="")  # a GPU that nobody has measured: what it shares with this one is the job's
+        elsewhere = place._replace(gpu="")  # an unmeasured GPU: what it shares with this one is the job's
         both = [place, elsewhere]
         to_known = _covariance(both, self._places)
         left = _covariance(both, both) - to_known @ self._inverse @ to_known.T
@@ -112,7 +110,7 @@ class Speeds:
 
 @cache
 def shipped() -> Speeds:
-    """The table's, by the peaks of the shipped catalog."""
+    """The table's figures, by the peaks of the shipped catalog."""
     gpus = {each.gpu.name: each.gpu for each in read_catalog(SHIPPED, None).instances.values()}
     with Path(__file__).with_name("speeds.csv").open(encoding="utf-8", newline="") as lines:
         return Speeds(_figure(row, gpus[row["gpu"]].bf16_tflops or math.nan) for row in csv.DictReader(lines))
@@ -137,5 +135,5 @@ def _covariance(rows: Sequence[SpeedGroup], columns: Sequence[SpeedGroup]) -> Fl
 
 
 def family(type_: str) -> str:
-    """`p` or `g`, by which nodes take about as long to start."""
+    """`p` or `g`: nodes of one family take about as long to start."""
     return "p" if type_.startswith("p") else "g"

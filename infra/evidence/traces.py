@@ -18,7 +18,7 @@ from gpufleet.infra.evidence.observation import Observation
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import DoubtError, Fields
 
-LONGEST_H = 1e6  # of a trace
+LONGEST_H = 1e6  # longest trace
 
 Floats = NDArray[np.float64]
 
@@ -41,11 +41,11 @@ class Trace:
 
     @property
     def interruptions(self) -> int:
-        """Ends of stretches; the trace's own end is none."""
+        """The number of ends of stretches; the trace's own end is none."""
         return int((self.up_to_h < self.hours).sum())
 
     def observation(self) -> Observation:
-        """What the trace says of its zone's hazard."""
+        """The trace's observation for its zone's hazard."""
         return Observation(self.type, self.zone, self.node_hours, self.interruptions, self.source, self.start)
 
     def part(self, from_h: float, to_h: float) -> Trace:
@@ -95,7 +95,7 @@ def _gap_s(value: Any) -> float:
 
 
 def _counts(value: Any) -> Floats:
-    """Numbers of nodes that could be had."""
+    """Numbers of nodes that were available."""
     with suppress(DoubtError):
         counts = np.asarray(reading.listed(reading.number)(value), dtype=np.float64)
         if counts.size and (counts >= 0).all():
@@ -119,7 +119,7 @@ def _csv(text: str, path: Path) -> Trace:
 
 
 def _column(rows: Sequence[dict[str, str | Any]], key: str) -> Floats:
-    """The numbers below a name of the first line. Raises ValueError with the row of what is none."""
+    """The numbers in the column of this name. Raises ValueError with the row of a value that is no number."""
     found = np.zeros(len(rows))
     for number, row in enumerate(rows):
         try:
@@ -143,7 +143,7 @@ def _trace(
     path: Path,
     about: Mapping[str, Any],
 ) -> Trace:
-    """Stretches from the state `up` that holds from each of `at_h` on."""
+    """The trace with stretches where `up`, which holds from each of `at_h` on, is true."""
     if hours > LONGEST_H:
         raise ValueError(f"it is {hours:.3g} h long; allowed: at most {LONGEST_H:.0f}")
     change = np.diff(np.concatenate(([0], up.astype(np.int8), [0])))

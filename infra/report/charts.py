@@ -18,9 +18,9 @@ from gpufleet.infra.report.page import COLOURS
 
 LACKING = "Its charts need matplotlib: pip install 'gpufleet[report]'"
 SIZE = (5.2, 2.9)  # inches at 72 points: as wide as a telephone
-POINTS = 400  # of one line: more cannot be told apart
+POINTS = 400  # per line: more could not be distinguished
 COLOUR_CYCLE = ("blue", "orange", "green", "purple")
-# What matplotlib is told, and looked for again in what it wrote.
+# Colours that matplotlib gets, and that are then replaced in its output.
 SENTINELS = {name: f"#0102{number:02x}" for number, name in enumerate(COLOURS)}
 
 Point = tuple[float, float]
@@ -28,7 +28,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """A line of a chart; `dots`: points alone. Points without a figure are left out by the caller."""
+    """A line of a chart; with `dots` points alone. The caller leaves points without a figure out."""
 
     name: str
     points: Sequence[Point]
@@ -38,7 +38,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """A moment to be seen in a chart over time or steps."""
+    """A moment to mark in a chart over time or steps."""
 
     at: float
     name: str
@@ -64,8 +64,8 @@ def lines(
     level: tuple[float, str] | None = None,
     from_zero: bool = False,
 ) -> str:
-    """Lines over `x`, each named at its end where there are several; `level` is a bound with its name. Empty without a
-    point, and without matplotlib.
+    """Lines over `x`, each with its name at its end if there are several; `level` is a bound with its name. Empty
+    without a point, and without matplotlib.
     """
     series = [line for line in series if line.points]
     if not series or not drawable():
@@ -104,7 +104,7 @@ def _name_ends(axes: Any, ends: Iterable[tuple[float, str, str]]) -> None:
 
 
 def steady(series: Iterable[Series]) -> float | None:
-    """The figure that all points share, within a hundredth; None where they differ, or there are none."""
+    """The figure that all points share, within a hundredth; None if they differ, or there are none."""
     heights = [height for line in series for _, height in line.points]
     if not heights or max(heights) - min(heights) > 0.01 * max(map(abs, heights)):
         return None
@@ -112,14 +112,14 @@ def steady(series: Iterable[Series]) -> float | None:
 
 
 def unit_of(seconds: float) -> tuple[str, float]:
-    """The unit in which a stretch of time is written, and its seconds."""
+    """The unit for a duration, and its seconds."""
     return ("hours", 3600.0) if seconds >= 7200 else ("minutes", 60.0) if seconds >= 180 else ("seconds", 1.0)
 
 
 def steps_to(
     start: tuple[str, float], changes: Mapping[str, float], end: tuple[str, float], *, unit: str, digits: int
 ) -> str:
-    """A waterfall: from one sum to another by the changes that can be seen beside them. Empty where none can."""
+    """A waterfall: from one sum to another by the changes large enough to see. Empty if there are none."""
     changes = {name: change for name, change in changes.items() if abs(change) >= 0.005 * max(start[1], end[1])}
     if not changes or not drawable():
         return ""
@@ -147,7 +147,7 @@ def steps_to(
 
 
 def lanes(names: Sequence[str], bars: Sequence[Bar], marks: Sequence[tuple[int, float, str]], *, x: str) -> str:
-    """A lane per name with stretches of a kind from KINDS; each of `marks` is a moment: (lane, when, kind)."""
+    """A lane per name with stretches of the kinds in KINDS; each of `marks` is a moment: (lane, when, kind)."""
     if not drawable():
         return ""
     with style():
@@ -172,7 +172,7 @@ KINDS = {
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most about POINTS of them, first and last among them: the middle one of each stretch by height."""
+    """About POINTS of them, with the first and the last: the middle one of each stretch by height."""
     if len(points) <= POINTS:
         return list(points)
     size = -(-(len(points) - 2) // (POINTS - 2))
@@ -185,7 +185,7 @@ def _kind(kind: str) -> str:
 
 
 def drawable() -> bool:
-    """Whether matplotlib is there; without it a page has no charts, and says so with LACKING."""
+    """Whether matplotlib is installed; without it a page has no charts, and shows LACKING."""
     return find_spec("matplotlib") is not None
 
 
@@ -205,7 +205,7 @@ def style() -> AbstractContextManager[Any]:
 
 
 def figure(height: float = SIZE[1]) -> Any:
-    """matplotlib's figure, inside of `style`."""
+    """A figure of matplotlib's, for use inside of `style`."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(SIZE[0], height), layout="constrained")

@@ -1,4 +1,4 @@
-"""HTML: a page of sections with tables and charts. Every text is escaped; nothing on it is loaded from elsewhere."""
+"""HTML: a page of sections with tables and charts. Every text is escaped; a page loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from gpufleet.infra.show import html
 from gpufleet.infra.show.sheet import Sheet
 
-# Names of colours; charts draw with them, the page says what each is by day and by night.
+# Names of colours; charts draw with them, the page defines each for day and night.
 COLOURS = {
     "ink": ("#1f2328", "#e6edf3"),
     "faint": ("#59636e", "#9198a1"),
@@ -52,7 +52,7 @@ td:not(:last-child){white-space:normal}*{print-color-adjust:exact}}
 
 
 def page(title: str, below: str, parts: Iterable[str]) -> str:
-    """The whole document; `below` stands under the title."""
+    """The whole document; `below` is the line under the title."""
     day, night = ("".join(f"--{name}:{shades[number]};" for name, shades in COLOURS.items()) for number in range(2))
     colours = f":root{{color-scheme:light dark;{day}}}@media(prefers-color-scheme:dark){{:root{{{night}}}}}"
     return (
@@ -64,13 +64,13 @@ def page(title: str, below: str, parts: Iterable[str]) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """A heading and what stands under it; nothing where nothing does."""
+    """A heading with its content; empty without content."""
     inside = "\n".join(part for part in parts if part)
     return f"<section><h2>{escape(title)}</h2>\n{inside}</section>\n" if inside else ""
 
 
 def figures(found: Sequence[tuple[str, str, str]]) -> str:
-    """The figures that matter most: (name, figure, what to hold it against)."""
+    """The most important figures: (name, figure, comparison)."""
     cells = (
         f'<div><span class="faint">{escape(name)}</span><b>{escape(figure)}</b><small>{escape(beside)}</small></div>'
         for name, figure, beside in found
@@ -85,7 +85,7 @@ def charts(drawn: Iterable[tuple[str, str]]) -> str:
 
 
 def key(colours: Mapping[str, str]) -> str:
-    """What each colour of the charts of a section stands for; nothing for none."""
+    """The legend of a section's charts; empty without colours."""
     names = "".join(
         f'<span><i style="background:var(--{colour})"></i>{escape(name)}</span>' for name, colour in colours.items()
     )

@@ -1,7 +1,7 @@
-"""A finished run as a page: what was said before, what came of it, and what happened in between.
+"""A finished run as a page: its bill, its cost, and what happened.
 
-Of the files that `gpufleet results` brings, or a rehearsal leaves: the receipt must be there; what else is missing or
-damaged is missing on the page.
+It reads the files that `gpufleet results` downloads, or a rehearsal leaves: only the receipt is required; the page
+omits whatever else is missing or damaged.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from gpufleet.job.contract.workdir import METRICS, RECEIPT, RUN
 from gpufleet.job.text import counted
 
 NAME = "report.html"
-SHORT_S = 0.1  # a save that keeps training waiting for less needs no chart
+SHORT_S = 0.1  # saves that delay training for less get no chart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResults:
-    """What a run left. Moments are epoch seconds."""
+    """The files of a run. Times are epoch seconds."""
 
     receipt: Receipt
-    bill: Mapping[str, Any]  # the estimate of run.json: docs/bill.md; empty: not there
+    bill: Mapping[str, Any]  # the estimate of run.json: docs/bill.md; empty: none
     records: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
     attempts: Mapping[str, AttemptRecord]  # by instance
     beats: Mapping[str, Sequence[tuple[float, Beat]]]  # heartbeats of each instance
 
     @property
     def launched(self) -> Mapping[str, float]:
-        """When each node of the receipt was launched, where that is known."""
+        """The launch of each node in the receipt, if known."""
         known = {each.instance: self.attempts[each.instance] for each in self._nodes()}
         return {instance: record.launched for instance, record in known.items() if record.launched}
 
     @property
     def began(self) -> float:
-        """When the first node was launched; 0: not known."""
+        """The launch of the first node; 0: not known."""
         return min(self.launched.values(), default=0.0)
 
     @property
     def lasted_s(self) -> float:
-        """From then to the end of the last node."""
+        """Seconds from then to the end of the last node."""
         ends = (self.launched[each.instance] + float(each.lived_s) for each in self._nodes() if self.began)
         return max(ends, default=0.0) - self.began
 
@@ -64,7 +64,7 @@ class RunResults:
 
 
 def read(folder: Path) -> RunResults:
-    """Raises GpufleetError where no receipt is, or one that cannot be read."""
+    """Reads a run's files; raises GpufleetError if the receipt is missing or damaged."""
     try:
         receipt = parse((folder / RECEIPT).read_bytes())
     except FileNotFoundError:
@@ -108,10 +108,10 @@ def html(run: RunResults) -> str:
 def _figures(run: RunResults) -> Iterator[tuple[str, str, str]]:
     receipt, steps = run.receipt, max((each.last_step for each in run.receipt.attempts), default=0)
     notices, losses, rehearsed = receipt.with_notice, receipt.without_notice, is_rehearsal(receipt)
-    usual = (run.bill.get("interruptions") or {}).get("p50")  # the mean, in older ones, is made by few runs
+    usual = (run.bill.get("interruptions") or {}).get("p50")  # an older bill's mean depends on a few runs
     beside = "" if rehearsed or usual is None else f"bill {float(usual):.0f}; "
     interruptions = str(notices + losses), f"{beside}{notices} with a notice, {losses} without"
-    if rehearsed:  # its clock is this machine's, which no bill speaks of
+    if rehearsed:  # its time depends on this machine, which no bill predicts
         yield "interruptions", *interruptions
         yield "steps", f"{steps:,}", counted(len(receipt.attempts), "node")
         yield "cost", "nothing", "a rehearsal rents nothing"
@@ -130,7 +130,7 @@ def _usd(receipt: Receipt) -> str:
 
 
 def _money(run: RunResults) -> str:
-    """The receipt in the bill's range, the way from one to the other by its causes, and the dollars over the hours."""
+    """The receipt in the bill's range, the difference by its causes, and the dollars over the hours."""
     receipt = run.receipt
     by_cause = {name: float(usd) for name, usd in receipt.causes.items()}
     ends = ("bill", float(receipt.estimate)), ("receipt", float(receipt.actual))
@@ -153,7 +153,7 @@ def _rehearsed_money(run: RunResults) -> str:
 
 
 def _spent(run: RunResults) -> str:
-    """The meter's dollars over the run, with the cap where it is near."""
+    """The meter's dollars over the run, with the cap if it is near."""
     begin, (unit, size) = run.began, charts.unit_of(run.lasted_s)
     counted_usd = sorted(
         ((at - begin) / size, float(beat.spent_usd))
@@ -161,7 +161,8 @@ def _spent(run: RunResults) -> str:
         for at, beat in beats
         if beat.spent_usd is not None
     )
-    most = itertools.accumulate((usd for _, usd in counted_usd), max)  # a node may know less than another said before
+    # a node may know less than another reported before
+    most = itertools.accumulate((usd for _, usd in counted_usd), max)
     points = [(at, usd) for (at, _), usd in zip(counted_usd, most, strict=True)]
     cap = (run.bill.get("cap") or {}).get("max_usd")
     near = cap is not None and points and float(cap) < 3 * points[-1][1]
@@ -295,7 +296,7 @@ def _noticed(each: AttemptCost) -> bool:
 
 
 def _speeds(run: RunResults) -> str:
-    """The bill's step and memory of each phase beside the run's own."""
+    """The bill's step time and memory of each phase beside the run's."""
     measured = {phase.get("name"): phase for phase in (run.receipt.measured or {}).get("phases") or []}
     pairs = [(said, measured[name]) for said in run.bill.get("phases") or [] if (name := said["phase"]) in measured]
     columns = (
@@ -322,7 +323,7 @@ def _slower(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> str:
 
 
 def _options(bill: Mapping[str, Any]) -> str:
-    """The cheaper options that the bill named: docs/bill.md."""
+    """The bill's cheaper options: docs/bill.md."""
 
     def figure(head: str, name: str, share: str) -> Column:
         return Column(f"{name}_{share}", head, name, 2, lambda each: float(each[name][share]))

@@ -62,4 +62,4 @@ def break_even(exposure: Exposure, on_demand_usd: float) -> float | None:
     while high - low > FINEST:
         middle = (low + high) / 2
         low, high = (low, middle) if dearer(middle) else (middle, high)
-    return 0.0 if high <= FINEST else high  # also where only the rounding of the lines' amounts is between them
+    return 0.0 if high <= FINEST else high  # the lines' amounts may also differ by rounding alone

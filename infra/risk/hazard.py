@@ -45,7 +45,7 @@ TRACES = "log-normal of public traces of 2022 to 2025"
 MOST_SIGMAS = 2.0  # hazards are cut here: beyond, where nothing was measured, runs never end and dominate every mean
 HAZARD_WORDS = (("calm", 0.05), ("usual", 0.2), ("rough", 0.5))
 
-# Between zones of one type these spread by 0.9 to 1.5 in ln hazard, nearly all there is; the rest is left to types.
+# Zones of one type spread by 0.9 to 1.5 in ln hazard, nearly all of the spread; the rest is left to types.
 ZONE_SIGMA = 1.0
 TYPE_SIGMA = 0.66  # with ZONE_SIGMA, HAZARD_SIGMA in all
 
@@ -59,10 +59,10 @@ UNEVENNESS = 1.2
 
 _GRID = np.linspace(math.log(1e-4), math.log(1e2), 401)  # ln hazard per node-hour
 
-# Nodes that are to run together are lost together. The power of their number is an assumption, too: from 1 to 16 of
-# them the rate of losses grew as the 0.35th power in fourteen zones (H100s of 2025, V100s of 2023, with a GPU each),
-# between zones give or take 0.28; from 1 to 4 as the 0.16th in sixteen; and 23 to 91 % of the losses of four took all
-# four. The same zones as in bench/results/risk.md.
+# Nodes that run together are lost together. The power of their number is an assumption, too: from 1 to 16 of them the
+# rate of losses grew as the 0.35th power in fourteen zones (H100s of 2025, V100s of 2023, with a GPU each), between
+# zones give or take 0.28; from 1 to 4 as the 0.16th in sixteen; and 23 to 91 % of the losses of four took all four. The
+# same zones as in bench/results/risk.md.
 GANG_POWER, GANG_POWER_SIGMA, ALL_AT_ONCE = 0.35, 0.3, 0.5
 # Hours until a node is there again, log-normal, from those traces: in one zone medians of 0.2 to 0.75 and sigma 0.8 to
 # 1.4 of their logarithm; 0.38 and 1.2 where any of two to four zones of 2023 will do; until all of several nodes are
@@ -127,7 +127,7 @@ def left_share(nodes: int) -> float:
 
 def wait(zones: int, nodes: int) -> tuple[float, float]:
     """Median hours and sigma of the wait for a node in any of `zones` zones, or for all of several in one zone."""
-    alone = {1: (ZONE_WAIT_H, ZONE_WAIT_SIGMA), 2: (ZONES_WAIT_H, ZONES_WAIT_SIGMA)}  # by zones
+    alone = {1: (ZONE_WAIT_H, ZONE_WAIT_SIGMA), 2: (ZONES_WAIT_H, ZONES_WAIT_SIGMA)}  # by number of zones
     return {1: alone[min(zones, 2)]}.get(nodes, (GANG_WAIT_H, GANG_WAIT_SIGMA))
 
 
@@ -189,7 +189,7 @@ def learn(observations: Iterable[Observation]) -> dict[Key, Hazard]:
 
 
 def find(learned: Hazards, kind: str, zone: str | None, gpus: int = 1) -> Hazard:
-    """The most particular one: of the zone, else of the type, else the prior of nodes with so many GPUs."""
+    """The most specific hazard: of the zone, else of the type, else the prior of nodes with so many GPUs."""
     return learned.get(Key(kind, zone)) or learned.get(Key(kind, None)) or prior(gpus)
 
 

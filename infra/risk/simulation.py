@@ -417,7 +417,7 @@ def _account(
             if fits[index] is not fits[index - 1]:
                 fit = np.where(done_h + kept >= _select(begins_h[index], active), _select(fits[index], active), fit)
         (torn,) = np.nonzero(missed | np.logical_not(fit))
-        if torn.size:  # who hears no notice goes on to the end
+        if torn.size:  # a node that misses the notice works to its end
             whole = np.where(missed[torn], trained[torn], kept[torn])
             kept[torn] = np.maximum(whole - node.lost[torn] * _select(interval_h, active[torn]), 0.0)
         done_h = done_h + np.where(interrupted, kept, trained)

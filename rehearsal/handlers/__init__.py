@@ -1,4 +1,4 @@
-"""Every resource type our program declares, over boto3. A type that is not in this table is an error, not a success."""
+"""Handlers for every resource type of the program, by boto3. A type without a row is an error, not a success."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ _WORDS = ("required", "optional", "replaces", "computed", "volatile", "only_ours
 
 
 def _handler(kind: str, row: dict[str, Any]) -> ResourceHandler:
-    """A type's row of resources.yaml, with what its module adds."""
+    """The handler from a type's row of resources.yaml and its module's own calls."""
     service = row.get("service") or {"vpc": "ec2"}.get(name := kind[4:].partition("/")[0], name)
     words: dict[str, Any] = {key: fields(row[key]) for key in _WORDS if key in row}
     own = _OWN.get(kind, OwnCalls())

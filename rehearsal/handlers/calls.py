@@ -1,14 +1,14 @@
-"""The calls of a resource type as its row of resources.yaml says them: most of AWS is made, read, tagged and deleted
-alike.
+"""The calls of a resource type, as its row of resources.yaml describes them: AWS makes, reads, tags and deletes most
+types alike.
 
-`create`, `read` and `delete` say which operation to `do`. A create is given the properties to `send`, and those to
-`hold` `inside` one parameter, as `ours=Theirs` where AWS's name is another than ours with a capital; `else` is what no
-property says. Its id is what it has to `give`, or made of properties, as `id` says. `by` is the parameter of that id: a
-list where it ends with Ids, two where the id is made of two. The thing is `in` the answer; its codes say that it is
-`gone`; `named` are properties that the answer calls otherwise. `update` is a create again, or an operation that is
-given as much. `tag`: its kind in EC2, what IAM's operations call it, its ARN anywhere else.
+`create`, `read` and `delete` name the operation to `do`. A create gets the properties to `send`, and those to `hold`
+`inside` one parameter, as `ours=Theirs` if AWS's name is not ours with a capital; `else` holds constants. `give` names
+its id in the answer, or `id` the properties that it is made of. `by` is the parameter for that id: a list if it ends
+with Ids, two for an id of two parts. The thing is `in` the answer; `gone` lists the error codes for a missing one;
+`named` lists properties with other names in the answer. `update` is the create again, or another operation with the
+same parameters. `tag`: its kind in EC2, its name in IAM's operations, its ARN anywhere else.
 
-What is of another shape has a function of its module, in its OwnCalls.
+Calls of another form are functions of its module, in its OwnCalls.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from gpufleet.infra.account.refusals import absent
 from gpufleet.rehearsal.handlers import table
 from gpufleet.rehearsal.handlers.table import Aws, Change, Properties, Read
 
-Seen = Callable[[Aws, Properties, Properties, Mapping[str, Any]], Properties]  # as declared, as read, AWS's own words
+# arguments: as declared, as read, AWS's own answer
+Seen = Callable[[Aws, Properties, Properties, Mapping[str, Any]], Properties]
 
 
 class OwnCalls(NamedTuple):
-    """What of a type's calls is no row's."""
+    """The calls of a type that do not fit a row."""
 
     create: Callable[[Aws, Properties], str] | None = None
     read: Read | None = None
     delete: Callable[[Aws, str, Properties], Any] | None = None
-    before: Callable[[Aws, Properties], Any] | None = None  # a create
+    before: Callable[[Aws, Properties], Any] | None = None  # before a create
     made: Callable[[Aws, str, Properties], Any] | None = None  # after a create
     settle: Change | None = None  # after a create, and at an update
     change: Change | None = None  # at an update
-    seen: Seen | None = None  # what a read adds
+    seen: Seen | None = None  # adds properties to a read
 
 
 @dataclass(frozen=True, slots=True)
 class SharedCalls:
-    """A type's row with what is its own."""
+    """A type's row together with its own calls."""
 
     service: str
     row: Mapping[str, Any]
@@ -98,7 +99,7 @@ class SharedCalls:
 
     @property
     def changes(self) -> bool:
-        """Whether AWS changes one in place."""
+        """Whether AWS can change such a resource in place."""
         return bool({"update", "tag"} & set(self.row) or self.own.settle or self.own.change)
 
     def _send(self, aws: Aws, operation: str, inputs: Properties) -> Any:
@@ -142,7 +143,7 @@ class SharedCalls:
         return {"ResourceARN" if self.service == "events" else self._spelled("ResourceArn"): arn}
 
     def _spelled(self, name: str) -> str:
-        """A parameter about tags, as the service writes it."""
+        """A parameter about tags, as the service spells it."""
         return name[0].lower() + name[1:] if self.service in ("logs", "stepfunctions") else name
 
     def _tags(self, tags: dict[str, str]) -> Any:
@@ -152,7 +153,7 @@ class SharedCalls:
 
 
 def _named(words: str, inputs: Properties) -> dict[str, Any]:
-    """The properties of these names as AWS calls them."""
+    """The properties of these names, by AWS's names."""
     pairs = (word.partition("=") for word in words.split())
     return {theirs or table.api(ours): table.to_api(inputs[ours], ours) for ours, _, theirs in pairs if ours in inputs}
 

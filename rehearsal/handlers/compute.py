@@ -1,4 +1,4 @@
-"""Launch template and EC2 Fleet: what the provider does, its habits that matter here included.
+"""Launch template and EC2 Fleet, with the provider's habits that matter here.
 
 An update of a fleet resends its template and its capacity. Deleting waits until the fleet is `deleted`. A deleted fleet
 counts as gone when read. (terraform-provider-aws internal/service/ec2/ec2_fleet.go, read 2026-11-21.)
@@ -18,7 +18,7 @@ from gpufleet.rehearsal.handlers.calls import OwnCalls
 from gpufleet.rehearsal.handlers.table import Aws, Properties, UnsupportedError, tagged
 
 _POLL_S = 0.05
-# How long the provider waits for `deleted`; no instant fleet comes there soon (docs/decisions, capacity block).
+# How long the provider waits for `deleted`; no instant fleet reaches it in that time (docs/decisions, capacity block).
 _DELETE_S = {"maintain": 1800.0, "instant": 600.0}
 _GONE_STATES = ("deleted", "deleted_running", "deleted_terminating")
 # Inputs that are part of the template's data.

@@ -91,7 +91,7 @@ def _read_association(aws: Aws, resource_id: str, like: Properties) -> Propertie
 
 
 def _close(aws: Aws, resource_id: str, inputs: Properties) -> None:
-    """The provider removes the rule that AWS adds to every new group: everything out."""
+    """Removes the rule that AWS adds to every new group (all traffic out), as the provider does."""
     rules = aws.ec2.describe_security_groups(GroupIds=[resource_id])["SecurityGroups"][0]["IpPermissionsEgress"]
     if rules:
         aws.ec2.revoke_security_group_egress(GroupId=resource_id, IpPermissions=rules)
@@ -118,7 +118,7 @@ def _rule(inputs: Properties) -> dict[str, Any]:
 
 def _peer(aws: Aws, like: Properties, live: Properties, found: Mapping[str, Any]) -> Properties:
     group = (live.get("referencedGroupInfo") or {}).get("groupId")
-    said = live.get("description") or (like.get("description") if group else None)  # moto drops it beside a group
+    said = live.get("description") or (like.get("description") if group else None)  # moto drops it if there is a group
     return {"referencedSecurityGroupId": group, "description": said}
 
 
@@ -131,7 +131,7 @@ def _update_rule(aws: Aws, resource_id: str, old: Properties, new: Properties) -
 
 
 def _rules(way: str) -> OwnCalls:
-    """The calls of rules `ingress` or `egress`."""
+    """The calls for rules of one direction, `ingress` or `egress`."""
 
     def create(aws: Aws, inputs: Properties) -> str:
         answer = getattr(aws.ec2, f"authorize_security_group_{way}")(

@@ -7,7 +7,7 @@ from gpufleet.rehearsal.handlers.table import Aws, Properties, UnsupportedError
 
 
 def _validate(aws: Aws, inputs: Properties) -> None:
-    """What the provider asks before it makes or changes one, as soon as it knows the definition."""
+    """Validates the definition, once it is known, as the provider does before it makes or changes a machine."""
     answer = aws.client("stepfunctions").validate_state_machine_definition(definition=inputs["definition"])
     if answer["result"] != "OK":
         raise UnsupportedError(f"invalid Amazon States Language: {answer['diagnostics'][0]['message']}")

@@ -1,4 +1,4 @@
-"""What a resource handler is, and what all handlers have in common: checks, names, differences, the shape of a state.
+"""The class of a resource handler, and what all handlers share: checks, names, differences, the form of a state.
 
 Properties are plain JSON values in the provider's own spelling (cidrBlock, tagsAll). A state is the inputs as AWS now
 has them, plus what only AWS knows. Nothing here knows the engine: the gRPC provider and the in-process runner call it.
@@ -16,13 +16,14 @@ from typing import Any
 import boto3
 
 Properties = dict[str, Any]
-UNKNOWN = "04da6b54-80e4-46f7-96ec-b56ff0331ba9"  # how the engine writes what it does not know yet (its RPC protocol)
-SPELLED = {  # otherwise than with a capital first
+# the engine's mark for a value that it does not know yet (its RPC protocol)
+UNKNOWN = "04da6b54-80e4-46f7-96ec-b56ff0331ba9"
+SPELLED = {  # names that differ by more than a capital
     "id": "ID",
     "sseAlgorithm": "SSEAlgorithm",
     "kmsMasterKeyId": "KMSMasterKeyID",
     "vpcSecurityGroupIds": "SecurityGroupIds",
-    "securityGroups": "Groups",  # of a template's network interface
+    "securityGroups": "Groups",  # in a template's network interface
 }
 _BACK = {theirs: ours for ours, theirs in SPELLED.items()}
 # Strings in the provider, so that unset differs from false.
@@ -30,7 +31,7 @@ BOOLEANS = ("encrypted", "deleteOnTermination", "associatePublicIpAddress")
 
 
 class UnsupportedError(Exception):
-    """The program declared something this AWS does not have. Always shown, never skipped."""
+    """The program declared something that this AWS does not have. It is always shown, never skipped."""
 
 
 @dataclass(slots=True)
@@ -73,24 +74,26 @@ class Aws:
         return f"arn:aws:{service}:{self.region}:{self.account()}:{resource}"
 
 
-Change = Callable[[Aws, str, Properties, Properties], Any]  # id, old state or nothing, new inputs
-Read = Callable[[Aws, str, Properties], Properties | None]  # id, inputs or state -> what AWS has now; None: gone
+Change = Callable[[Aws, str, Properties, Properties], Any]  # arguments: id, old state or nothing, new inputs
+Read = Callable[[Aws, str, Properties], Properties | None]  # id, inputs or state -> AWS's present state; None: gone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResourceHandler:
     """One resource type over boto3. Only what our program declares is accepted; anything else is an error."""
 
-    source: str  # of `replaces`: the ForceNew fields in terraform-provider-aws internal/service/, read 2026-11-21
-    create: Callable[[Aws, Properties], str]  # inputs -> id, which stands for the resource from then on
+    # the source of `replaces`: the ForceNew fields in terraform-provider-aws internal/service/, read 2026-11-21
+    source: str
+    create: Callable[[Aws, Properties], str]  # inputs -> id, which names the resource from then on
     read: Read
     delete: Callable[[Aws, str, Properties], Any]
     update: Change | None = None
     required: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
-    replaces: frozenset[str] = frozenset()  # a change of these (dotted paths for nested ones) means a new resource
-    computed: frozenset[str] = frozenset()  # only AWS knows them
-    volatile: frozenset[str] = frozenset({"tagsAll"})  # of those, what an update changes
+    # properties (dotted paths for nested ones) whose change needs a new resource
+    replaces: frozenset[str] = frozenset()
+    computed: frozenset[str] = frozenset()  # properties that only AWS knows
+    volatile: frozenset[str] = frozenset({"tagsAll"})  # those of them that an update changes
     only_ours: frozenset[str] = frozenset()  # inputs that AWS does not keep: they stay as declared
     answered: frozenset[str] = frozenset()  # never declared here, but the provider takes them from AWS's answer
     allowed: Mapping[str, frozenset[str]] = field(default_factory=dict)  # enums, by property
@@ -100,7 +103,7 @@ class ResourceHandler:
 def check(
     kind: str, handler: ResourceHandler, logical: str, old: Properties, new: Properties, seed: bytes
 ) -> tuple[Properties, list[tuple[str, str]]]:
-    """The inputs with the name filled in, and what is wrong with them."""
+    """The inputs with the name filled in, and their problems."""
     inputs = {key: value for key, value in new.items() if value is not None and not key.startswith("__")}
     accepted = handler.required | handler.optional
     failures = [
@@ -134,7 +137,7 @@ def diff(handler: ResourceHandler, state: Properties, new: Properties) -> dict[s
 
 
 def state(handler: ResourceHandler, aws: Aws, resource_id: str, like: Properties) -> Properties | None:
-    """What AWS has now for the keys of `like`, in their shape, plus what the provider adds. None: it is gone."""
+    """AWS's present values for the keys of `like`, in their form, and the provider's own. None: it is gone."""
     live = handler.read(aws, resource_id, like)
     if live is None:
         return None
@@ -148,8 +151,8 @@ def state(handler: ResourceHandler, aws: Aws, resource_id: str, like: Properties
 
 
 def written(kind: str, handler: ResourceHandler, aws: Aws, resource_id: str, inputs: Properties) -> Properties:
-    """The state right after the inputs were written. Raises RefusedError where AWS does not have them all: a nested
-    property that a handler passes over must not look done.
+    """The state right after the inputs were written. Raises RefusedError if AWS lacks one of them: a nested property
+    that a handler ignores must not look done.
     """
     found = state(handler, aws, resource_id, inputs)
     if found is None:
@@ -160,14 +163,14 @@ def written(kind: str, handler: ResourceHandler, aws: Aws, resource_id: str, inp
 
 
 def expected(handler: ResourceHandler, old: Properties, new: Properties) -> Properties:
-    """What a preview may promise: the inputs, and of the computed ones those that the change leaves alone."""
+    """What a preview may promise: the inputs, and computed properties that the change does not affect."""
     keep = handler.computed - handler.volatile
     unknown = dict.fromkeys(handler.computed, UNKNOWN)
     return {**unknown, **{key: value for key, value in old.items() if key in keep}, **new}
 
 
 def shaped(live: Any, like: Any) -> Any:
-    """`live` cut down to what `like` speaks of: AWS answers with more than was asked for, and in another spelling."""
+    """The part of `live` that `like` has: AWS answers with more than was asked for, and in another spelling."""
     if isinstance(like, Mapping) and isinstance(live, Mapping):
         return {key: shaped(live[key], like[key]) for key in like if live.get(key) is not None}
     if isinstance(like, list) and isinstance(live, list) and len(like) == len(live):
@@ -230,20 +233,20 @@ def tag_list(tags: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def tag_diff(old: Properties, new: Properties) -> tuple[list[str], dict[str, str]]:
-    """The keys that are gone, and the tags that are new or others than before."""
+    """The keys that are gone, and the tags that are new or changed."""
     before, after = old.get("tags") or {}, new.get("tags") or {}
     changed = {key: value for key, value in after.items() if before.get(key) != value}
     return [key for key in before if key not in after], changed
 
 
 def tagged(tags: list[dict[str, str]] | None) -> Properties:
-    """What a state says of tags as AWS lists them."""
+    """A state's properties for tags that AWS lists."""
     found = tag_map(tags)
     return {"tags": found, "tagsAll": found}
 
 
 def tag_map(tags: list[dict[str, str]] | None) -> dict[str, str]:
-    """Without AWS's own, as the provider shows them."""
+    """The tags without AWS's own, as the provider shows them."""
     return {tag["Key"]: tag["Value"] for tag in tags or [] if not tag["Key"].startswith("aws:")}
 
 

@@ -1,5 +1,5 @@
-"""The command of a rehearsal with --plumbing: tells steps and writes files as told.json beside it has them. It imports
-nothing of the project: it runs where the user's script would.
+"""The command of a rehearsal with --plumbing: prints steps and writes files by told.json beside it. It imports nothing
+of the project: it runs where the user's script would.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def save(folder: Path, step: int, told: dict[str, object]) -> None:
-    """One checkpoint, its last file last."""
+    """Writes one checkpoint, with the deciding file last."""
     names = [str(name) for name in told["names"]]  # type: ignore[attr-defined]
     for pattern in names:
         name = COUNT.sub(lambda found: format(step, found[1] or ""), pattern).replace("*", "0")

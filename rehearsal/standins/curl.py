@@ -1,4 +1,4 @@
-"""curl for a machine that has none: what the node script asks of it, and no more.
+"""curl for a machine without one: only the options that the node script uses.
 
     curl [-s] [-f] [-m SECONDS] [-X METHOD] [-H 'NAME: VALUE']... URL
 

@@ -2,13 +2,13 @@
 
 The command runs with the project's Python in the node's process group. Host folders stand in for mounts: a container
 path at the start of an argument or of an environment value becomes the host's. The environment is the container's own,
-so that nothing leaks in from the laptop. A container off the machine's network, or called so, is one that trains: what
-loses its parent there stays below its first process. One with an entry point is of a command of the user's own: it has
-the user's programs first on its PATH and none of gpufleet's.
+so that nothing leaks in from the laptop. A container off the machine's network, or named like one, is a training
+container: orphans there stay below its first process. One with an entry point runs a command of the user's own: its
+PATH begins with the user's programs and has none of gpufleet's.
 
-With GPUFLEET_DOCKER (`gpufleet rehearse --image`) the machine's own docker does all of it but the log driver.
+With GPUFLEET_DOCKER (`gpufleet rehearse --image`) the machine's own docker does everything except the log driver.
 
-Output goes to standard output and, with --log-driver awslogs, to CloudWatch Logs. Options that change nothing here are
+Output goes to standard output and, with --log-driver awslogs, to CloudWatch Logs. Options without effect here are
 accepted by name; an unknown one is an error, never ignored.
 """
 
@@ -32,15 +32,15 @@ from gpufleet.job.command import processes
 from gpufleet.job.command.places import activated
 from gpufleet.job.contract.environment import SECRET, USER_PATH
 
-DOCKER = os.environ.get("GPUFLEET_DOCKER")  # the machine's own, which then does all of this
+DOCKER = os.environ.get("GPUFLEET_DOCKER")  # the machine's own docker, which then does all of this
 ROOT = Path(os.environ["GPUFLEET_ROOT"])
 CONTAINERS = ROOT / "run" / "docker"
 TRAINS = "-job"  # ends the name of the container that trains: job/node/jobs.py
 DAEMON_ERROR = 125  # exit code of docker itself, when the container never started
-NAMED = "PET_LOCAL_ADDR"  # by which torchrun calls a machine: the host's name is that of all nodes here
+NAMED = "PET_LOCAL_ADDR"  # torchrun's name for a machine: all nodes here share the host's name
 METADATA = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 REACHES_BRIDGE = int(os.environ.get("GPUFLEET_HOPS") or 1) > 1  # by the hop limit of the machine's metadata service
-LOG_LINES = 50_000  # the most that wait to be sent
+LOG_LINES = 50_000  # the most lines that wait to be sent
 
 
 def main(words: list[str]) -> int:
@@ -85,7 +85,7 @@ def run(words: list[str]) -> int:
         "PYTHONDONTWRITEBYTECODE": "1",  # the code is mounted read-only
         # One thread: the model is tiny, and two that wait for each other on a busy laptop are 100 times slower.
         "OMP_NUM_THREADS": "1",
-        "GPUFLEET_NODE": os.environ.get("GPUFLEET_NODE", ""),  # by which the runner finds what it must kill
+        "GPUFLEET_NODE": os.environ.get("GPUFLEET_NODE", ""),  # the runner finds the processes to kill by this
         **({} if trains else {name: os.environ[name] for name in os.environ if name.startswith(SECRET)}),
         **({METADATA: os.environ[METADATA]} if options.network == "bridge" and REACHES_BRIDGE else {}),
         **({processes.FIRST_PROCESS: str(_first_process(watched))} if watched else {}),
@@ -103,9 +103,7 @@ def run(words: list[str]) -> int:
 
 
 def _printed(argv: list[str], options: argparse.Namespace, record: Path | None = None, **where: Any) -> int:
-    """The program's exit code, as a shell has it. Its process id is in `record`, what it prints goes where the options
-    say.
-    """
+    """Runs the program; its exit code, as in a shell. `record` gets its process id, the options its output."""
     child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **where)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: child.send_signal(received))
@@ -125,7 +123,7 @@ def _printed(argv: list[str], options: argparse.Namespace, record: Path | None =
 
 
 def pull(words: list[str]) -> int:
-    """Pulls nothing: 15 GB are not for a laptop. What a registry would refuse is refused."""
+    """Pulls nothing, because 15 GB are too much for a laptop. It fails if a registry would."""
     image = words[-1]
     if not re.fullmatch(r"[a-z0-9][a-z0-9._/:-]*(:[\w.-]+)?@sha256:[0-9a-f]{64}", image):
         print(f"docker: {image} names no digest", file=sys.stderr)
@@ -191,15 +189,15 @@ def stop(words: list[str]) -> int:
 
 
 def _without_awslogs(words: list[str], options: argparse.Namespace) -> list[str]:
-    """For a daemon without the keys."""
+    """The words without the log driver, for a daemon without the keys."""
     left = iter(words)
     dropped = ("--log-driver", "--log-opt") if options.log_driver == "awslogs" else ()
     return [word for word in left if word not in dropped or not next(left)]
 
 
 class CloudWatchLogs:
-    """The awslogs driver, non-blocking: its stream is made while the container starts already, again and again until it
-    can be; what cannot be sent is dropped, never waited for. As moby's (daemon/logger/awslogs, 2026-08-23).
+    """The awslogs driver, non-blocking: it makes its stream while the container starts, again and again until that
+    works; it drops what cannot be sent, and never waits. It behaves like moby's (daemon/logger/awslogs, 2026-08-23).
     """
 
     def __init__(self, region: str, group: str, stream: str) -> None:
