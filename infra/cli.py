@@ -1,4 +1,4 @@
-"""`gpufleet`: the commands around a stack. Each lives in infra/commands and is imported only when it is asked for."""
+"""`gpufleet`: the command line. Each command is a module of infra/commands, imported only when it is used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpufleet.infra.terminal import Shown
 from gpufleet.infra.text import wrap
 from gpufleet.job.progress import shown_by
 
-# By what a person does with them, in the order in which that is needed.
+# Groups of commands by purpose, in the order in which a person needs them.
 GROUPS = {
     "Set up": {
         "init": "make this folder of your repository a project: Pulumi program, stacks/, ignore lines, review workflow",
@@ -65,8 +65,8 @@ GROUPS = {
     },
 }
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
-ANSWERS = ("cost", "compare", "doctor", "ps", "receipts", "status")  # their first line is what was asked
-FOR_PROGRAMS = ("completion", "docs", "logs", "schema", "shell")  # what they print is no text of ours
+ANSWERS = ("cost", "compare", "doctor", "ps", "receipts", "status")  # commands whose first line is the answer
+FOR_PROGRAMS = ("completion", "docs", "logs", "schema", "shell")  # commands that print text for programs
 _TO_DO = {
     errno.ENOSPC: "Free some space on the disk of this folder and of the temporary files, then run it again.",
     errno.EDQUOT: "Free some of your quota, then run it again.",
@@ -90,21 +90,21 @@ EPILOG = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and gives its exit code."""
-    gc.set_threshold(50_000)  # at Python's 700 a command's start spends a twentieth of its time looking for garbage
+    """Runs one command and returns its exit code."""
+    gc.set_threshold(50_000)  # with Python's 700 a command's start spends a twentieth of its time on garbage collection
     words = list(sys.argv[1:] if argv is None else argv)
-    if "_ARGCOMPLETE" in os.environ:  # a tab in the user's shell
+    if "_ARGCOMPLETE" in os.environ:  # completion in the user's shell
         from gpufleet.infra.commands.completion import answer
 
         answer(COMMANDS, os.environ.get("COMP_LINE", ""))
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever runs this: gpufleet cost STACK >&-
+        if getattr(sys, name) is None:  # closed by the caller: gpufleet cost STACK >&-
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-    if isinstance(sys.stdout, io.TextIOWrapper):  # logs --follow | tee: each line at once, in any encoding
+    if isinstance(sys.stdout, io.TextIOWrapper):  # for logs --follow | tee: each line at once, in any encoding
         strict = sys.stdout.errors == "strict"
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace" if strict else None)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # a polite end and a closed terminal clean up as Ctrl-C does
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's
+    for number in (signal.SIGTERM, signal.SIGHUP):  # these signals clean up as Ctrl-C does
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
             signal.signal(number, signal.default_int_handler)
     screen = Screen(sys.stderr)
     out, err = Shown(sys.stdout, screen), Shown(sys.stderr, screen)
@@ -113,15 +113,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answered(words: list[str], screen: Screen, out: Shown) -> int:
-    """One command's exit code, whatever goes wrong."""
+    """One command's exit code, also after an error."""
     try:
         code = _run(words, screen, out)
         sys.stdout.flush()
     except GpufleetError as error:
         return _say(error)
-    except BrokenPipeError:  # gpufleet logs | head
+    except BrokenPipeError:  # for example gpufleet logs | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE  # as any tool: 0 would say that doctor found nothing, or that results has all of it
+        return 128 + signal.SIGPIPE  # like other tools: 0 would mean that doctor found nothing, or that results has all
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -139,11 +139,11 @@ def _run(words: list[str], screen: Screen, out: Shown) -> int:
     name = words[0] if words else ""
     if name not in COMMANDS:
         parser = _parser()
-        parser.parse_known_args(words)  # ends with --help and --version
+        parser.parse_known_args(words)  # ends the process for --help and --version
         if not name:
             parser.print_help()
             return 2
-        import difflib  # only a word that is no command needs it
+        import difflib  # only an unknown command needs it
 
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         nearest = f" Nearest: gpufleet {close[0]}." if close else ""
@@ -162,8 +162,8 @@ def _run(words: list[str], screen: Screen, out: Shown) -> int:
 
 @contextmanager
 def _without_blas_threads() -> Iterator[None]:
-    """A numpy that is first imported meanwhile starts no threads, which would spin for products that nothing here
-    needs: a twenty-fifth of a bill's time. Whoever is started later finds the environment as it was.
+    """Within the block, a numpy imported for the first time starts no threads, which would spin for products that
+    nothing here needs: a twenty-fifth of a bill's time. Processes started later get the old environment.
     """
     name = "OPENBLAS_NUM_THREADS"
     before = os.environ.get(name)
@@ -176,7 +176,7 @@ def _without_blas_threads() -> Iterator[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from importlib.metadata import version  # 25 ms that no command needs
+    from importlib.metadata import version  # it takes 25 ms, and no command needs it
 
     lines = []
     for group, commands in GROUPS.items():
@@ -195,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _refused(error: Exception) -> GpufleetError | None:
-    """The sentence for what AWS or the way to it refused; None for anything else. Loads no botocore by itself."""
+    """The sentence for a refusal by AWS or by the connection to it; None for other errors. Imports no botocore."""
     if "botocore" not in sys.modules:
         return None
     from gpufleet.infra.account.refusals import refusal
@@ -204,12 +204,14 @@ def _refused(error: Exception) -> GpufleetError | None:
 
 
 def _of_the_machine(error: OSError) -> GpufleetError:
-    """A disk, folder or connection that does not do what was asked, with the path where the system names one."""
+    """The error for a disk, folder or connection that fails, with the path if the system names one."""
     said = error.strerror or str(error) or type(error).__name__
     path = error.filename
-    if "temporary directory" in said:  # tempfile's: none of the usual folders takes a file, a full disk's neither
+    # from tempfile: none of the usual folders takes a file, perhaps because the disk is full
+    if "temporary directory" in said:
         return GpufleetError(f"{said}: free some space there, or name a folder with room in TMPDIR, then run it again")
-    if path is None and error.errno == errno.ENOENT:  # os.getcwd: `gpufleet cloud` removes its project when it ends
+    # from os.getcwd: `gpufleet cloud` removes its project when it ends
+    if path is None and error.errno == errno.ENOENT:
         return GpufleetError(
             "the folder in which this was run is not there any more: cd into a project, then run it again"
         )
@@ -222,8 +224,8 @@ def _of_the_machine(error: OSError) -> GpufleetError:
 def _say(error: GpufleetError) -> int:
     try:
         print(f"gpufleet: {error}", file=sys.stderr)
-    except OSError:  # 2>&1 on a full disk or into head: nobody can be told, but 1 would be an answer
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # else its buffer makes it 120
+    except OSError:  # 2>&1 on a full disk or into head: nobody can be told, but 1 would be a wrong answer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # else its buffer would make the code 120
     return 2
 
 

@@ -1,4 +1,4 @@
-"""Everything a user can do wrong, as one tree.
+"""All mistakes of users, as one tree of errors.
 
 GpufleetError                  shown to the user without a traceback; exit code 2
 ├── DefinitionError            the definition file: every problem at once
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from gpufleet.job.text import counted
 
-SHOWN = 20  # problems of one file that are printed; the rest is counted
+SHOWN = 20  # problems of one file to print; the rest is counted
 
 
 def short(text: str) -> str:
@@ -22,38 +22,38 @@ def short(text: str) -> str:
 
 
 class BeforeLaunch(str):
-    """A warning about what to do before `pulumi up`. Every other warning is only worth knowing."""
+    """A warning about something to do before `pulumi up`. All other warnings are only worth knowing."""
 
     __slots__ = ()
 
 
 class GpufleetError(Exception):
-    """A mistake or a refusal the user can act on. The message says where, what, what is allowed, what to do."""
+    """A mistake or a refusal that the user can act on. The message says where, what, what is allowed, what to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One thing wrong in a definition file."""
+    """One problem of a definition file."""
 
     path: str  # fleet.instance_types[0]
     value: str  # as written in the file
-    allowed: str  # what would have been accepted
+    allowed: str  # the allowed values
     hint: str = ""  # nearest valid name, or what to do
-    line: int | None = None  # in the definition file, where known
-    unknown_key: bool = False  # `value` is a key that there is not
+    line: int | None = None  # in the definition file, if known
+    unknown_key: bool = False  # whether `value` is an unknown key
 
     def __str__(self) -> str:
         where = f"line {self.line}, {short(self.path)}" if self.line else short(self.path)
         wrong = f"{short(self.value)!r} is not accepted" if self.value else "missing"
         wrong = "unknown key" if self.unknown_key else wrong
-        if self.hint and self.unknown_key:  # before the keys that there are, which are many
+        if self.hint and self.unknown_key:  # before the known keys, which are many
             return f"{where}: {wrong}. {self.hint} Allowed: {self.allowed}."
         hint = f" {self.hint}" if self.hint else ""
         return f"{where}: {wrong}; allowed: {self.allowed}.{hint}"
 
 
 def in_order(problems: list[Problem]) -> list[Problem]:
-    """The problems by line; of one value only what the first form of the file says that refuses it."""
+    """The problems by line; of several for one value, only the one from the first form of the file that refuses it."""
     first: dict[tuple[object, ...], Problem] = {}
     for problem in problems:
         first.setdefault((problem.path, problem.line, problem.value), problem)
@@ -61,7 +61,7 @@ def in_order(problems: list[Problem]) -> list[Problem]:
 
 
 def of_form(section: str, problems: list[Problem]) -> list[Problem]:
-    """Problems of the file with `section` laid over; one that stands elsewhere in the file says whose it is."""
+    """Problems of the file with `section` laid over; one that stands elsewhere in the file names the section."""
     return [
         each
         if each.path.startswith(f"{section}.")
@@ -71,7 +71,7 @@ def of_form(section: str, problems: list[Problem]) -> list[Problem]:
 
 
 class DefinitionError(GpufleetError):
-    """The definition file is wrong. Carries all its problems, in file order."""
+    """The definition file is wrong. It carries all its problems, in file order."""
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         self.source = source
@@ -82,8 +82,8 @@ class DefinitionError(GpufleetError):
 
 
 class PriceMissing(GpufleetError):
-    """A bill line has no price in the catalog and is not on the list of what is not priced."""
+    """A bill line has no price in the catalog and is not on the list of unpriced ones."""
 
 
 class AwsRefused(GpufleetError):
-    """AWS refused, or something a run needs does not exist. Says what, and what to do about it."""
+    """AWS refused, or something a run needs does not exist. The message says what, and what to do about it."""

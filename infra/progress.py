@@ -1,5 +1,5 @@
-"""Long work shown: a bar with rate and time left on a terminal, a plain line now and then in a log, nothing where
-`--quiet` asks for that. tqdm draws, and is loaded with the first bar.
+"""Shows long work: a bar with rate and time left on a terminal, a plain line now and then in a log, nothing with
+`--quiet`. tqdm draws, and is imported with the first bar.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TextIO
 from gpufleet.job.progress import Gauge
 from gpufleet.job.text import printable
 
-BAR_S = 0.5  # what takes less has no bar
-LINES_S = (10.0, 30.0)  # the first line of a log, and those after it
+BAR_S = 0.5  # shorter work has no bar
+LINES_S = (10.0, 30.0)  # until the first line of a log, and between later ones
 
 
 class Screen:
@@ -37,7 +37,7 @@ class Screen:
         return self._bar
 
     def write(self, stream: TextIO, text: str) -> int:
-        """Writes `text`, with the bar taken away before it and drawn again below it."""
+        """Writes `text`, with the bar removed before it and drawn again below it."""
         if self._bar is None:
             return stream.write(text)
         self._bar.clear()
@@ -53,12 +53,12 @@ class Screen:
 
 
 class _Bar:
-    """A bar of tqdm's. Several threads may advance it, as those of a download do."""
+    """A bar of tqdm's. Several threads may advance it, as in a download."""
 
     def __init__(self, what: str, total: int | None, unit: str, stream: TextIO) -> None:
         from tqdm import tqdm
 
-        tqdm.monitor_interval = 0  # its thread wakes bars that are seldom advanced: Screen.write does
+        tqdm.monitor_interval = 0  # its thread redraws bars that seldom advance, which Screen.write does
         many = {"unit_scale": True} if unit == "B" else {"unit": f" {unit}"}
         self._tqdm = tqdm(
             desc=what, total=total, file=stream, leave=False, delay=BAR_S, dynamic_ncols=True, **{"unit": unit, **many}
@@ -76,7 +76,7 @@ class _Bar:
 
 
 class Lines:
-    """Said now and then: `data/a: 1.20G/3.00G, 110MB/s, 00:16 left`."""
+    """Prints a line now and then: `data/a: 1.20G/3.00G, 110MB/s, 00:16 left`."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Lines:
             self._say(self._line(now - self._began))
 
     def close(self) -> None:
-        """A last line would say what the command says itself."""
+        """The command itself prints a last line."""
 
     def _line(self, seconds: float) -> str:
         from tqdm import tqdm
@@ -126,11 +126,11 @@ def argument(parser: argparse.ArgumentParser) -> None:
 
 
 def say(args: argparse.Namespace, to: Callable[[str], None] = print) -> Callable[[str], None]:
-    """`to` for what a command says on its way; under --quiet only its warnings."""
+    """`to` for a command's progress lines; with --quiet only for its warnings."""
     if not args.quiet:
         return to
     return lambda line: to(line) if line.lower().startswith("warning") else None
 
 
 def _nothing() -> None:
-    """What clearing and drawing a closed bar does."""
+    """Replaces clearing and drawing of a closed bar."""

@@ -1,5 +1,5 @@
-"""What a person sees: each line folded at a word where the terminal ends, the answer bold, what is wrong in colour. A
-pipe, and whoever sets NO_COLOR, gets the same words without any of it.
+"""What a person sees: each line folded at a word at the terminal's width, the answer bold, problems in colour. A pipe,
+or a user with NO_COLOR, gets the same words without any of it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ COLOURS = (
     (re.compile(r"gpufleet:|\s*PROBLEM\b|FAILED\b"), "31"),
     (re.compile(r"\s*[Ww]arning\b|Before you launch\b"), "33"),
     (re.compile(r"\s*ok\b"), "32"),
-)  # of how a line begins, in the terminal's own palette
+)  # by how a line begins, in the terminal's own palette
 
 
 class Shown:
-    """A stream on which nothing is printed that a terminal would obey, but what is added here: much of what commands
-    show was written by others, a job, a node, AWS, whoever may write to the bucket.
+    """A stream that removes terminal escapes, except its own: much of what commands show was written by others, a job,
+    a node, AWS, anybody with access to the bucket.
     """
 
     def __init__(self, stream: TextIO, screen: Screen) -> None:
@@ -30,17 +30,17 @@ class Shown:
         self._is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._has_colour = self._is_terminal and not os.environ.get("NO_COLOR")
         self.answers_first = False  # whether the next line is the command's answer
-        self.folds = True  # whether a line wider than the terminal may be broken: one for programs may not
+        self.folds = True  # whether a line wider than the terminal may be folded: text for programs may not
 
     def write(self, text: str) -> int:
-        """Writes the text, as the terminal shows it best."""
+        """Writes the text, formatted for the terminal."""
         text = printable(text)
         if self._is_terminal and self.folds:
             text = "\n".join(map(self._line, text.split("\n")))
         return self._screen.write(self._stream, text)
 
     def flush(self) -> None:
-        """Sends what is written on its way."""
+        """Flushes written text."""
         self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:

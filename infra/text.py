@@ -9,25 +9,25 @@ from decimal import Decimal
 
 
 def hours(value: float) -> str:
-    """Two decimals; two digits where these would say too little: 77.68, 0.0052."""
+    """The hours with two decimals, or with two digits if they are few: 77.68, 0.0052."""
     return f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def share(value: float) -> str:
-    """Whole percent, of little that there is some: 12%, under 1%, 0%."""
+    """The share as whole percent, a small one as such: 12%, under 1%, 0%."""
     return "under 1%" if 0 < value < 0.005 else f"{value:.0%}"
 
 
 def about_hours(value: Decimal) -> str:
-    """Two digits, whole hours from ten on: 0.57, 1.8, 14."""
+    """The hours with two digits, from ten on whole: 0.57, 1.8, 14."""
     return f"{value:.0f}" if value >= 10 else f"{float(value):.2g}"
 
 
 def table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), spare: Sequence[int] = ()
 ) -> Iterator[str]:
-    """Heads, a rule, and the rows; the columns of `right` flush right. Of the columns `spare` the first ones are left
-    out where the terminal is too narrow for all.
+    """Heads, a rule, and the rows; the columns in `right` are right-aligned. On a terminal too narrow for all columns,
+    the first of `spare` are omitted.
     """
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     shown = list(range(len(heads)))
@@ -40,12 +40,12 @@ def table(
 
 
 def columns(most: int = 100) -> int:
-    """How wide a line may be: as the terminal is, at most `most`, which also holds where there is no terminal."""
+    """The greatest width of a line: the terminal's, at most `most`, which also applies without a terminal."""
     return min(most, shutil.get_terminal_size((most, 24)).columns)
 
 
 def wrap(text: str, width: int = 100, indent: int = 2) -> list[str]:
-    """The text in lines of at most `width`, those after the first indented; words stay whole."""
+    """The text in lines of at most `width`, later ones indented; words stay whole."""
     return textwrap.wrap(
         text, columns(width), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )

@@ -132,7 +132,7 @@ class Schedules:
         return self._go_on(region, machine, json.loads(machine.definition)["StartAt"], given)
 
     def _go_on(self, region: str, machine: Any, state: str | None, given: Mapping[str, Any]) -> str:
-        """Runs its steps from `state` on with its role's rights. Waits and Retry follow the clock, Catch the failures."""
+        """Runs its steps from `state` on with its role's rights. Waits and Retry follow the clock, Catch failures."""
         steps, now = json.loads(machine.definition)["States"], self._fleets.clock.now()
         while state is not None:
             step = steps[state]

@@ -53,16 +53,16 @@ class Bill:
     region: str
     zones: tuple[str, ...]  # names of the definition's zones
     market: Market
-    lines: tuple[Line, ...]  # priced in that market, `interruptions` last; their sum is usd.p50
+    lines: tuple[Line, ...]  # priced in the run's market, `interruptions` last; their sum is usd.p50
     usd: Quantiles
     hours: Quantiles
     spot: Side | None
     on_demand: Side | None
     chosen: Side  # the side in the definition's own market
     hazard: Decimal | None  # fixed by the definition; None = drawn per simulated run
-    chance: Hazard | None  # per node-hour, with where it comes from; None where AWS takes no node
-    cadence: BestInterval | None  # the checkpoint interval that costs least; as `chance`
-    usd_at_hazard: tuple[tuple[str, float, Decimal], ...]  # (word, hazard per node-hour, mean USD); as `chance`
+    chance: Hazard | None  # per node-hour, with its source; None if AWS takes no node
+    cadence: BestInterval | None  # the checkpoint interval that costs least; None likewise
+    usd_at_hazard: tuple[tuple[str, float, Decimal], ...]  # (word, hazard per node-hour, mean USD); empty likewise
     span_usd: Mapping[str, tuple[Decimal, Decimal]]  # (p10, p90) to finish when only `speed` or only `price` is unknown
     measured_usd: (
         Quantiles | None
@@ -77,7 +77,7 @@ class Bill:
     prices_as_of: date  # the date of the oldest price in the lines
     max_price_age_days: int  # from the definition; the bill warns of prices that are older
     calibrated: bool
-    buys: Quantiles | None  # hours of training that the limits pay for, when the file does not say how long the run is
+    buys: Quantiles | None  # hours of training that the limits pay for, if the file does not say how long the run is
     hourly_usd: Mapping[str, Decimal]  # USD per node-hour of each hourly line other than compute
 
     @property

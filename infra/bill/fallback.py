@@ -79,7 +79,7 @@ class Fallback:
 
     def to_json(self) -> dict[str, Any]:
         """Keys as documented in docs/bill.md."""
-        found: dict[str, Any] = plain(self, digits=20)  # that is all of a float's
+        found: dict[str, Any] = plain(self, digits=20)  # all digits of a float
         return found
 
     def run_json(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from gpufleet.job.contract.aws import NOTICE_S
 from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.kind.common import DEVICE_RESERVE_GB, Memory, Rung
 
-POLL_S = 5.0  # the supervisor looks this often
+POLL_S = 5.0  # seconds between two looks of the supervisor
 _HOST_RESERVE_GB = 4.0  # operating system, container, trainer: assumption
 
 
@@ -93,7 +93,7 @@ def notices(
                 save_s=_save_s(size_gb / scratch_rate(instance, root), phase.step_ms / 1e3, stop_s, runtime),
                 hash_s=size_gb / SHA256_GB_S,
                 upload_s=size_gb / upload_rate(instance, estimate),
-                saves=config.saves_on_signal is True,  # until a rehearsal has shown it, it does not
+                saves=config.saves_on_signal is True,  # it counts as not saving until a rehearsal has shown it
             )
         )
     return times
@@ -132,7 +132,7 @@ def _fit(config: JobConfig, instance: Instance, index: int, whole: Rung | None, 
 
 def _misfit_reason(config: JobConfig, instance: Instance, index: int, rung: Rung | None, needs: Memory | None) -> str:
     if config.device == "cpu":
-        return ""  # a rehearsal on a laptop: no GPU is used
+        return ""  # a rehearsal on a laptop uses no GPU
     if config.products() == "bf16" and not instance.gpu.bf16:
         return f"{instance.gpu.name} has no bf16"
     if rung is None and needs is not None and len(config.ladder()) == 1:
@@ -152,13 +152,13 @@ def _misfit_reason(config: JobConfig, instance: Instance, index: int, rung: Rung
 
 
 def _narrower(config: JobConfig, instance: Instance) -> str:
-    """The narrow state, where that is enough."""
+    """The narrow state as a change, if that is enough."""
     held = (each.setting for each in config.variants() if each.narrower and _holds(each.config, instance))
     return next(held, "")
 
 
 def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:
-    """The cheapest on-demand type of known speed in the region that holds the job as it is, in words."""
+    """Words for the cheapest on-demand type of known speed in the region that holds the job unchanged."""
     priced = []
     for type_, other in catalog.instances.items():
         if other.unusable or not other.gpu.has_a_roofline(config.products()) or not _holds(config, other):
@@ -183,6 +183,6 @@ def _holds(config: JobConfig, instance: Instance) -> bool:
 
 
 def _staged_gb(config: JobConfig, index: int) -> float:
-    """A phase's checkpoint where the host holds it in memory while it is written."""
+    """A phase's checkpoint in GB, if the host holds it in memory while it is written."""
     sizes = config.sizes()
     return sizes.checkpoints[index] / 1e9 if sizes.staged_in_memory else 0.0

@@ -22,7 +22,7 @@ from gpufleet.infra.risk.simulation import MINIMUM_H
 from gpufleet.job.kind import batch
 
 _HALF = "half of the simulated runs need that or more"
-AS_COUNTED = "as limits.max_usd counts it"  # interrupted first hours, which AWS does not charge, are in it
+AS_COUNTED = "as limits.max_usd counts it"  # it includes interrupted first hours, which AWS does not charge
 
 
 def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
@@ -113,7 +113,7 @@ def deadline_warnings(definition: StackDefinition, bill: Bill, now: datetime) ->
     and the speed at which every run would miss it, when the deadline comes before the other limits.
     """
     left_h, exposure, key = definition.hours_left(now), bill.chosen.exposure, definition.due_by(now)
-    whole = definition.begins_at(now) > now and key != DEADLINE  # its own end, which is among the limits
+    whole = definition.begins_at(now) > now and key != DEADLINE  # its own end, which is one of the limits
     if bill.only_priced or left_h is None or whole:
         return
     late = float((bill.chosen.needed.wall_hours + exposure.reserve_h > left_h).mean())

@@ -22,7 +22,7 @@ MONTH_H = Decimal(730)  # AWS bills months as hours of use; 730 = 365 x 24 / 12
 CENT_100 = Decimal("0.0001")
 FREE_IOPS, FREE_MIBPS = 3000, 125  # included in every gp3 volume
 KEPT_CHECKPOINTS = 3  # best, last, last but one: at most three different ones; without evaluations there is no best
-SAVE_REQUESTS = 6  # of a save, without the data's own: two small files, manifest, best.json, metrics, a listing
+SAVE_REQUESTS = 6  # per save, without the data's own: two small files, manifest, best.json, metrics, a listing
 # The part size of `up`'s uploads: the provider's aws_s3_object keeps its SDK's 5 MiB (AWS SDK for Go v2, read 2026-11).
 INPUT_PART_BYTES = 5 * 1024 * 1024
 SMALL_FILES_GB = 0.02  # metrics, job log, reports, run.json, job archive together: assumption
@@ -81,7 +81,7 @@ class Charge:
         return (self.units * self.price.amount / self.hours).quantize(Decimal("0.000001"))
 
     def line(self, node_hours: float) -> Line:
-        """The bill's line for `node_hours`."""
+        """The bill's line for so many node-hours."""
         return line(self.name, self.units * (node_hours / float(self.hours)), self.price, "hourly", self.item)
 
 
@@ -89,7 +89,7 @@ class Charge:
 class StoredSizes:
     """GB of what a run leaves in its bucket."""
 
-    dataset: float  # and base weights that the stack uploads
+    dataset: float  # including base weights that the stack uploads
     checkpoints: float
     exports: float
     final: float
@@ -128,7 +128,7 @@ def account_discount(lines: Iterable[Line]) -> Decimal:
 def stored(definition: StackDefinition, dataset_bytes: int | None) -> StoredSizes:
     """Upper bound of what lies in the bucket when the run has ended."""
     config = definition.job.parameters
-    kept = max(  # of the phase that leaves most: one without optimizer steps saves nothing over the one before
+    kept = max(  # of the phase that leaves most: one without optimizer steps saves nothing more than the one before
         (KEPT_CHECKPOINTS - (1 if phase.evaluations else 2)) * config.sizes().checkpoints[index]
         + config.sizes().phase_ends[index]
         for index, phase in enumerate(config.phases())
@@ -186,7 +186,7 @@ def bucket_lines(
     writes += held.dataset * 1e9 / INPUT_PART_BYTES
     writes += runtime.total_s / config.checkpoint.heartbeat_s * 3  # heartbeat, metrics, job log
     reads = (held.final + held.dataset) * 1e9 / PART_BYTES + 100
-    reads += runtime.total_s / config.checkpoint.heartbeat_s  # whether somebody has asked it to stop
+    reads += runtime.total_s / config.checkpoint.heartbeat_s  # the look for a stop request
     steps = sum(phase.steps for phase in runtime.phases)
     logs_gb = LOG_GB_PER_BOOT + steps / config.log.every * LOG_LINE_BYTES / 1e9
 
@@ -219,7 +219,7 @@ def _disks(definition: StackDefinition, catalog: Catalog) -> list[Charge]:
 
 
 def _disk(name: str, disk: Disk, catalog: Catalog, region: str) -> list[Charge]:
-    """gp3 by GiB-second, a charge for each of what `gp3_usd_per_month` counts."""
+    """gp3 by GiB-second, one charge for each part that `gp3_usd_per_month` counts."""
 
     def monthly(name: str, units: int, key: str) -> list[Charge]:
         price = catalog.price(key, region)
@@ -233,7 +233,7 @@ def _disk(name: str, disk: Disk, catalog: Catalog, region: str) -> list[Charge]:
 
 
 def _address(definition: StackDefinition, catalog: Catalog) -> list[Charge]:
-    if definition.fleet.cards == "all":  # the NAT gateway has one, the nodes none
+    if definition.fleet.cards == "all":  # the NAT gateway has an address, the nodes have none
         return []
     return [
         Charge(

@@ -1,4 +1,4 @@
-"""What each listed instance type would mean: whether the job fits, how long it takes, and the hourly price.
+"""The consequences of each listed instance type: whether the job fits, how long it takes, and the hourly price.
 
 The fleet may pick any listed type in any listed zone, so the bill prices the dearest one and shows all.
 """
@@ -26,24 +26,24 @@ Calibrations = Mapping[str, Calibration | RefusedCalibration]  # by instance typ
 
 @dataclass(frozen=True, slots=True)
 class BillBasis:
-    """What a bill stands on: infra.bill.project.bill_basis finds it in a project."""
+    """The data behind a bill: infra.bill.project.bill_basis finds them in a project."""
 
     definition: StackDefinition  # with the counts of its prepared dataset
     catalog: Catalog
     _: KW_ONLY
-    dataset_bytes: int | None = None  # None: not prepared, assumed
+    dataset_bytes: int | None = None  # None: not prepared, so the size is assumed
     calibrations: Calibrations = field(default_factory=dict)
-    speeds: Speeds | None = None  # None: what the shipped table says
-    hazards: Hazards = field(default_factory=dict)  # count where the definition fixes none
-    today: date | None = None  # the day to which the age of prices is counted; None: the day of the newest price
+    speeds: Speeds | None = None  # None: the shipped table's
+    hazards: Hazards = field(default_factory=dict)  # used if the definition fixes no hazard
+    today: date | None = None  # the day for the age of prices; None: the day of the newest price
 
     def with_definition(self, definition: StackDefinition) -> BillBasis:
-        """What another form of the work stands on."""
+        """The data for another form of the work."""
         return replace(self, definition=definition)
 
     @property
     def known_steps(self) -> tuple[StepTime, ...]:
-        """What is known of a step of a user's own command; nothing for a ready-made job."""
+        """The known step times of a user's own command; none for a ready-made job."""
         return known_steps(self.definition, self.catalog, self.calibrations)
 
 
@@ -56,7 +56,7 @@ class TypeCost:
     runtime: runtimes.Runtime | None
     fits: tuple[fit.Fit, ...]
     notices: tuple[fit.Notice, ...]
-    offers: Mapping[Capacity, Offer]  # of the definition's own market, and of those that are compared
+    offers: Mapping[Capacity, Offer]  # for the definition's own market, and those that are compared
     why: str
     untried: str = ""  # a sentence when nobody knows whether a command fits in the memory of the type's GPUs
 
@@ -178,9 +178,9 @@ def listed(index: int) -> str:
 def type_cost(
     basis: BillBasis, type_: str, *, nearest: str | None = None, known: Sequence[StepTime] | None = None
 ) -> TypeCost:
-    """One type, listed or not. `nearest`: fit.cheapest_holder's words, `known`: the basis' known_steps, for who asks
-    about many types, or about another number of nodes. Raises GpufleetError for one that the catalog has never heard
-    of, which no definition file may list.
+    """One type, listed or not. `nearest`: the words of fit.cheapest_holder, `known`: the basis' known_steps, for a
+    caller with many types, or another number of nodes. Raises GpufleetError for a type that is not in the catalog,
+    which no definition file may list.
     """
     definition, catalog, speeds = basis.definition, basis.catalog, basis.speeds
     found = basis.calibrations.get(type_)
@@ -197,7 +197,7 @@ def type_cost(
     price = offers[market.name].price
     config = config.completed(hours=market.node_hours(limits.max_hours, limits.max_usd, price))
     ranks = config.ranks(instance.gpu_count, definition.nodes)
-    try:  # the other market's price may be missing: it is only shown for comparison
+    try:  # the other market's price may be missing: it is only a comparison
         market.require(catalog, type_, definition.fleet)
     except PriceMissing as missing:
         why.append(str(missing))

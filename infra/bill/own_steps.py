@@ -20,8 +20,8 @@ from gpufleet.infra.evidence.speeds import NOBODY, SpeedGroup, Speeds, shipped
 from gpufleet.infra.risk import unknown
 from gpufleet.job.kind import batch
 
-P90_SIGMAS = 1.2816  # p10 and p90 of a normal distribution are so many sigmas from its middle
-SECOND_MS = 1000.0  # of a run that declares hours, or nothing: a "step" is one second on the listed types
+P90_SIGMAS = 1.2816  # p10 and p90 of a normal distribution lie this many sigmas from its middle
+SECOND_MS = 1000.0  # for a run that declares hours, or nothing: a "step" is one second on the listed types
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class StepTime:
     faster: float
     slower: float
     shared: float  # the part of both sigmas that is the same for the job on every GPU
-    said: str  # whose figure it is
+    said: str  # the source of the figure
     guessed: bool = False  # whether it was carried over from other GPUs
 
     def carried_over(self, gpu: Gpu, gpus: int, speeds: Speeds) -> StepTime | None:
@@ -111,7 +111,7 @@ def _known(
 
     if stated is not None or counts == "seconds":
         step_ms, said = (SECOND_MS, f"{config.path}.work") if stated is None else (float(stated[0]), "estimate.step_ms")
-        bought = batch.is_endless(config)  # hours, which are hours anywhere, and none of which can be missed
+        bought = batch.is_endless(config)  # hours, which are hours on any type, and cannot be too few
         spread = (0.0, 0.0) if told.hours is None else _spread(*told.hours)
         if stated is not None:
             spread = unknown.STATED, unknown.STATED
@@ -134,5 +134,5 @@ def _known(
 
 
 def _spread(low: float, likely: float, high: float) -> tuple[float, float]:
-    """Sigma of a log-normal distribution below and above its middle, of its p10, p50 and p90."""
+    """Sigmas of a log-normal distribution below and above its middle, from its p10, p50 and p90."""
     return math.log(likely / low) / P90_SIGMAS, math.log(high / likely) / P90_SIGMAS

@@ -1,7 +1,7 @@
-"""The bill of a definition as this project knows it: its prepared dataset, calibrations, receipts, traces and prices.
+"""The bill of a definition in this project: with its prepared dataset, calibrations, receipts, traces and prices.
 
-Every command and the program make their bills here, so that all of them give the same figures. What is filled in is for
-the bill alone: the run itself, and its identity, use the file as it is.
+Every command and the program make their bills here, so that all of them give the same figures. These values are for the
+bill alone: the run itself, and its identity, use the file as it is.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ def bill_of(
     not_ready: Sequence[str] = (),
     but: Sequence[Path] = (),
 ) -> Bill:
-    """The bill, with what lies under `root`. `hazards`: learnt there already; `but`: traces that must not teach them.
-    Raises as price_of().
-    """
+    """The bill, with the data under `root`. `hazards`: learnt already; `but`: traces to omit. Raises as price_of()."""
     learned = learn(observations(root, but=but)) if hazards is None else hazards
     return price_of(replace(bill_basis(definition, root, catalog), hazards=learned, today=today), not_ready=not_ready)
 
@@ -43,8 +41,8 @@ def bill_of(
 def bill_basis(
     definition: StackDefinition, root: Path, catalog: Catalog, types: Iterable[str] | None = None
 ) -> BillBasis:
-    """What the folder `root` has for this definition: the prepared dataset, and calibrations of the definition's types
-    or of `types`. For a command every calibration counts, since steps on other types are guessed from it.
+    """The data in the folder `root` for this definition: the prepared dataset, and calibrations of the definition's
+    types or of `types`. For a command every calibration counts, since steps on other types are guessed from it.
 
     A scenario that is only priced and states the counts of its data keeps them: it describes no existing dataset.
     """
@@ -61,7 +59,7 @@ def bill_basis(
 
 
 def _as_measured(definition: StackDefinition, calibrations: Calibrations) -> StackDefinition:
-    """The definition with the saves as the newest measurement found them."""
+    """The definition with saves as in the newest measurement."""
     measured = [each for each in calibrations.values() if isinstance(each, Calibration)]
     if not measured:
         return definition
@@ -78,6 +76,6 @@ def _uploaded(definition: StackDefinition, root: Path) -> int | None:
     """Bytes of a command's inputs that are uploaded; None for a job that takes a dataset, and has none yet."""
     if definition.job.parameters.dataset_kind:
         return None
-    from gpufleet.infra.inputs import folders  # here: ready-made jobs have none
+    from gpufleet.infra.inputs import folders  # imported here: ready-made jobs have none
 
     return folders.size(definition, root)

@@ -1,12 +1,12 @@
-"""Work to seconds: how long each phase of a job takes on one instance type, without interruptions.
+"""Turns work into seconds: how long each phase of a job takes on one instance type, without interruptions.
 
 A step is priced from the job's own shape: FLOP at the dense peak of the GPUs used plus optimizer traffic at their
 memory bandwidth (the roofline), divided by the share of it that such work reaches (infra/evidence/speeds.py); or from
-`estimate.step_ms`, somebody's own figures. Neither is a measurement of this job on this device, and the bill says so; a
-calibration is one, and then evaluations, saves, what lies between phases and the end are as they were measured too.
-Where optimizer traffic is small, as it is everywhere but in tinystories-growth, that share is the MFU of a job in bf16.
+the definition's `estimate.step_ms`. Neither measures this job on this device, and the bill says so; a calibration does,
+and then evaluations, saves, the time between phases and the end are the measured ones too. If optimizer traffic is
+small, as in all ready-made jobs except tinystories-growth, that share is the MFU of a job in bf16.
 
-The constants are assumptions of ours unless a source is named.
+The constants are our own assumptions unless a source is named.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from gpufleet.job.kind import JobConfig
 from gpufleet.job.kind.common import PhaseSize
 
 SETUP_MINUTES = {"g": 8.0, "p": 15.0}  # launch to first step by family: boot, image pull (15-20 GB: 4-6 min), staging
-SAVE_BLOCKS_S = 0.1  # per save, beside the copy; a 1.2 GB save on CPU blocked 0.35 s in all (measured, 2 cores)
+SAVE_BLOCKS_S = 0.1  # per save, in addition to the copy; a 1.2 GB save on CPU blocked 0.35 s in all (measured, 2 cores)
 HOST_COPY_GB_S = 4.0  # device to host, PCIe 4.0 x8 shared with the step
 NVME_WRITE_GB_S = 1.0
 SHA256_GB_S = 1.4  # measured on one core
 UPLOAD_GB_S = 1.02  # 17.4 GB to S3 in 17 s, once, on g5.12xlarge; never above the type's sustained network
-DECODE_S = 0.02  # one token of every sequence at once in plain PyTorch: launch-bound; never below reading the weights
+# one token of every sequence at once in plain PyTorch: launch-bound; never faster than reading the weights
+DECODE_S = 0.02
 _STEP_MS = "estimate.step_ms, one figure per phase with optimizer steps"
 
 # Where step times come from: a calibration or receipt; the definition's own figures; either, carried over from other
@@ -53,10 +54,10 @@ class PhaseTime:
     flops_per_token: int  # useful work of training
     steps: int
     step_ms: float
-    limit_ms: float | None  # the roofline; None where a peak is not known
+    limit_ms: float | None  # the roofline; None if a peak is not known
     tokens_per_s: float
-    mfu: float | None  # useful FLOP over the dense bf16 peak of the GPUs used, fp32 too: as the job measures it
-    saves: float  # checkpoints written: timed, one per evaluation at most, and the one at its end
+    mfu: float | None  # useful FLOP over the dense bf16 peak of the GPUs used, also for fp32: as the job measures it
+    saves: float  # checkpoints written: timed ones, at most one per evaluation, and the one at its end
     counts_steps: bool  # False: each "step" is a second
     seconds: float  # steps, evaluations, samples, checkpoint stalls, growth before it, final upload after the last
 

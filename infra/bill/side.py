@@ -76,7 +76,7 @@ class Side(Prepared):
 
     usd: Quantiles  # as the limits of the definition cut it
     hours: Quantiles  # of each node
-    wall_hours: Quantiles  # with the waits for capacity
+    wall_hours: Quantiles  # including the waits for capacity
     needed_usd: Quantiles  # without the limits: what it takes to finish
     needed_hours: Quantiles
     metered_usd: Quantiles  # needed_usd as the job's meter counts: interrupted first hours are not free
@@ -94,7 +94,7 @@ class Side(Prepared):
 
     @property
     def idle_usd(self) -> Quantiles:
-        """USD to finish that nodes cost while they wait for the others; zero on one node."""
+        """USD for the time in which nodes wait for the others, without limits; zero on one node."""
         return quantiles_of(self.needed.idle_hours * self.exposure.usd_h)
 
     @property
@@ -107,8 +107,8 @@ class Side(Prepared):
 def prepare(
     basis: BillBasis, types: Sequence[TypeCost], capacity: Capacity, *, likely: bool = False
 ) -> Prepared | None:
-    """None when no listed type has both a price of this kind and a known speed. `likely`: at what the fleet may expect
-    to pay, not at its dearest zone.
+    """The side before simulation; None when no listed type has both a price of this kind and a known speed. `likely`:
+    at the price that the fleet may expect, not at its most expensive zone's.
     """
     definition, catalog = basis.definition, basis.catalog
     extras = float(sum(each.usd_per_hour for each in lines.hourly_charges(definition, catalog)))
@@ -120,7 +120,7 @@ def prepare(
     bucket = lines.bucket_lines(definition, catalog, option.runtime, basis.dataset_bytes)
     offer = option.offers[capacity]
     chance = _chance(definition, option, basis.hazards) if WAYS[capacity].is_interrupted else 0.0
-    # Prices that differ by zone move.
+    # Only prices that differ by zone change.
     age = ((basis.today or catalog.as_of) - hourly.as_of).days if offer.zones else 0
     return Prepared(
         option=option,
@@ -133,7 +133,7 @@ def prepare(
 
 
 def price_side(basis: BillBasis, types: Sequence[TypeCost], capacity: Capacity, *, runs: int) -> Side | None:
-    """As `prepare`."""
+    """The simulated side; None as for `prepare`."""
     prepared = prepare(basis, types, capacity)
     if prepared is None:
         return None
@@ -209,7 +209,7 @@ def supposed(
     if measured:
         known = replace(side.exposure.unknown, faster=unknown.MEASURED, slower=unknown.MEASURED)
         exposures.append(replace(unlimited, unknown=known))
-    outcomes = simulation.simulate_each(exposures, runs=min(FEW, side.runs))  # together: it costs the longest alone
+    outcomes = simulation.simulate_each(exposures, runs=min(FEW, side.runs))  # all together, because this takes longest
     usd = [_figures(outcome, side)[0] for outcome in outcomes]
     at_hazards = ((word, hazard, each.mean) for (word, hazard), each in zip(words, usd, strict=False))
     return tuple(at_hazards), usd[-1] if measured else None

@@ -107,7 +107,7 @@ def _totals(bill: Bill, fallbacks: Sequence[Fallback]) -> Iterator[str]:
     if within:
         rows.append(figures("USD to finish, were there no limit", chosen.needed_usd))
     rows += _parts(bill)
-    # Its mean is made by few runs that hardly get beyond a first hour: a million of them tell another than 10,000.
+    # Its mean depends on a few runs that hardly get beyond a first hour: a million runs give another one than 10,000.
     counted_usd = (*figures(f"USD {AS_COUNTED}", chosen.metered_usd)[:4], "-")
     beside = bill.cap is not None and counted_usd[2:4] != figures("", chosen.needed_usd)[2:4]
     if beside:
@@ -188,7 +188,7 @@ def _types(bill: Bill) -> Iterator[str]:
 
 
 def _spot_span(option: TypeCost) -> str | None:
-    """The prices of its zones."""
+    """The spot prices of the type's zones, as text."""
     prices = [zone.price.amount for zone in option.spot]
     return " to ".join(map(str, dict.fromkeys((prices[0], prices[-1])))) if prices else None
 
@@ -224,7 +224,7 @@ def _phases(bill: Bill) -> Iterator[str]:
 
 
 def _notice(notice: Notice | None) -> str | None:
-    """Whether a save and its upload fit what AWS gives."""
+    """Whether a save and its upload fit AWS's notice."""
     if notice is None:
         return None
     if not notice.saves:
@@ -233,7 +233,7 @@ def _notice(notice: Notice | None) -> str | None:
 
 
 def _memory(fit: Fit) -> str:
-    """The memory that one GPU needs, of what it has."""
+    """The memory that one GPU needs, and its size."""
     if not fit.needs_gb:
         return "not predicted" if fit.fits else "NO"
     return f"{fit.needs_gb:.1f} of {fit.has_gb:g} GB" + ("" if fit.fits else " NO")
@@ -324,7 +324,7 @@ def _negative(bill: Bill) -> str:
 
 def _hazard(bill: Bill) -> str:
     chance = bill.chance
-    assert chance is not None  # on spot
+    assert chance is not None  # it is a spot run
     if not chance.sigma:
         return f"at {chance.median:g} per node-hour ({word(chance.median)}; {chance.source})"
     p10, p90 = chance.quantile(0.1), chance.quantile(0.9)

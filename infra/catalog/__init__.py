@@ -1,8 +1,8 @@
 """Dated facts: instance types, GPUs and prices, each row with its source and its date.
 
-The CSV files beside this module are the data, and what `gpufleet prices refresh` wrote into a project's `prices/` goes
-before them where it is newer. `status` is `verified` (read in the named source), or `inferred` (derived from another
-region or type, or recalled), and every bill says which of its prices are inferred. Nothing here asks AWS.
+The data are the CSV files beside this module; newer prices that `gpufleet prices refresh` wrote into a project's
+`prices/` override them. `status` is `verified` (read in the named source), or `inferred` (derived from another region
+or type, or recalled), and every bill says which of its prices are inferred. It never asks AWS.
 
 Three things that surprise:
 
@@ -54,21 +54,22 @@ BILLED = tuple(name for name, item in known_items().items() if item.in_every_bil
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One whole GPU. Peaks are dense; None where the figure was not found."""
+    """One whole GPU. Peaks are dense; None if no source states them."""
 
     name: str
     memory_gb: float  # nominal, decimal GB
     bf16_tflops: float | None
     fp32_tflops: float | None
     bandwidth_gb_s: float | None
-    link: Literal["nvlink", "pcie"]  # between several in one node, and what its data sheet says of one direction
+    # between several in one node; the next key is its data sheet's rate in one direction
+    link: Literal["nvlink", "pcie"]
     link_gb_s: float
     bf16: bool  # computes in bf16 natively
     capability: float  # compute capability, NVIDIA's list of CUDA GPUs
 
     def peak_tflops(self, products: str) -> float | None:
         """TFLOPS of dense matrix products in `bf16`, `tf32` or `fp32`. TF32 begins with compute capability 8.0, at half
-        the rate of bf16 (NVIDIA's data sheets of A100, L40S, H100 and B200); older GPUs compute in fp32 then.
+        the rate of bf16 (NVIDIA's data sheets of A100, L40S, H100 and B200); older GPUs then compute in fp32.
         """
         if products == "tf32" and self.capability >= 8:
             return None if self.bf16_tflops is None else self.bf16_tflops / 2
@@ -90,13 +91,13 @@ class Instance:
     gpu_count: int
     gpu_share: float  # below 1 for a slice of a GPU
     nvme_gb: float  # instance store; 0 = none
-    network_gbps: float  # of all its network cards together
+    network_gbps: float  # all its network cards together
     network_cards: int
-    card_gbps: float  # of the first card, where all cards reach the whole at once
-    efa_cards: int  # those with an Elastic Fabric Adapter: all or none, but for p6-b300's first
+    card_gbps: float  # the first card, if all cards share the whole rate
+    efa_cards: int  # cards with an Elastic Fabric Adapter: all or none, except for p6-b300's first
     ebs_gbps: float
-    regions: tuple[str, ...] | None  # where it is offered; None = not known
-    left_ec2: date | None  # no longer launchable since; the last day it can have been
+    regions: tuple[str, ...] | None  # that offer it; None = not known
+    left_ec2: date | None  # the day from which it cannot be launched, at the latest
 
     @property
     def gpu_memory_gb(self) -> float:
@@ -105,13 +106,13 @@ class Instance:
 
     @property
     def unusable(self) -> str:
-        """Why no run can have it, whatever it does; or nothing."""
+        """Why no run can use it; or empty."""
         if self.left_ec2:
             return f"left EC2 by {self.left_ec2}"
         if self.gpu.capability < LEAST_CAPABILITY:
             has = f"{self.gpu.name}, of compute capability {self.gpu.capability}"
             return f"has {has}; the AMI's driver and CUDA 13 begin at {LEAST_CAPABILITY}"
-        if self.gpu_share < 1:  # EC2 User Guide, NVIDIA drivers: GRID alone; open modules refuse a vGPU (2026-11)
+        if self.gpu_share < 1:  # EC2 User Guide, NVIDIA drivers: only GRID works; open modules refuse a vGPU (2026-11)
             return f"has a slice of one {self.gpu.name}, which wants NVIDIA's GRID driver; the AMI's is another"
         return ""
 
@@ -124,7 +125,7 @@ class Instance:
         return self.efa_devices(cards) > 0
 
     def efa_devices(self, cards: str) -> int:
-        """How many of them a node that is launched with these cards has."""
+        """How many of them a node launched with these cards has."""
         return self.efa_cards if cards == "all" else int(self.efa_cards == self.network_cards)
 
     @property
@@ -140,16 +141,16 @@ class Catalog:
     """All facts as of one date. Built by `load_catalog`."""
 
     as_of: date  # the newest price in it
-    name: str  # the folder that its newest prices come from: prices/2026-11-21, or shipped
+    name: str  # the folder of its newest prices: prices/2026-11-21, or shipped
     instances: dict[str, Instance]
     services: dict[tuple[str, str], Price] = field(repr=False)
     on_demand_prices: dict[tuple[str, str], Price] = field(repr=False)
     spot_prices: dict[tuple[str, str], tuple[SpotPrice, ...]] = field(repr=False)
-    # On-demand prices that hold from a day on, by that day; `in_force_on` puts those in force into `on_demand_prices`.
+    # On-demand prices that apply from a day on; `in_force_on` puts those in force into `on_demand_prices`.
     dated_prices: dict[tuple[str, str], tuple[Price, ...]] = field(default_factory=dict, repr=False)
 
     def in_force_on(self, day: date) -> Catalog:
-        """The catalog with the on-demand prices that hold on `day`."""
+        """The catalog with the on-demand prices that apply on `day`."""
         if not self.dated_prices:
             return self
         return replace(self, on_demand_prices=files.in_force(self.on_demand_prices, self.dated_prices, day))
@@ -164,7 +165,7 @@ class Catalog:
         return tuple(name for name in known_regions() if name in priced)
 
     def missing(self, region: str) -> tuple[str, ...]:
-        """What a bill there would need and no source gives: items of services.csv, none where a bill can be made."""
+        """Items of services.csv that a bill there needs and no source states; empty if a bill can be made."""
         return tuple(item for item in BILLED if (item, region) not in self.services)
 
     def billed_regions(self) -> tuple[str, ...]:
@@ -177,7 +178,7 @@ class Catalog:
         return found.zones if found else ()
 
     def zone_id_prefix(self, region: str) -> str:
-        """What ids of the region's zones begin with; empty for a region the catalog does not cover."""
+        """The prefix of the region's zone ids; empty for a region the catalog does not cover."""
         found = known_regions().get(region)
         return found.zone_id_prefix if found else ""
 
@@ -198,7 +199,7 @@ class Catalog:
         return found
 
     def spot(self, type_: str, region: str, zones: Sequence[str] = ()) -> tuple[SpotPrice, ...]:
-        """Spot prices per node-hour, cheapest zone first; in these `zones` (az1, ...) alone where any are named. Raises
+        """Spot prices per node-hour, cheapest zone first; only of these `zones` (az1, ...) if any are named. Raises
         PriceMissing when no zone has one.
         """
         if priced := self.spot_zones(type_, region, zones):
@@ -210,15 +211,15 @@ class Catalog:
         raise PriceMissing(f"no spot price for {type_} in {', '.join(zones)} of {region}; known in {known}")
 
     def spot_zones(self, type_: str, region: str, zones: Sequence[str] = ()) -> tuple[SpotPrice, ...]:
-        """What `spot` gives; empty where that raises."""
+        """Like `spot`, but empty instead of raising."""
         found = self.spot_prices.get((type_, region), ())
         return tuple(each for each in found if each.zone in zones) if zones else found
 
     def nearest_type(self, type_: str, among: Iterable[str] | None = None) -> str | None:
-        """The instance type, of all or `among` these, that is spelled most like `type_`: of a family spelled like its
-        own, since g4dn is no slip for trn1.
+        """The instance type, of all or `among` these, with the spelling nearest to `type_`: of a family spelled alike,
+        because g4dn is no misspelling of trn1.
         """
-        import difflib  # here: only errors name a neighbour
+        import difflib  # imported here: only errors need the nearest name
 
         written, names = type_.lower(), sorted(self.instances if among is None else among)
         if "." in written:
@@ -229,7 +230,7 @@ class Catalog:
         return close[0] if close else None
 
     def unknown_type(self, type_: str) -> str:
-        """The sentence for a type that is none."""
+        """The sentence for an unknown type."""
         near = self.nearest_type(type_)
         return f"{type_} is not a GPU instance type of the catalog" + (f"; nearest: {near}" if near else "")
 
@@ -244,23 +245,23 @@ class Catalog:
 def load_catalog(project: Path | None = None, *, shipped: Path = SHIPPED, day: date | None = None) -> Catalog:
     """The newest figures of the shipped catalog and of the newest folder in the project's `prices/`.
 
-    `project` is the folder that holds `prices/`; None: the nearest at or above the working directory that holds
-    `stacks/`, so that program, commands and a scratch project each find their own. The same files give the same
-    catalog, but for prices that hold from a day on: `day` is the bill's, today where none is given. Raises
-    GpufleetError when a price file is broken.
+    `project` is the folder with `prices/`; None: the nearest one with `stacks/`, at or above the working directory, so
+    that program, commands and a scratch project each find their own. The same files give the same catalog, except for
+    prices that apply from a day on: `day` is the bill's, by default today. Raises GpufleetError when a price file is
+    broken.
     """
     found = files.folders(project_prices(Path.cwd()) if project is None else project / "prices")
     return read_catalog(shipped, found[-1] if found else None).in_force_on(day or datetime.now(UTC).date())
 
 
 def project_prices(start: Path) -> Path:
-    """`prices/` of the nearest folder at or above `start` that holds `stacks/`; of `start` when there is none."""
+    """`prices/` of the nearest folder with `stacks/`, at or above `start`; of `start` without one."""
     return next((each for each in (start, *start.parents) if (each / "stacks").is_dir()), start) / "prices"
 
 
 @cache
 def read_catalog(shipped: Path, refreshed: Path | None) -> Catalog:
-    """The facts in `shipped`, with the prices of `refreshed` where these are not older; none of those dated ahead."""
+    """The facts in `shipped`, with the prices of `refreshed` that are not older; without prices dated ahead."""
     gpus = read_table(shipped / "gpus.csv", "gpu", _gpu)
     prices, name = files.read(shipped), "shipped"
     if refreshed is not None:
@@ -279,7 +280,7 @@ def read_catalog(shipped: Path, refreshed: Path | None) -> Catalog:
 
 
 def _offered(instances: dict[str, Instance], prices: files.Prices) -> dict[str, Instance]:
-    """With the regions that instances.csv does not speak of: added since, where a price tells what is offered."""
+    """The types with regions that instances.csv lacks: for a region added later, a price shows what is offered."""
     told = {region for each in instances.values() for region in each.regions or ()}
     added: dict[str, list[str]] = {}
     for type_, region in {**prices.on_demand, **prices.dated}:
@@ -320,7 +321,7 @@ def _instance(row: dict[str, str], gpus: dict[str, Gpu]) -> Instance:
         gpu_share=share,
         nvme_gb=float(row["nvme_gb"]),
         network_gbps=float(row["network_gbps"]),
-        network_cards=int(row.get("network_cards") or 1),  # tables of before 2026-11-26 lack these three
+        network_cards=int(row.get("network_cards") or 1),  # tables from before 2026-11-26 lack these three
         card_gbps=float(row.get("card_gbps") or row["network_gbps"]),
         efa_cards=int(row.get("efa_cards") or 0),
         ebs_gbps=float(row["ebs_gbps"]),
@@ -334,6 +335,6 @@ def _optional(text: str) -> float | None:
 
 
 def check_region(region: str) -> None:
-    """Raises GpufleetError where no price of the region that --region names is known."""
+    """Raises GpufleetError if no price is known for the region that --region names."""
     if region not in (known := load_catalog().regions()):
         raise GpufleetError(f"--region {region}: allowed are {', '.join(known)}, the regions with prices")

@@ -1,10 +1,10 @@
 """Prices as CSV files: on_demand.csv, spot.csv and services.csv of one folder, each row with its source and date.
 
 Shipped beside this module, and written by `gpufleet prices refresh` as `prices/<date>/` of a project. A refreshed
-folder is complete: what was not read anew stands in it with its old date and source.
+folder is complete: figures that were not read again keep their date and source.
 
-A row of on_demand.csv may hold from a day on, in a last column `valid_from` that a file without such rows leaves out:
-a change of price that AWS has announced.
+A row of on_demand.csv may apply from a day on, by a last column `valid_from`, which a file without such rows omits: a
+price change that AWS has announced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from gpufleet.infra.errors import GpufleetError
 
 Status = Literal["verified", "inferred"]
 
-NAME = re.compile(r"(\d{4}-\d{2}-\d{2})(?:-([2-9]|[1-9]\d+))?")  # 2026-11-21; the second of that day: 2026-11-21-2
+# 2026-11-21; the second folder of that day: 2026-11-21-2
+NAME = re.compile(r"(\d{4}-\d{2}-\d{2})(?:-([2-9]|[1-9]\d+))?")
 _FROM = "valid_from"
 _HEADS = {
     "on_demand.csv": "type,regions,usd_per_hour,source,as_of,status",
@@ -35,7 +36,7 @@ _HEADS = {
 
 
 _ZONE = re.compile(r"az\d{1,2}")
-_MOST_USD = 100_000  # for one unit of anything: no node-hour comes near
+_MOST_USD = 100_000  # the most for one unit of anything: no node-hour comes near
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,14 +48,14 @@ class Price:
     source: str
     as_of: date
     status: Status
-    valid_from: date | None = None  # None: for as long as anyone knows
+    valid_from: date | None = None  # the day from which it applies; None: now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpotPrice:
     """A spot price in one zone, named by zone id within its region (az1).
 
-    Where it comes from a price history, `price` is its median over 7 days, and `low` and `high` are the extremes.
+    In a price history, `price` is the median over 7 days, and `low` and `high` are the extremes.
     """
 
     zone: str
@@ -65,13 +66,14 @@ class SpotPrice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prices:
-    """Everything that has a price, by (type or item, region). Spot zones come cheapest first."""
+    """All prices, by (type or item, region). Spot zones come cheapest first."""
 
     on_demand: dict[tuple[str, str], Price] = field(default_factory=dict)
     spot: dict[tuple[str, str], tuple[SpotPrice, ...]] = field(default_factory=dict)
     services: dict[tuple[str, str], Price] = field(default_factory=dict)
-    notes: dict[tuple[str, str], str] = field(default_factory=dict)  # what a service's price holds for
-    dated: dict[tuple[str, str], tuple[Price, ...]] = field(default_factory=dict)  # on demand, each from a day on
+    notes: dict[tuple[str, str], str] = field(default_factory=dict)  # the conditions of a service's price
+    # on-demand prices that apply from a day on
+    dated: dict[tuple[str, str], tuple[Price, ...]] = field(default_factory=dict)
 
     @property
     def newest(self) -> date:
@@ -96,7 +98,7 @@ class Prices:
 
 
 def read(folder: Path) -> Prices:
-    """The prices of one folder. Raises GpufleetError, with file and line, for anything that is not such a price."""
+    """The prices of one folder. Raises GpufleetError, with file and line, for an invalid price."""
     prices = Prices()
     zones: dict[tuple[str, str], list[SpotPrice]] = {}
     regions = known_regions()
@@ -150,7 +152,7 @@ def read(folder: Path) -> Prices:
 def in_force(
     undated: Mapping[tuple[str, str], Price], dated: Mapping[tuple[str, str], tuple[Price, ...]], day: date
 ) -> dict[tuple[str, str], Price]:
-    """The price of each that holds on `day`: of those from a day on, the last that has begun."""
+    """For each, the price that applies on `day`: the last one that has begun."""
     begun = {key: [price for price in prices if _begin(price) <= day] for key, prices in dated.items()}
     return {**undated, **{key: prices[-1] for key, prices in begun.items() if prices}}
 
@@ -160,8 +162,8 @@ def cheapest_first(zones: Iterable[SpotPrice]) -> tuple[SpotPrice, ...]:
 
 
 def newer(base: Prices, over: Prices) -> Prices:
-    """Each figure with the newer date of the two; of the same date, that of `over`. What only one has, stays. Raises
-    GpufleetError for an item that they count in different units: a bill counts in those of `base`.
+    """For each figure the one with the newer date; with the same date, that of `over`. Figures that only one has stay.
+    Raises GpufleetError for an item with different units in the two: a bill counts in those of `base`.
     """
 
     def spot_date(zones: tuple[SpotPrice, ...]) -> date:
@@ -190,14 +192,15 @@ def newer(base: Prices, over: Prices) -> Prices:
 
 
 def folders(parent: Path) -> list[Path]:
-    """The price folders in `parent`, oldest first; what has another name or is empty is not one."""
+    """The price folders in `parent`, oldest first, without empty ones and those with other names."""
     named = [(match, path) for path in _listed(parent) if (match := NAME.fullmatch(path.name)) and _listed(path)]
     return [path for match, path in sorted(named, key=lambda pair: (pair[0][1], int(pair[0][2] or 1)))]
 
 
 def write(prices: Prices, parent: Path, day: date) -> Path:
     """A new folder in `parent`, named after `day`; it appears whole and readable or not at all, and never replaces
-    another. Raises GpufleetError for what `read` would refuse."""
+    another. Raises GpufleetError for prices that `read` would refuse.
+    """
     parent.mkdir(parents=True, exist_ok=True)
     building = parent / f".{day.isoformat()}.{os.getpid()}"
     building.mkdir()
@@ -211,7 +214,7 @@ def write(prices: Prices, parent: Path, day: date) -> Path:
                 for key, price in sorted(prices.services.items())
             ),
         )
-        read(building)  # what no bill could read must not appear
+        read(building)  # refuses prices that no bill could read
         number = 1
         while True:
             final = parent / (day.isoformat() if number == 1 else f"{day.isoformat()}-{number}")
@@ -260,7 +263,7 @@ def _each(path: Path, take: Callable[[dict[str, str]], None]) -> None:
     columns = next(reader, [])
     if ",".join(columns) not in (head, f"{head},{_FROM}" if path.name == "on_demand.csv" else head):
         raise GpufleetError(f"{path}, line 1: the columns of a price file are {head}")
-    for cells in reader:  # not DictReader: it takes longer than all that is made of its rows
+    for cells in reader:  # not DictReader, which takes longer than all use of its rows
         if not cells:
             continue
         try:
@@ -274,7 +277,7 @@ def _each(path: Path, take: Callable[[dict[str, str]], None]) -> None:
 
 
 def _price(row: dict[str, str], amount: str, unit: str) -> Price:
-    usd = _usd(amount, above_0=unit == "node-hour")  # a service may be free, a node never is
+    usd = _usd(amount, above_0=unit == "node-hour")  # a service may be free, a node never
     begins = row.get(_FROM)
     return Price(
         amount=usd,

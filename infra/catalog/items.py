@@ -1,4 +1,4 @@
-"""What services.csv prices, a row of items.csv each: whether every bill needs it, and where AWS's Price List keeps it.
+"""The items of services.csv, one row of items.csv each: whether every bill needs it, and its place in AWS's Price List.
 `price_list_units` are factors from the list's units to the catalog's.
 """
 
@@ -20,7 +20,7 @@ class Item:
     in_every_bill: bool
     service: str
     usage_type: str  # without the region's prefix
-    unit: str  # the catalog's
+    unit: str  # in the catalog
     units: Mapping[str, Decimal]
 
 

@@ -1,7 +1,8 @@
-"""The regions that this version knows, a row of regions.csv each; `gpufleet prices refresh` brings a new one's prices.
+"""The regions that this version knows, one row of regions.csv each; `gpufleet prices refresh` fetches a new one's
+prices.
 
-Columns: the letters of its zones, as accounts see them; what the Price List puts before its usage types, the likeliest
-first, `none` for nothing; how the head of a table names it.
+Columns: its zones' letters, as accounts see them; prefixes of its usage types in the Price List, the likeliest first,
+`none` for none; its name in a table's head.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 from gpufleet.infra.catalog.table import read_table
 
 FILE = Path(__file__).with_name("regions.csv")
-_SIDES = {"northeast": "ne", "northwest": "nw", "southeast": "se", "southwest": "sw"}  # of the others the first letter
+# other words are shortened to their first letter
+_SIDES = {"northeast": "ne", "northwest": "nw", "southeast": "se", "southwest": "sw"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,14 +31,14 @@ class Region:
 
     @property
     def zone_id_prefix(self) -> str:
-        """What its zones' ids begin with: use2- of us-east-2, apne1- of ap-northeast-1 (EC2 User Guide, AZ IDs)."""
+        """The prefix of its zones' ids: use2- for us-east-2, apne1- for ap-northeast-1 (EC2 User Guide, AZ IDs)."""
         continent, *middle, number = self.name.split("-")
         sides = "".join(_SIDES.get(each, each[0]) for each in middle)
         return f"{continent}{sides}{number}-"
 
 
 def known_regions() -> Mapping[str, Region]:
-    """All regions by name, in the file's order. Raises GpufleetError, with file and line, for another row."""
+    """All regions by name, in the file's order. Raises GpufleetError, with file and line, for an invalid row."""
     return _read(FILE)
 
 

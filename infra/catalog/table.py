@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 def read_table(path: Path, key: str, make: Callable[[dict[str, str]], _T]) -> dict[str, _T]:
-    """Rows by `key`. Raises GpufleetError, with file and line, for one that says no such thing."""
+    """Rows by `key`. Raises GpufleetError, with file and line, for an invalid row."""
     found: dict[str, _T] = {}
     with path.open(encoding="utf-8", newline="") as lines:
         reader = csv.DictReader(lines, restval="")

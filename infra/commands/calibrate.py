@@ -1,4 +1,4 @@
-"""`gpufleet calibrate STACK`: some hundred steps of the real job on this machine, measured for the bill."""
+"""`gpufleet calibrate STACK`: runs a few hundred steps of the real job here, and measures them for the bill."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpufleet.job.supervisor import machine
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """STACK and how long."""
+    """Adds STACK and the number of steps."""
     stack.argument(parser)
     progress.argument(parser)
     parser.add_argument("--steps", type=_steps, default=200, metavar="N", help="in all, split over phases (200)")
@@ -27,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the probe and writes calibrations/STACK/DEVICE.json. Raises GpufleetError, also when the job fails."""
+    """Runs the probe and writes calibrations/STACK/DEVICE.json. Raises GpufleetError, also if the job fails."""
     plain = definition = stack.definition_of(args)
     if args.rehearsal:
         definition = load(plain.source, now=datetime.now(UTC), rehearsal=True, past_deadline=True)
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     require_place(root / calibration.FOLDER / definition.name)
     tree = measure(definition, root, steps=args.steps, gpus=machine.gpus(), say=progress.say(args))
     path = calibration.path_for(root, definition.name, tree["device"]["name"])
-    try:  # written first, and printed where it cannot be written: minutes of a rented GPU
+    try:  # written first, and printed if that fails: minutes of a rented GPU
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_bytes(path, (json.dumps(tree, indent=1, sort_keys=True) + "\n").encode())
     finally:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(tree: Mapping[str, Any]) -> list[str]:
-    """The measurement for people."""
+    """The measurement, as lines for people."""
     torch = tree["versions"].get("torch", "none")
     lines = [f"{tree['experiment']} on {tree['device']['name']}, torch {torch}, {tree['source']}:"]
     for phase in tree["phases"]:

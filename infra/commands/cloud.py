@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="gpufleet-cloud-") as folder:
             project = scratch.make(Path(folder) / "project", {})
             names = names_of(root)
-            for name in names:  # as they are: what is wrong in one is said when it is read
+            for name in names:  # not checked: an error in one is shown when it is read
                 shutil.copy(root / "stacks" / f"{name}.yaml", project / "stacks")
             if (root / "data").is_dir():
                 (project / "data").symlink_to(root / "data", target_is_directory=True)
@@ -61,13 +61,13 @@ def run(args: argparse.Namespace) -> int:
                 print(f"# {example(names)}")
                 print("# Ctrl-C here ends it and removes the folder.", flush=True)
                 _wait_for_end(args.timeout)
-    except KeyboardInterrupt:  # Ctrl-C; a polite end or a closed terminal, as infra.cli passes them on
+    except KeyboardInterrupt:  # Ctrl-C, or SIGTERM or a closed terminal, which infra.cli turns into it
         print("\n# The embedded AWS is gone.")
     return 0
 
 
 def example(names: list[str]) -> str:
-    """What to do in the other shell, with a stack that is there."""
+    """The commands for the other shell, with a stack of the project."""
     if not names:
         return "There is no stack: run this inside a project, or put definition files into the folder's stacks/."
     first = next((name for name in EXPERIMENTS if name in names), names[0])
@@ -75,7 +75,7 @@ def example(names: list[str]) -> str:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises GpufleetError for what the embedded AWS cannot be started with."""
+    """Raises GpufleetError for arguments with which the embedded AWS cannot start."""
     check_region(args.region)
     if args.timeout is not None and not (0 < args.timeout < math.inf):
         raise GpufleetError(f"--timeout {args.timeout:g}: allowed are seconds above 0; without it, it runs to Ctrl-C")
@@ -105,6 +105,6 @@ def _wait_for_end(timeout_s: float | None) -> None:
 def _is_pipe() -> bool:
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError, AttributeError):  # closed, or a test's
+    except (OSError, ValueError, AttributeError):  # it is closed, or a test's
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

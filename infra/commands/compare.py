@@ -18,7 +18,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import atomic
 
 PICTURES = (".png", ".svg")
-LONGEST_H = 366 * 24  # as far off as limits.deadline may be
+LONGEST_H = 366 * 24  # like the furthest limits.deadline
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; 1 when nothing could be run in time."""
+    """0; 1 if nothing could be run in time."""
     for name, file in (("--plot", args.plot), ("--html", args.html)):
         if file and not file.parent.is_dir():
             raise GpufleetError(f"{name} {file}: there is no folder {file.parent}; make it, or draw elsewhere")
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _drawn(compared: Comparison, args: argparse.Namespace) -> int:
-    """Says where the pictures are; the exit code."""
+    """Prints where the pictures are; returns the exit code."""
     for file in filter(None, (args.plot, args.html)):
         print(f"\ndrawn: {file}")
     return 0 if compared.runnable else 1
@@ -82,6 +82,6 @@ def _draw(found: Comparison, path: Path) -> None:
 
 def _hours(text: str) -> float:
     with suppress(ValueError):
-        if 0 < float(text) <= LONGEST_H:  # nor nan
+        if 0 < float(text) <= LONGEST_H:  # excludes nan, too
             return float(text)
     raise argparse.ArgumentTypeError(f"{text}: allowed are hours from now, above 0 and up to {LONGEST_H}, a year")

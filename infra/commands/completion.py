@@ -1,5 +1,5 @@
-"""`gpufleet completion SHELL`: the lines that make a shell complete commands, options, stacks, scenarios, runs and
-regions at a tab. argcomplete asks the functions below.
+"""`gpufleet completion SHELL`: prints lines with which a shell completes commands, options, stacks, scenarios, runs and
+regions. argcomplete calls the functions below.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """SHELL."""
+    """Adds SHELL."""
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints them, to be read by the shell when it starts."""
+    """Prints the lines, for the shell to read when it starts."""
     from argcomplete.shell_integration import shellcode
 
     print(shellcode(["gpufleet"], shell=args.shell))
@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def answer(commands: Mapping[str, str], line: str) -> None:
-    """Writes what may follow in the command `line` and ends the process, as the shell's function waits for. Loads the
-    arguments of the one command that is being typed.
+    """Writes the possible continuations of the command `line` and ends the process, as the shell's function expects. It
+    loads only the arguments of the command being typed.
     """
     import argcomplete
 
@@ -38,7 +38,7 @@ def answer(commands: Mapping[str, str], line: str) -> None:
 
 
 def command_line(commands: Mapping[str, str], line: str) -> argparse.ArgumentParser:
-    """The command line with the arguments of the command in `line`, and what completes them."""
+    """A parser with the arguments of the command in `line`, and their completers."""
     whole = argparse.ArgumentParser(prog="gpufleet")
     typed = next(iter(line.split()[1:]), "")
     below = whole.add_subparsers()
@@ -53,7 +53,7 @@ def command_line(commands: Mapping[str, str], line: str) -> argparse.ArgumentPar
 
 
 def stacks(prefix: str, **_: object) -> Iterable[str]:
-    """The project's, or files where a path is begun."""
+    """The project's stacks, or files if a path is begun."""
     if "/" not in prefix:
         return names_of(project_root(Path.cwd()))
     from argcomplete.completers import FilesCompleter
@@ -63,18 +63,18 @@ def stacks(prefix: str, **_: object) -> Iterable[str]:
 
 
 def scenarios(parsed_args: argparse.Namespace, **_: object) -> Iterable[str]:
-    """The scenarios of the stack that is named before."""
+    """The scenarios of the stack named before."""
     import yaml
 
     try:
         tree = yaml.safe_load(find(parsed_args.stack, project_root(Path.cwd())).read_bytes())
         return list(map(str, tree["scenarios"]))
     except (GpufleetError, yaml.YAMLError, LookupError, TypeError, AttributeError, OSError):
-        return ()  # what is wrong the command itself will say
+        return ()  # the command itself will report the error
 
 
 def runs(parsed_args: argparse.Namespace, **_: object) -> Iterable[str]:
-    """The runs that left something in the project."""
+    """The runs with files in the project."""
     root = project_root(Path.cwd())
     places = (root / "results" / str(parsed_args.stack), root / "receipts" / str(parsed_args.stack))
     return {path.stem for place in places if place.is_dir() for path in place.iterdir()}

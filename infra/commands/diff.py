@@ -29,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints or writes the review. 0: holds; 1: a p90 passes its bound or a rule is broken; 2: a stack has no bill."""
+    """Prints or writes the review. 0: it holds; 1: a p90 passes its bound, or a rule is broken; 2: no bill."""
     review = review_commits(project_root(Path.cwd()), args.base, args.head, args.policy)
     text = json.dumps(record(review), indent=2) + "\n" if args.json else render(review)
     if args.out:
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all: a workflow that posts a half review would be believed."""
+    """Writes the file whole or not at all: a workflow would post a half review."""
     if not path.parent.is_dir():
         raise GpufleetError(f"--out {path}: there is no folder {path.parent}; make it, or write elsewhere")
     try:

@@ -1,4 +1,4 @@
-"""`gpufleet docs`: this version's pages, which bills, errors and written files name."""
+"""`gpufleet docs`: the pages of this version, which bills, errors and written files cite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PAGES = {path.stem: path for path in sorted((Path(__file__).parents[2] / "docs")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The page's name."""
+    """Adds the page's name."""
     parser.add_argument("page", metavar="PAGE", nargs="?", choices=PAGES, help="such as bill; without one, their names")
 
 

@@ -24,7 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 where something stands in the way of `pulumi up`."""
+    """1 if something stands in the way of `pulumi up`."""
     definition = stack.definition_of(args)
     if args.rights:
         print(rights.policy(definition))

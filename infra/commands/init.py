@@ -1,4 +1,4 @@
-"""`gpufleet init [NAME]`: makes the folder in which it runs, of a repository of your own, a project."""
+"""`gpufleet init [NAME]`: makes the working folder, in a repository of your own, a project."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpufleet.infra.review import policy, workflow
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments: NAME, and those of `gpufleet new`."""
+    """Adds NAME, and the arguments of `gpufleet new`."""
     parser.add_argument("name", metavar="NAME", nargs="?", help="of a first stack, written as `gpufleet new` does")
     parser.add_argument("--code", metavar="DIR", type=Path, default=Path(), help="its training code (default: here)")
     parser.add_argument("--yes", action="store_true", help="also where the folder is in no git repository")
@@ -29,9 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes what is not there yet and says each file. Raises GpufleetError, before anything is written, where files of
-    somebody else's have names that gpufleet reads.
-    """
+    """Writes missing files and prints each. Raises GpufleetError first, if foreign files have names that it reads."""
     root = Path.cwd()
     if args.name:
         new.named(root, args.name)
@@ -56,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _confirmed(root: Path) -> bool:
-    """Whether the user wants the files in a folder of no repository; no where nobody can be asked."""
+    """Whether the user wants the files in a folder without a repository; no if nobody can be asked."""
     return sys.stdin.isatty() and input(f"{root} is in no git repository. Write a project here? [y/N] ") in ("y", "yes")
 
 
 def _refuse_others(root: Path) -> None:
-    """Raises GpufleetError for what every bill would stumble over."""
+    """Raises GpufleetError for files that would break every bill."""
     try:
         load_catalog(root)
         observations(root)
@@ -74,7 +72,7 @@ def _refuse_others(root: Path) -> None:
 
 
 def _project(root: Path, repository: Path) -> None:
-    """Pulumi.yaml and the program, both or none."""
+    """Writes Pulumi.yaml and the program, both or none."""
     there = next((name for name in project.NAMES if (root / name).exists()), None)
     if there and not (root / PROGRAM).exists():
         print(
@@ -89,7 +87,7 @@ def _project(root: Path, repository: Path) -> None:
 
 
 def _python(options: dict[str, str]) -> str:
-    """Where the engine finds the Python of these options, and what there is to put right."""
+    """Where the engine finds the Python of these options, and problems to fix."""
     if options["toolchain"] != "pip":
         return f"the environment of {options['toolchain']}.lock"
     lacks = "" if find_spec("pip") else "; CHECK: it has no pip, which the engine asks what is installed: add it"
@@ -101,8 +99,8 @@ def _python(options: dict[str, str]) -> str:
 
 
 def _ignore(root: Path) -> None:
-    """Adds what commands write, and the environment in which this runs, to .gitignore, where it has them in no form. A
-    results/ that is there already is the repository's own.
+    """Adds what commands write, and this environment, to .gitignore, unless it has them in some form. An existing
+    results/ belongs to the repository.
     """
     prefix, file = Path(sys.prefix), root / ".gitignore"
     names = [".gpufleet", "rehearsals"] + ["results"] * (not (root / "results").exists())
@@ -127,7 +125,7 @@ def _workflow(root: Path, repository: Path) -> None:
 
 
 def _write(file: Path, text: str, below: Path) -> bool:
-    """Writes it, unless it is there, and says either."""
+    """Writes the file unless it exists, and prints which of the two."""
     if file.exists():
         print(f"{file.relative_to(below)} is there already, and stays as it is.")
         return False

@@ -1,4 +1,4 @@
-"""`gpufleet logs`: what the job prints, or what its nodes' boot scripts said."""
+"""`gpufleet logs`: prints the job's output, or its nodes' boot logs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 when --follow finds that nothing goes on with the run."""
+    """1 if --follow finds that no node goes on with the run."""
     definition = stack.definition_of(args)
     region = definition.fleet.region
     logs, s3, ec2 = (aws.client(service, region) for service in ("logs", "s3", "ec2"))

@@ -17,7 +17,7 @@ from gpufleet.job.text import counted
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """NAME and where the code is."""
+    """Adds NAME and the place of the code."""
     parser.add_argument("name", metavar="NAME", help="of the stack: stacks/NAME.yaml is written")
     parser.add_argument("--code", metavar="DIR", type=Path, default=Path(), help="its training code (default: here)")
     parser.add_argument("--command", metavar="TEXT", default="", help="how it is started there, as you would type it")
@@ -27,14 +27,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes stacks/NAME.yaml, which loads, and says what was found and what was not. Raises GpufleetError."""
+    """Writes stacks/NAME.yaml, which loads, and prints what was found and what was not. Raises GpufleetError."""
     write_definition(project_root(Path.cwd()), args.name, args.code, args.command, tries=args.tries)
     return 0
 
 
 def write_definition(root: Path, name: str, code: Path, command: str, *, tries: bool = False) -> None:
-    """Writes the definition file of stack `name` in the project `root`, and prints what to know about it. `tries`: runs
-    the command in a copy of the folder, and watches it. Raises GpufleetError.
+    """Writes the definition file of stack `name` in the project `root`, and prints notes about it. `tries`: runs the
+    command in a copy of the folder, and watches it. Raises GpufleetError.
     """
     path = named(root, name)
     if path.exists():
@@ -61,7 +61,7 @@ def write_definition(root: Path, name: str, code: Path, command: str, *, tries: 
 
 
 def _tried(facts: ScriptFacts, made: Draft, code: Path) -> list[str]:
-    """Runs the draft's command, puts what was seen into `found`, and gives what went wrong in sentences."""
+    """Runs the draft's command, adds what was seen to `facts`, and returns problems as sentences."""
     from gpufleet.infra.discover.seen import with_seen
     from gpufleet.infra.discover.trial import trial
 
@@ -74,7 +74,7 @@ def _tried(facts: ScriptFacts, made: Draft, code: Path) -> list[str]:
 
 
 def named(root: Path, name: str) -> Path:
-    """Where the file of stack `name` lies. Raises GpufleetError for what is no name of one."""
+    """The file of stack `name`. Raises GpufleetError for an invalid name."""
     if not STACK_NAME.fullmatch(name):
         raise GpufleetError(f"{name}: a stack's name has 2 to 40 of a-z, 0-9 and inner hyphens, starting with a letter")
     return root / "stacks" / f"{name}.yaml"

@@ -1,5 +1,5 @@
-"""`gpufleet prepare STACK [TEXT]`: makes the dataset that storage.dataset names from its source, or from a text; or
-lists and hashes what storage.inputs names.
+"""`gpufleet prepare STACK [TEXT]`: makes the dataset in storage.dataset from its source, or from a text; or lists and
+hashes storage.inputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpufleet.infra.inputs.prepare import prepare_folders, prepare_inputs, repea
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """STACK, TEXT and where the tokenizer is."""
+    """Adds STACK, TEXT and the place of the tokenizer."""
     stack.argument(parser)
     progress.argument(parser)
     parser.add_argument(
@@ -38,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepares, or says that it is prepared already, and what the run will take with it."""
+    """Prepares the data, or finds them prepared, and prints what the run will cost with them."""
     root, now = project_root(Path.cwd()), datetime.now(UTC)
     say = progress.say(args, _say)
     if args.rehearsal:

@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows, or refreshes. A refresh gives 1 when a question to AWS failed, and raises AwsRefused when all did."""
+    """Shows or refreshes prices. A refresh returns 1 if a question to AWS failed, and raises AwsRefused if all did."""
     catalog = load_catalog()
     known = known_regions()
     regions = list(dict.fromkeys(args.region or (known if args.action == "refresh" else catalog.regions())))

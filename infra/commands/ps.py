@@ -22,12 +22,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0, also where there is no run."""
+    """0, also without any run."""
     root, now, definitions = project_root(Path.cwd()), datetime.now(UTC), []
     for name in names_of(root):
         try:
             definitions.append(load(find(name, root), now=now, past_deadline=True))
-        except DefinitionError:  # `gpufleet cost` says what is wrong with it
+        except DefinitionError:  # `gpufleet cost` shows its problems
             continue
     regions = sorted({*args.region, *(each.fleet.region for each in definitions)})
     if not regions:

@@ -1,4 +1,4 @@
-"""`gpufleet receipts [STACK]`: what every run cost against its bill, why the two differ, and how right bills are."""
+"""`gpufleet receipts [STACK]`: every run's cost next to its bill, why the two differ, and how accurate bills are."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SHOWN = 10
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """An optional STACK."""
+    """Adds an optional STACK."""
     parser.add_argument("stack", metavar="STACK", nargs="?", help="only the runs of this stack")
     parser.add_argument("--all", action="store_true", help="every run, with what each cause added")
     parser.add_argument("--aws", action="store_true", help="beside them what AWS charged, from Cost Explorer")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; files that are no receipts are named on standard error. 1 when there is no receipt at all."""
+    """Prints the table; standard error names invalid files. 1 if there is no receipt at all."""
     root = project_root(Path.cwd())
     known, damaged = receipts.read(root, _name(args.stack, root) if args.stack else None)
     for sentence in damaged:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_charges(shown: Sequence[Receipt]) -> None:
-    """Each real run's lines with what AWS charged. Raises AwsRefused where its tags are not activated."""
+    """Prints each real run's lines next to AWS's charges. Raises AwsRefused if its tags are not activated."""
     from gpufleet.infra.account import actual_bill, aws
 
     ce, today = aws.client("ce", actual_bill.REGION), datetime.now(UTC).date()
@@ -65,8 +65,8 @@ def _show_charges(shown: Sequence[Receipt]) -> None:
 
 
 def _name(stack: str, root: Path) -> str:
-    """Under which receipts are kept: the name of the file that STACK leads to. Raises GpufleetError for no stack's; one
-    whose file was removed keeps its receipts.
+    """The name under which receipts are kept: of the file that STACK leads to. Raises GpufleetError if there is no such
+    stack; a removed file's receipts stay.
     """
     if (root / receipts.FOLDER / stack).is_dir() and not (root / "stacks" / f"{stack}.yaml").is_file():
         return stack
@@ -74,8 +74,8 @@ def _name(stack: str, root: Path) -> str:
 
 
 def table(found: Sequence[Receipt], causes: Iterable[str]) -> Iterator[str]:
-    """A line for each run with what each of `causes` added, or, without them, the receipt in the range of its bill;
-    `-` in `graded` where the run does not count.
+    """A line per run with the amount of each of `causes`, or without them, with the cost in the bill's range; `-` in
+    `graded` if the run does not count.
     """
     causes = tuple(causes)
     columns = (

@@ -26,7 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when everything held, 1 when a step did not, 130 on Ctrl-C."""
+    """0 if everything held, 1 if a step failed, 130 on Ctrl-C."""
     if args.all and args.again:
         raise GpufleetError("--exact and --limit are of one command: name its stack in place of --all")
     if args.all and args.stack:
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         names = ", ".join(names_of(project_root(Path.cwd()))) or "none in stacks/ here"
         raise GpufleetError(f"which stack is to be rehearsed? There are {names}; --all rehearses each in turn")
     if not args.all:
-        selected(args.stack, project_root(Path.cwd()))  # a misspelled one is said before seconds of imports
+        selected(args.stack, project_root(Path.cwd()))  # reports a misspelled stack before seconds of imports
     environment.forget_account()
     try:
         from gpufleet.rehearsal.rehearse import rehearse, rehearse_all

@@ -22,7 +22,7 @@ from gpufleet.job.progress import shown
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """TRACE..., STACK and how long the run is."""
+    """Adds TRACE..., STACK and the length of the run."""
     parser.add_argument("traces", metavar="TRACE", nargs="+", type=Path, help=".json or .csv files: gpufleet docs risk")
     stack.argument(parser)
     progress.argument(parser)
@@ -33,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what the traces did to the run. 0: the stated interval held; 1: it did not."""
+    """Prints the outcome on the traces. 0: the bill's interval held; 1: it did not."""
     traces = [read_trace(path) for path in args.traces]
     type_, exposure = _exposure(args)
     gpus = load_catalog().instances[type_].gpu_count
@@ -51,9 +51,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _exposure(args: argparse.Namespace) -> tuple[str, Exposure]:
-    """The type that the bill stands on and its spot side, with the hours of work that were asked for."""
+    """The bill's type and its spot side, with the hours of work asked for."""
     definition, root = stack.definition_of(args), project_root(Path.cwd())
-    side = bill_of(definition, root, load_catalog(), but=args.traces).spot  # a trace must not grade what it taught
+    # a trace must not grade a hazard that it taught
+    side = bill_of(definition, root, load_catalog(), but=args.traces).spot
     if side is None:
         raise GpufleetError(f"{definition.source}: no listed type has a spot price here; there is nothing to replay")
     if args.work_hours is None:

@@ -1,4 +1,4 @@
-"""`gpufleet report STACK`: one HTML file on a run that has ended, to be looked at in any browser, without a network."""
+"""`gpufleet report STACK`: writes one HTML file about an ended run, for any browser, without a network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the page and says where."""
+    """Writes the page and prints its place."""
     definition, root = stack.definition_of(args), project_root(Path.cwd())
     folder = args.of or _newest(root, definition.name, definition.run.id)
     target = args.to or folder / NAME
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _newest(root: Path, name: str, run_id: str) -> Path:
-    """Where the run's results lie: brought by `gpufleet results`, or left by a rehearsal; the newer of both."""
+    """The folder of the run's results: from `gpufleet results`, or a rehearsal; the newer of both."""
     places = (root / "results" / name / run_id, root / "rehearsals" / name / run_id / "results")
     there = [place for place in places if (place / RECEIPT).is_file()]
     if not there:

@@ -1,4 +1,4 @@
-"""`gpufleet results`: what a run left in its bucket, brought to results/<stack>/<run>/."""
+"""`gpufleet results`: downloads a run's files from its bucket to results/<stack>/<run>/."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 when the run has not left what its end leaves."""
+    """1 if the run lacks files that its kind of end leaves."""
     definition, root = stack.definition_of(args), project_root(Path.cwd())
     target = args.to or root / "results" / definition.name / definition.run.id
     s3, ec2 = (aws.client(service, definition.fleet.region) for service in ("s3", "ec2"))

@@ -9,10 +9,10 @@ from gpufleet.infra.definition import json_schema
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """None."""
+    """Adds no argument."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints it, as the shipped file has it."""
+    """Prints the shipped file."""
     sys.stdout.write(json_schema.text())
     return 0

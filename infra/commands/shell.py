@@ -1,4 +1,4 @@
-"""`gpufleet shell STACK`: a shell in the container that trains, by Session Manager: nothing listens on a node.
+"""`gpufleet shell STACK`: a shell in the training container, by Session Manager: nothing listens on a node.
 
 It asks AWS for a session as the AWS CLI does, and hands it to AWS's own plugin, which talks to the node.
 """
@@ -27,13 +27,13 @@ DOCUMENT = "AWS-StartInteractiveCommand"
 INSTALL = (
     "https://docs.aws.amazon.com/systems-manager/latest/userguide/session-manager-working-with-install-plugin.html"
 )
-# The newest container of gpufleet's is the one that trains, where that has begun.
+# gpufleet's newest container is the training one, once that has begun.
 INSIDE = 'sudo docker exec -it "$(sudo docker ps -q --filter name=gpufleet- | head -1)" sh -c "bash || sh"'
-Start = Callable[[Sequence[str], Mapping[str, str]], int]  # a program with this environment; its exit code
+Start = Callable[[Sequence[str], Mapping[str, str]], int]  # runs a program with this environment; its exit code
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """STACK and where."""
+    """Adds STACK and the choice of container or node."""
     stack.argument(parser, earlier_runs=True)
     parser.add_argument("--node", action="store_true", help="on the node itself, beside the container")
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def open_shell(definition: StackDefinition, ec2: Any, ssm: Any, *, on_node: bool, start: Start) -> int:
     """Opens a shell in the job's container on the newest node, or on the node itself (`on_node`); the shell's exit
-    code. Raises GpufleetError with what is missing: the plugin, a node, its agent.
+    code. Raises GpufleetError if something is missing: the plugin, a node, its agent.
     """
     if shutil.which(PLUGIN) is None:
         raise GpufleetError(f"a shell needs AWS's {PLUGIN} on this machine, and it is not installed: {INSTALL}")
@@ -67,7 +67,7 @@ def open_shell(definition: StackDefinition, ec2: Any, ssm: Any, *, on_node: bool
         raise
     answer = {key: session[key] for key in ("SessionId", "TokenValue", "StreamUrl")}
     region, profile = definition.fleet.region, os.environ.get("AWS_PROFILE", "")
-    # The plugin looks there: an argument is seen by everybody on this machine.
+    # The plugin reads this variable: everybody on this machine can see an argument.
     variable = "AWS_SSM_START_SESSION_RESPONSE"
     words = (PLUGIN, variable, region, "StartSession", profile, json.dumps(asked), ssm.meta.endpoint_url)
     return start(words, {variable: json.dumps(answer)})
@@ -84,7 +84,7 @@ def _newest(definition: StackDefinition, ec2: Any) -> str:
 
 
 def _start(words: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The program on this terminal; Ctrl-C is the shell's there."""
+    """Runs the program on this terminal; Ctrl-C goes to its shell."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         return subprocess.run(words, env={**os.environ, **environment}, check=False).returncode

@@ -25,7 +25,7 @@ def argument(parser: argparse.ArgumentParser, *, earlier_runs: bool = False) -> 
 
 
 def _id(text: str) -> str:
-    """Refused rather than taken for the file's own: an empty one is a shell's variable that is not set."""
+    """The run id; an empty one is refused, because it is an unset shell variable."""
     rule = RULES[Run, "id"]
     if not re.fullmatch(rule.pattern, text):
         raise argparse.ArgumentTypeError(f"{text!r} is not accepted; allowed: {rule.allowed}")
@@ -40,7 +40,7 @@ def path_of(args: argparse.Namespace) -> Path:
 def definition_of(args: argparse.Namespace, *, past_deadline: bool = True) -> StackDefinition:
     """The definition that the stack runs; its scenario, if it runs one, is named on standard error.
 
-    A deadline may have passed: the run it belongs to can still be looked at and swept.
+    A deadline may have passed: its run can still be looked at and swept.
     """
     chosen = _chosen(args)
     definition = chosen.load(now=datetime.now(UTC), past_deadline=past_deadline)
@@ -51,7 +51,7 @@ def definition_of(args: argparse.Namespace, *, past_deadline: bool = True) -> St
 
 
 def _chosen(args: argparse.Namespace) -> Selected:
-    """What STACK names. Says where it is named from outside of its project, whose folders count for nothing then."""
+    """The selection that STACK names. Prints where it lies if it is outside of this folder's project."""
     root = project_root(Path.cwd())
     chosen = selected(args.stack, root)
     home = project_root(chosen.path.resolve().parent)

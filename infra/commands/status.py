@@ -1,4 +1,4 @@
-"""`gpufleet status`: where a run stands."""
+"""`gpufleet status`: the state of a run."""
 
 from __future__ import annotations
 

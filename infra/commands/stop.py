@@ -1,4 +1,4 @@
-"""`gpufleet stop`: asks a run to end as a limit would end it, with what it has trained."""
+"""`gpufleet stop`: asks a run to end as at a limit, with everything trained saved."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""`gpufleet sweep`: what of a stack is still in the account, what it costs, what was asked for, and how it goes.
+"""`gpufleet sweep`: what a stack still has in the account, its cost, what is kept on purpose, and how to remove the
+rest.
 
-Without --delete it deletes nothing. With it, what carries the stack's tags and nobody asked for is deleted, and nothing
-else.
+Without --delete it deletes nothing. With it, it deletes only things with the stack's tags that the definition does not
+keep.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 when something unwanted is left; 2 when nothing is as far as AWS shows, which does not show all."""
+    """1 if something unwanted is left; 2 if nothing is, but AWS does not show everything."""
     definition = stack.definition_of(args)
     region = definition.fleet.region
     who = checks.identity(aws.client("sts", region))
     if who.state == "problem":
         raise AwsRefused(who.found)
-    print(f"{region}, {who.found}:")  # in another account there is nothing left over either
+    print(f"{region}, {who.found}:")  # in another account nothing is left over either
 
     def list_leftovers() -> list[Left]:
         return list(look(definition, aws.client, datetime.now(UTC)))

@@ -1,4 +1,4 @@
-"""`gpufleet tensorboard STACK`: a run's figures in TensorBoard on this machine, as they come.
+"""`gpufleet tensorboard STACK`: shows a run's figures in TensorBoard on this machine, as they come.
 
 It follows metrics.jsonl in the run's bucket, so it also works for a command's job and for a run that has ended, and it
 needs no connection to a node.
@@ -28,13 +28,13 @@ EVERY_S = 30.0  # between two looks; a node sends its lines with each heartbeat
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """STACK and where it listens."""
+    """Adds STACK and the port."""
     stack.argument(parser, earlier_runs=True)
     parser.add_argument("--port", type=int, default=6006, help="of localhost (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Until Ctrl-C."""
+    """Serves until Ctrl-C."""
     definition = stack.definition_of(args)
     return serve(definition, aws.client("s3", definition.fleet.region), port=args.port)
 
@@ -50,7 +50,7 @@ class Board:
         self._step = -1
 
     def follow(self, content: bytes) -> int:
-        """Writes the new lines of `content`, the whole file as it is now, and gives their number. Steps that a later
+        """Writes the new lines of `content`, the whole file as it is now, and returns their number. Steps that a later
         node repeats replace the earlier ones.
         """
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

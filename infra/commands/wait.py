@@ -19,7 +19,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 when there is no node in time."""
+    """1 if there is no node in time."""
     if not (0 <= args.timeout < math.inf):
         raise GpufleetError(f"--timeout {args.timeout:g}: allowed are seconds, 0 or more; 0 looks once")
     definition = stack.definition_of(args)

@@ -1,1 +1,1 @@
-"""What else could do the same work, where, and for how much."""
+"""Other ways, places and prices for the same work."""

@@ -1,6 +1,6 @@
-"""What would do a bill's work for less: every other type of the catalog, on spot and on demand, as a short list.
+"""Lists what would do a bill's work for less: every other type of the catalog, on spot and on demand.
 
-The bill says what the chosen fleet costs; this says what else to list in its place. `gpufleet compare` shows all of it.
+The bill prices the chosen fleet; this names types to list instead. `gpufleet compare` shows all options.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from gpufleet.infra.show.sheet import plain
 from gpufleet.job.text import counted
 
 SHOWN = 3
-REFINED = 6  # simulated more closely, so that noise neither names nor hides one
-ATTEMPTS = 64  # nodes of such a run before it is carried on: moves the mean by less than ranking.LEAST
-SURE = 0.8  # probability of being cheaper, speed and price as far as they are known
+REFINED = 6  # rows simulated with more runs, so that noise neither names nor hides one
+ATTEMPTS = 64  # simulated nodes of a run before it is extrapolated: moves the mean by less than ranking.LEAST
+SURE = 0.8  # probability of being cheaper, with speed and price as far as known
 CENT = Decimal("0.01")
-LATE = 0.1  # share of runs that may miss the deadline, as of those that may pass another limit
+LATE = 0.1  # share of runs that may miss the deadline, as for other limits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cheaper:
     """Options that cost less than the bill in at least SURE of the runs, in the definition's region."""
 
-    rows: tuple[Row, ...]  # the SHOWN with the lowest mean, of those allowed
-    more: int  # others that are
-    unsure: int  # others with a lower mean that are not so sure to be cheaper
-    beyond: int  # cheaper ones that pass a limit or the deadline in more than one run in ten, or break a rule
-    assumed: frozenset[str]  # types of `rows` whose speed is assumed or guessed, where the bill's own is not
-    command: str  # shows all of them
-    half_setup: tuple[float, Decimal] | None = None  # minutes of set-up, USD that half of it saves; None: little
+    rows: tuple[Row, ...]  # the SHOWN allowed ones with the lowest mean
+    more: int  # number of further ones
+    unsure: int  # number of others with a lower mean that are less surely cheaper
+    beyond: int  # number of cheaper ones that pass a limit or the deadline in more than one run in ten, or break a rule
+    assumed: frozenset[str]  # types of `rows` with an assumed or guessed speed, if the bill's own is neither
+    command: str  # the command that shows all of them
+    half_setup: tuple[float, Decimal] | None = None  # minutes of set-up, USD that half of it saves; None: too few
 
     def lines(self) -> Iterator[str]:
         """The bill's block about cheaper types, line by line."""
@@ -62,7 +62,7 @@ class Cheaper:
 
     @property
     def line(self) -> str:
-        """The cheapest of them in one line; empty where none is sure to cost less."""
+        """The cheapest of them in one line; empty if none is surely cheaper."""
         for row in self.rows[:1]:
             assert row.usd is not None
             sure = "" if row.cheaper is None else f" in {row.cheaper:.0%} of runs"
@@ -110,7 +110,7 @@ def bill_and_cheaper(
     rules: policy.Policy | None,
     not_ready: Sequence[str] = (),
 ) -> tuple[Bill, Cheaper | None]:
-    """The bill, and what would do its work for less: within the limits and the project's `rules`. Raises as price()."""
+    """The bill, and cheaper options within the limits and the project's `rules`. Raises like price()."""
     study = Study(
         catalog,
         hazards=learn(observations(root)),
@@ -120,7 +120,7 @@ def bill_and_cheaper(
     )
     bill = bill_of(definition, root, catalog, today=study.today, hazards=study.hazards, not_ready=not_ready)
     facts = policy.facts(definition, bill)
-    if definition.variant.only_priced:  # nor is its bill held against them
+    if definition.variant.only_priced:  # its bill is not checked against the limits either
         rules = None
 
     def allowed(row: Row) -> bool:
@@ -134,12 +134,12 @@ def bill_and_cheaper(
 def cheaper(
     definition: StackDefinition, bill: Bill, study: Study, *, allowed: Callable[[Row], bool] = lambda row: True
 ) -> Cheaper | None:
-    """`allowed`: whether the project's rules let the row be. None for what cannot be taken to another type: several
-    nodes, a block that is paid for, or a run that was elsewhere.
+    """The cheaper options; `allowed`: whether the project's rules permit a row. None for work that cannot move to
+    another type: several nodes, a paid block, or a run elsewhere.
     """
     if not definition.fleet.market.moves_elsewhere or definition.variant.reference:
         return None
-    if definition.variant.only_priced:  # no limit is held against its bill either
+    if definition.variant.only_priced:  # its bill is not checked against limits either
         definition, study = replace(definition, limits=UNBOUND), replace(study, hours_left=None)
     mean = bill.chosen.needed_usd.mean
     below = mean - max(ranking.LEAST * mean, CENT)
@@ -150,7 +150,7 @@ def cheaper(
     def within_limits(row: Row) -> bool:
         return not row.over_limit and row.late <= LATE and allowed(row)
 
-    # Priced as the bill is, at the dearest zone.
+    # Priced like the bill, at the most expensive zone.
     options = ranking.every_option(definition, (definition,), study, below=below, likely=False)
     rows = able([row for row in options if row.ranked and not row.untried and not _listed(row, definition)])
     likely = [row for row in rows if within_limits(row)][:REFINED]
@@ -179,18 +179,18 @@ def cheaper(
 
 
 def _with_chance(rows: Sequence[Row], own: simulation.SimulatedRuns) -> list[Row]:
-    """The rows with their chances to cost less than the bill's `own` runs, as many, which meet the same luck."""
+    """The rows with their chances to cost less than the bill's `own` runs, which are as many, with the same luck."""
     return [replace(row, cheaper=float((row.side.needed.usd < own.usd).mean())) for row in rows if row.side]
 
 
 def _half_setup(
     minutes: float, own: simulation.SimulatedRuns, quick: simulation.SimulatedRuns
 ) -> tuple[float, Decimal] | None:
-    """Minutes of the bill's set-up and what half of it, at each start, takes off its p50; None for less than LEAST."""
+    """Minutes of the bill's set-up, and the USD of its p50 that half as much at each start saves; None below LEAST."""
     p50, less = (Decimal(simulation.quantiles(each.usd)[1]) for each in (own, quick))
     return (minutes, (p50 - less).quantize(CENT)) if p50 - less >= max(ranking.LEAST * p50, CENT) else None
 
 
 def _listed(row: Row, definition: StackDefinition) -> bool:
-    """The fleet may pick it as it is."""
+    """Whether the fleet may already pick it."""
     return row.type in definition.fleet.instance_types and definition.fleet.market.name == row.capacity

@@ -1,5 +1,5 @@
-"""The figures of a comparison, each written down once: tables on a terminal, on a page and in a notebook, the JSON and
-the public record choose from them by key.
+"""The figures of a comparison, each defined once: tables on a terminal, on a page and in a notebook, the JSON and the
+public record choose from them by key.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.show.sheet import Column, Sheet, plain, record
 from gpufleet.infra.text import hours
 
-# The figures of each table, by key, `*` for the frontier's mark; then those that a narrow terminal goes without, the
-# first ones first.
+# The columns of each table, by key, `*` for the frontier's mark; then columns that a narrow terminal omits, the first
+# ones first.
 ANSWER = ("* place market gpus_used hours_p50 usd_p50 usd_p90 cheaper marks", "gpus_used usd_p90 hours_p50")
 SCENARIOS = (
     "scenario place market claim_h claim_usd hours_p50 hours_p90 usd_p50 usd_p90 basis marks",
@@ -52,12 +52,12 @@ def record_row(row: Row) -> dict[str, Any]:
 
 
 def number(value: Decimal) -> str:
-    """Two decimals, or two digits of what is small."""
+    """The number with two decimals, or with two digits if it is small."""
     return f"{value:.2f}" if value >= Decimal("0.1") else f"{float(value):.2g}"
 
 
 def marks(row: Row) -> Iterator[str]:
-    """What speaks against a row."""
+    """Marks for a row's drawbacks."""
     if row.reference:
         yield "reference"
         return
@@ -76,7 +76,7 @@ def _or_dash(form: str) -> Any:
 
 
 def _part(key: str, head: str, unit: str, figure: str, part: str) -> Column:
-    """A quantile of a figure, or its mean."""
+    """The column for a quantile of a figure, or its mean."""
 
     def value(row: Row) -> Decimal | None:
         whole = getattr(row, figure)
@@ -85,7 +85,7 @@ def _part(key: str, head: str, unit: str, figure: str, part: str) -> Column:
     return Column(key, head, unit, 2, value)
 
 
-# For programs, in this order; people see some of them.
+# In the order for programs; people see some of them.
 FIGURES = (
     *map(Column, ("scenario", "region", "type", "capacity", "nodes", "reference", "tokens")),
     Column("steps", unit="steps", digits="{:,}".format),

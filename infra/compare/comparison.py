@@ -1,4 +1,4 @@
-"""What else could be run for a definition file: read with all that its project knows, compared and ranked."""
+"""Compares the ways to run a definition file's work, with all data of its project, and ranks them."""
 
 from __future__ import annotations
 
@@ -24,40 +24,41 @@ from gpufleet.infra.risk.hazard import learn
 class Comparison:
     """The scenarios of a file, and every option for their work."""
 
-    definition: StackDefinition  # the file's, or the chosen scenario's: all are compared in its region
-    scenario: str  # the chosen one, else the one that is the file as it is
+    definition: StackDefinition  # the file's, or the chosen scenario's, in whose region all are compared
+    scenario: str  # the chosen one, else the file's own
     listed: list[Row]  # its scenarios, in order
     rows: list[Row]  # options, ranked
-    frontier: list[Row]  # of these
+    frontier: list[Row]  # the best of these
     regions: list[Row]  # its work in each region, the cheapest first
-    batches: list[Row]  # its work with the file's batch, then with larger ones; empty where there are none
-    policy: tuple[deadline.DeadlinePlan, str] | None  # with a deadline: spot first, then on demand, and the type
+    batches: list[Row]  # its work with the file's batch, then with larger ones; empty without any
+    # with a deadline: the plan of spot first, then on demand, and its type
+    policy: tuple[deadline.DeadlinePlan, str] | None
 
     @property
     def runnable(self) -> bool:
-        """Whether anything could be run in time."""
+        """Whether any option could be run in time."""
         return any(row.ranked and row.late <= ranking.SURE for row in self.rows)
 
     @property
     def own_rows(self) -> list[Row]:
-        """The options for the chosen scenario's work: what a picture shows."""
+        """The options for the chosen scenario's work, for the picture."""
         return [row for row in self.rows if self.scenario in row.scenario.split(", ")]
 
     @property
     def own_frontier(self) -> list[Row]:
-        """What nothing of these beats in mean dollars and hours at once."""
+        """Those that no other option beats in both mean dollars and hours."""
         return ranking.frontier(self.own_rows)
 
     @property
     def title(self) -> str:
         """The heading of a picture."""
-        names = dict.fromkeys([self.definition.name, self.scenario])  # without scenarios they are one
+        names = dict.fromkeys([self.definition.name, self.scenario])  # without scenarios the two are equal
         return f"{', '.join(names)}: cost against time in {self.definition.fleet.region}"
 
 
 def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None, within: float | None) -> Comparison:
-    """The comparison of a file's work, or of one scenario's, on what `root` (the project) has measured. `within`: hours
-    from now, instead of the file's deadline. Raises GpufleetError.
+    """The comparison of a file's work, or of one scenario's, with the measurements under `root` (the project).
+    `within`: hours from now, instead of the file's deadline. Raises GpufleetError.
     """
     catalog = load_catalog(root, day=now.date())
     rules = policy.find_policy(root)
@@ -89,7 +90,7 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
 def _hours_left(within: float | None, definition: StackDefinition, now: datetime) -> float | None:
     if within is not None:
         return within
-    due = definition.limits.due(now)  # a block's end binds no other way to run it
+    due = definition.limits.due(now)  # a block's end does not apply to other ways to run it
     if due is None:
         return None
     if due <= now:

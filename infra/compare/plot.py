@@ -1,4 +1,4 @@
-"""The comparison as a picture: an option in each line, with its dollars and its hours from p10 to p90."""
+"""The comparison as a picture: one option per line, with its dollars and its hours from p10 to p90."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.market import WAYS
 
-SHOWN = 20  # the cheapest; the options of the frontier come on top
+SHOWN = 20  # cheapest options; those of the frontier are added
 LINE_IN = 0.19  # inches from one option to the next
-LOG_FROM = 6  # times the smallest figure, from which the scale is logarithmic
+LOG_FROM = 6  # largest over smallest figure above which the scale is logarithmic
 CAPTION = "dot: p50, line: p10 to p90; bold: nothing is cheaper and sooner"
 
 
@@ -20,7 +20,7 @@ KINDS = (".png", ".svg")
 
 
 def drawn(rows: Sequence[Row], frontier: Sequence[Row], title: str, kind: str) -> bytes:
-    """The picture, of one of KINDS. Raises GpufleetError without matplotlib."""
+    """The picture's bytes; `kind` is one of KINDS. Raises GpufleetError without matplotlib."""
     try:
         from matplotlib.figure import Figure  # not pyplot: it would choose a backend for a whole notebook
     except ImportError as error:
@@ -47,7 +47,7 @@ def fill(figure: Any, rows: Sequence[Row], frontier: Sequence[Row], shades: Mapp
         (panels[1], "hours by the wall", [row.wall_hours for row in shown]),
     ):
         for place, (row, quantiles, colour) in enumerate(zip(shown, values, colours, strict=True)):
-            assert quantiles is not None  # or the row would not be shown
+            assert quantiles is not None  # other rows are not shown
             strength = {"color": colour, "alpha": 1.0 if id(row) in edge else 0.45}
             axes.plot([float(quantiles.p10), float(quantiles.p90)], [place] * 2, lw=2, **strength)
             axes.plot([float(quantiles.p50)], [place], "o", ms=5, **strength)
@@ -69,7 +69,7 @@ def _shown(rows: Sequence[Row], frontier: Sequence[Row]) -> list[Row]:
 
 
 def _scale(axes: Any, figures: Sequence[float]) -> None:
-    """Makes the axis begin at 0 where the figures are of one size, else logarithmic; ticks are plain figures."""
+    """Makes the axis begin at 0 if the figures have similar sizes, else logarithmic; ticks are plain figures."""
     from matplotlib import ticker
 
     ratio = max(figures) / min(figures)

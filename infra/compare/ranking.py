@@ -1,9 +1,9 @@
-"""What else could be run, where, and for how much: a stack's scenarios, and every instance type for their work.
+"""Ranks other ways to run the work: a stack's scenarios, and every instance type for their work.
 
-Two views of one Row. `scenarios` prices each scenario of the file on the fleet it asks for, beside what its plan
-claimed. `options` takes the distinct pieces of work among them to every type of the catalog, on spot and on demand, and
-ranks what finishes in time by mean dollars; the others say why they lost. Limits of the definition do not cut a run
-here, since one that is stopped early is cheap and not done: rows beyond them are marked.
+There are two views, both of Row. `scenarios` prices each scenario of the file on the fleet it asks for, beside what its
+plan claimed. `options` takes the distinct pieces of work among them to every type of the catalog, on spot and on
+demand, and ranks those in time by mean dollars; the others have a reason. The definition's limits do not stop a run
+here, because one that is stopped early is cheap and not done: rows beyond a limit are marked.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from gpufleet.infra.risk import simulation
 if TYPE_CHECKING:
     from gpufleet.infra.risk.deadline import DeadlinePlan
 
-RUNS_EACH = 250  # simulated runs behind a row of `options`; what is shown is simulated again: the first of each work
-RUNS_SHOWN = 2_000  # with risk.RUNS, as its bill is, those after it with these
+RUNS_EACH = 250  # simulated runs per row of `options`; rows that are shown are simulated again: the first of each work
+RUNS_SHOWN = 2_000  # with risk.RUNS, like its bill, and those after it with these
 NODE_COUNTS = (2, 4, 8)
-ATTEMPTS_EACH = 24  # nodes of such a run before it is carried on as it went so far
-REFINED, REFINED_EACH = 24, 3  # rows in all, and of each work at least: those that the table shows
-# USD per GB from one region to another: most pairs in AWS's table of EC2 data transfer (read 2026-11); some cost more.
+ATTEMPTS_EACH = 24  # nodes of such a run before it is extrapolated
+REFINED, REFINED_EACH = 24, 3  # rows in all, and at least per work: those that the table shows
+# USD per GB from one region to another, for most pairs in AWS's table of EC2 data transfer (read 2026-11); some cost
+# more.
 BETWEEN_REGIONS = Decimal("0.02")
-SURE = 0.5  # an option that misses the deadline more often than this is none
-LEAST = Decimal("0.02")  # the smallest share of dollars or hours that counts; less is noise of the simulation
+SURE = 0.5  # an option that misses the deadline more often is left out
+LEAST = Decimal("0.02")  # the smallest difference of dollars or hours that counts; less is noise of the simulation
 
 
 def scenarios(
@@ -48,7 +49,7 @@ def scenarios(
     *,
     runs: int = simulation.RUNS,
 ) -> list[Row]:
-    """Each scenario on the first type of its own fleet, in the file's order. Without any, the file as it is."""
+    """Each scenario on the first type of its own fleet, in the file's order. Without scenarios, the file as it is."""
     catalog, own = study.catalog, definition.fleet.region
     regions = [own, *(region for region in catalog.regions() if region != own)]
     drafts = []
@@ -75,9 +76,9 @@ def every_option(
     below: Decimal | None = None,
     likely: bool = True,
 ) -> list[Row]:
-    """Every (work, type, capacity), the work's own types on several nodes too, the best first; those that cannot run
-    come last with the reason. `below`: only those that can be had for a mean of less than so many USD, in no order.
-    `likely`: at what a fleet may expect to pay, not at its dearest zone.
+    """Every (work, type, capacity), the work's own types also on several nodes, the best first; those that cannot run
+    come last with the reason. `below`: only those that may have a mean below so many USD, in no order. `likely`: at the
+    price that a fleet may expect, not at its most expensive zone's.
     """
     catalog = study.catalog
     drafts: list[Row] = []
@@ -93,10 +94,10 @@ def every_option(
         for type_ in listed:
             for count in node_counts(work, type_, catalog):
                 there = basis.with_definition(basis.definition.on_nodes(count))
-                # estimate.step_ms is of the file's own number of nodes
+                # estimate.step_ms is for the file's own number of nodes
                 stated = there if count == work.nodes else there.with_definition(_unstated(there.definition))
                 option = options.type_cost(stated, type_, nearest=holder, known=known)
-                if option.runtime is not None:  # what it lacks is then a price, and each capacity says so for itself
+                if option.runtime is not None:  # then only a price is missing, and each capacity has its own reason
                     option = replace(option, why="")
                 for market in COMPARED:
                     price = option.likely(market) if likely else option.hourly(market)
@@ -115,30 +116,28 @@ def every_option(
 
 
 def _is_sold(type_: str, region: str, catalog: Catalog) -> bool:
-    """Whether anybody can have a node of the type there, at a price that is known."""
+    """Whether nodes of the type are offered there at a known price."""
     priced = (type_, region) in catalog.spot_prices or (type_, region) in catalog.on_demand_prices
     return priced and not catalog.instances[type_].unusable
 
 
 def _compute_usd(option: TypeCost, price: Price | None) -> Decimal | None:
-    """What the nodes of a run without interruptions cost; None for one that cannot be."""
+    """USD for the nodes of a run without interruptions; None if it cannot be run."""
     if price is None or option.runtime is None or not option.holds_the_job:
         return None
     return price.amount * Decimal(option.runtime.total_s / 3600)
 
 
 def _may_cost_less(usd: Decimal | None, capacity: Capacity, below: Decimal | None) -> bool:
-    """Whether a run of so many USD without interruptions may have a mean below that: interrupted first hours are
-    free.
-    """
+    """Whether a run of `usd` without interruptions may have a mean below `below`: interrupted first hours are free."""
     if below is None:
         return True
     return usd is not None and usd * WAYS[capacity].least_share <= below
 
 
 def every_region(definition: StackDefinition, study: Study, *, runs: int = RUNS_EACH) -> list[Row]:
-    """The work in each region whose prices a bill needs are known, the cheapest first: there on the type and capacity
-    whose uninterrupted run costs least, with what it takes to bring inputs that lie in a bucket.
+    """The work in each region with the prices that a bill needs, the cheapest first: there on the type and capacity
+    with the lowest uninterrupted cost, including the transfer of inputs in a bucket.
     """
     catalog = study.catalog
     if not _moves_elsewhere(definition):
@@ -158,8 +157,8 @@ def every_region(definition: StackDefinition, study: Study, *, runs: int = RUNS_
 
 
 def every_batch(definition: StackDefinition, study: Study, *, runs: int = RUNS_EACH) -> list[Row]:
-    """The work with the file's batch and then with larger ones, where the parameters allow them: each on the type and
-    capacity whose uninterrupted run costs least. Empty where they allow none.
+    """The work with the file's batch and then with larger ones, if the parameters allow them: each on the type and
+    capacity with the lowest uninterrupted cost. Empty if they allow none.
     """
     larger = [(each.setting, each.config) for each in definition.job.parameters.variants() if not each.narrower]
     if not _moves_elsewhere(definition) or not larger:
@@ -173,7 +172,7 @@ def every_batch(definition: StackDefinition, study: Study, *, runs: int = RUNS_E
         basis = _by_the_hour(study.basis(other, study.catalog.instances))
         config = basis.definition.job.parameters
         doubts = len([*config.doubts(max(phase.steps for phase in config.phases()))])
-        if drafts and doubts > doubted:  # a warm-up of the whole run, for instance; larger ones are no better
+        if drafts and doubts > doubted:  # for example a warm-up as long as the run; larger batches are no better
             break
         doubted = doubts
         drafts += _on_the_cheapest(basis, name, _on_every_type(basis), study.hours_left)
@@ -181,13 +180,13 @@ def every_batch(definition: StackDefinition, study: Study, *, runs: int = RUNS_E
 
 
 def _moves_elsewhere(definition: StackDefinition) -> bool:
-    """Whether the work can move to another type. The work of a run that was elsewhere cannot."""
+    """Whether the work can move to another type. A run elsewhere cannot."""
     market = definition.fleet.bought_as(definition.fleet.market.by_the_hour).market
     return market.moves_elsewhere and not definition.variant.reference
 
 
 def _on_every_type(basis: BillBasis) -> list[TypeCost]:
-    """What the work takes on each type that has the GPUs it asks for, with the prices of its region."""
+    """The cost of the work on each type with the GPUs it asks for, at its region's prices."""
     known, least = basis.known_steps, basis.definition.job.parameters.gpus_needed()
     return [
         replace(options.type_cost(basis, type_, nearest="-", known=known), why="")
@@ -197,8 +196,8 @@ def _on_every_type(basis: BillBasis) -> list[TypeCost]:
 
 
 def _on_the_cheapest(basis: BillBasis, name: str, known: Iterable[TypeCost], hours_left: float | None) -> list[Row]:
-    """The work on the type and capacity whose uninterrupted run costs least, of those that hold the job and have a
-    price; of these those in time, if any is. Empty where none is left.
+    """The work on the type and capacity with the lowest uninterrupted cost, among those that hold the job and have a
+    price; if any of these is in time, among those. Empty if there is none.
     """
     most_s = math.inf if hours_left is None else hours_left * 3600
     priced = [
@@ -229,16 +228,14 @@ def _brought(work: StackDefinition, region: str) -> Decimal:
 
 
 def chance_below(one: Side | None, other: Side | None) -> float | None:
-    """The probability that `one` costs less to finish: both simulated with as many runs, which meet the same luck. None
-    where one of them has no figures.
-    """
+    """The probability that `one` costs less to finish: both have as many runs, with the same luck. None: no figures."""
     if one is None or other is None or len(one.needed.usd) != len(other.needed.usd):
         return None
     return float((one.needed.usd < other.needed.usd).mean())
 
 
 def _own(rows: Sequence[Row], name: str, fleet: Fleet) -> Side | None:
-    """The dearest of the work's own listed types, which its bill stands on."""
+    """The most expensive of the work's own listed types, which its bill prices."""
     sides = [
         row.side
         for row in rows
@@ -251,7 +248,7 @@ def _own(rows: Sequence[Row], name: str, fleet: Fleet) -> Side | None:
 
 
 def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row]:
-    """The rows in order, the first ones of each work simulated with more runs, so that what is read is not noise."""
+    """The rows in order, the first ones of each work simulated with more runs, so that noise is small."""
     seen = Counter[str]()
     shown: dict[int, list[Row]] = {simulation.RUNS: [], RUNS_SHOWN: []}
     each = max(REFINED_EACH, REFINED // max(1, len({row.scenario for row in rows})))
@@ -267,7 +264,7 @@ def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
     """The rows that could be run and that no other row of the same work beats in both mean dollars and median
-    wall-clock hours: dearer ones are faster by more than the simulation's noise.
+    wall-clock hours: more expensive ones are faster by more than the simulation's noise.
     """
     best: dict[str, list[Row]] = {}
     able = [row for row in rows if row.ranked and row.usd and row.wall_hours]
@@ -279,20 +276,20 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
 
 
 def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> list[tuple[StackDefinition, str]]:
-    """The distinct (parameters, estimate, what it is held, storage, nodes, zone ids) among the scenarios, each with its
-    names and the widest of their limits.
+    """The distinct (parameters, estimate, hold, storage, nodes, zone ids) among the scenarios, each with its names and
+    the widest of their limits.
     """
     found: dict[tuple[object, ...], list[StackDefinition]] = {}
     for variant in variants or (definition,):
         if variant.variant.reference:
             continue
         held = variant.variant.hold_hours, variant.variant.buffer
-        storage = repr(variant.storage)  # its map of inputs has no hash
+        storage = repr(variant.storage)  # its map of inputs cannot be hashed
         fleet = variant.fleet
         asked = fleet.nodes, fleet.cards, fleet.zone_ids if fleet.region == definition.fleet.region else ()
         key = (variant.job.parameters, variant.estimate, held, storage, variant.own_data, asked)
         found.setdefault(key, []).append(variant)
-    # Where a scenario asks for another region, the stack's own is what is compared.
+    # If a scenario asks for another region, the stack's own is compared.
     return [
         (
             replace(
@@ -314,14 +311,14 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
 
 
 def _highest(ceilings: Iterable[Decimal | None]) -> Decimal | None:
-    """The highest of several ceilings; None where one of them is none."""
+    """The highest of several ceilings; None if one of them is None."""
     found = list(ceilings)
     return None if None in found else max(each for each in found if each is not None)
 
 
 def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int]:
-    """How many nodes of a type are worth a row: one, and of the work's own types its own number, and as many as its job
-    can use.
+    """Numbers of nodes of a type that get a row: one; for the work's own types also its own number, and as many as its
+    job can use.
     """
     config, own = work.job.parameters, work.nodes
     rows = config.rows()
@@ -333,14 +330,14 @@ def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int
 
 
 def _by_the_hour(basis: BillBasis) -> BillBasis:
-    """The work without what is paid in advance, as a block is: no other way to run it pays that."""
+    """The work without a prepaid block: other ways to run it do not pay for that."""
     work = basis.definition
     return basis.with_definition(replace(work, fleet=work.fleet.bought_as(work.fleet.market.by_the_hour)))
 
 
 def _ranked(rows: list[Row], hours_left: float | None) -> list[Row]:
-    """In time first, by mean dollars; then late ones; then those that cannot run. The reasons are against the first of
-    the same work.
+    """In time first, by mean dollars; then late ones; then those that cannot run. A reason compares with the first row
+    of the same work.
     """
 
     def order(row: Row) -> tuple[int, Decimal, str]:
@@ -379,8 +376,8 @@ def _lost(row: Row, best: Row | None, hours_left: float | None) -> str:
 
 
 def default_scenario(definition: StackDefinition, variants: Sequence[StackDefinition]) -> str:
-    """The name of the scenario that is the file as it is, not of one that only holds its node longer; else of the first
-    that is priced.
+    """The name of the scenario that equals the file, except for one that only holds its node longer; else of the first
+    priced one.
     """
     own = [each for each in variants if not each.variant.only_priced and _work(each) == _work(definition)]
     priced = [each for each in variants if not each.variant.reference]
@@ -392,7 +389,7 @@ def _work(definition: StackDefinition) -> tuple[object, ...]:
 
 
 def deadline_policy(rows: list[Row], scenario: str, left: float | None) -> tuple[DeadlinePlan, str] | None:
-    """For that scenario's work on its best type that has both prices, and that type, when there is a deadline."""
+    """The policy for that scenario's work on its best type with both prices, and that type; None without a deadline."""
     from gpufleet.infra.risk import deadline
 
     if left is None:

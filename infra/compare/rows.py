@@ -1,7 +1,7 @@
 """One row of a comparison: a way to do a piece of work, drafted from the catalog and filled by simulated runs.
 
-Rows are drafted one by one and simulated together: they meet the same luck, so that their differences are not noise,
-and rows with the same exposure share its runs.
+Rows are drafted one by one and simulated together: they share their luck, so that their differences are not noise, and
+rows with the same exposure share its runs.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ from gpufleet.infra.text import hours
 from gpufleet.job.kind import JobConfig
 from gpufleet.job.text import counted
 
-BASIS = {"measured": "measured", "declared": "declared", "guessed": "guessed", "derived": "target"}  # of a row
+# words for a row's basis
+BASIS = {"measured": "measured", "declared": "declared", "guessed": "guessed", "derived": "target"}
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What every row of a comparison stands on, beside its work. `find_basis`: what lies here of a definition, with
-    what was measured on these types; None: nothing does.
+    """The data for every row of a comparison, besides its work. `find_basis` returns the project's data for a
+    definition, with the measurements on these types; None: there are none.
     """
 
     catalog: Catalog
     _: KW_ONLY
     hazards: Hazards = field(default_factory=dict)
-    hours_left: float | None = None  # to the deadline; None: there is none
-    today: date | None = None  # the day to which the age of prices is counted
+    hours_left: float | None = None  # to the deadline; None without one
+    today: date | None = None  # the day for the age of prices
     find_basis: Callable[[StackDefinition, Iterable[str]], BillBasis] | None = None
 
     def basis(self, work: StackDefinition, types: Iterable[str]) -> BillBasis:
-        """What the work's rows stand on, on these types."""
+        """The data for the work's rows on these types."""
         found = self.find_basis(work, types) if self.find_basis else BillBasis(work, self.catalog)
         return replace(found, hazards=self.hazards, today=self.today)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """Compute dollars of the run in one region, without interruptions and set-up. None: no price known there."""
+    """Compute dollars of the run in one region, without interruptions and set-up. None: no price is known there."""
 
     region: str
     on_demand: Decimal | None
@@ -58,46 +59,47 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One way to do one piece of work. Figures are None where they cannot be known; `why` says so."""
+    """One way to do one piece of work. Figures are None if they cannot be known; `why` has the reason."""
 
-    scenario: str  # every name with this work, the first one leading
+    scenario: str  # every scenario with this work, the first one leading
     type: str
     capacity: Capacity
     region: str
     gpus: str = ""
-    gpu_count: int = 0  # of one node
-    ranks: int = 0  # GPUs used, of all nodes
+    gpu_count: int = 0  # per node
+    ranks: int = 0  # GPUs used, on all nodes
     nodes: int = 1
     note: str = ""
     claim: Claim = field(default_factory=Claim)
     reference: bool = False
-    tokens: int = 0  # trained on; 0: nobody counts them
-    steps: int = 0  # of the optimizer
-    dataset: str = ""  # the prepared one whose counts and size these are; empty: as job.parameters.data says
-    used_gpu_h: float | None = None  # GPUs used x hours of work, without set-up and idling
+    tokens: int = 0  # trained on; 0: not counted
+    steps: int = 0  # optimizer steps
+    dataset: str = ""  # the prepared one with these counts and size; empty: from job.parameters.data
+    used_gpu_h: float | None = None  # GPUs used x hours of work, without set-up and idle time
     billed_gpu_h: float | None = None  # all GPUs of the nodes x node-hours, p50
     work: str = ""  # phases, their hours, the GPUs they use
-    compute_h: float | None = None  # optimizer steps alone; a held node's hours where they are longer
+    compute_h: float | None = None  # optimizer steps alone; a held node's hours if they are longer
     hours: Quantiles | None = None  # node-hours
     wall_hours: Quantiles | None = None
-    usd: Quantiles | None = None  # to finish, with everything the bill counts
-    dearest_usd: Decimal | None = None  # p50 in the dearest zone, by which a limit is held; as usd where that is of it
-    inputs_usd: Decimal = Decimal(0)  # the part of usd that brings inputs from another region
-    free_usd: Decimal | None = None  # mean of what AWS does not charge: interrupted first hours; part of usd
+    usd: Quantiles | None = None  # to finish, with everything in the bill
+    dearest_usd: Decimal | None = None  # p50 in the most expensive zone, which a limit is compared with
+    inputs_usd: Decimal = Decimal(0)  # the part of usd for the transfer of inputs from another region
+    free_usd: Decimal | None = None  # mean USD that AWS does not charge, for interrupted first hours; not in usd
     interruptions: Quantiles | None = None
     rates: tuple[Rate, ...] = ()
     fits: bool = False
     launchable: bool = False
     why: str = ""  # does not fit, has no price, has left EC2
-    nearest: str = ""  # change that would make it fit
-    untried: str = ""  # why nobody knows whether its GPUs hold a command
-    limits: Limits | None = None  # of the file; None: nothing is priced
-    over_limit: bool = False  # p90 passes limits.max_usd or limits.max_hours
-    cheaper: float | None = None  # probability that it costs less than the work's own fleet; None: that has no figures
-    late: float = 0.0  # probability of missing the deadline, before which the job stops as before any limit
-    basis: str = ""  # claim, target (roofline and an efficiency), measured, declared, guessed (of other GPUs)
+    nearest: str = ""  # the change that would make it fit
+    untried: str = ""  # why it is unknown whether its GPUs hold a command
+    limits: Limits | None = None  # the file's; None if nothing is priced
+    over_limit: bool = False  # whether p90 passes limits.max_usd or limits.max_hours
+    # probability that it costs less than the work's own fleet; None if that has no figures
+    cheaper: float | None = None
+    late: float = 0.0  # probability of missing the deadline, including the time to stop
+    basis: str = ""  # claim, target (roofline and an efficiency), measured, declared, guessed (from other GPUs)
     lost: str = ""  # why it is not the first
-    prepared: Prepared | None = field(default=None, repr=False)  # None: without figures, `why` says so
+    prepared: Prepared | None = field(default=None, repr=False)  # None without figures: `why` has the reason
     side: Side | None = field(default=None, repr=False)
 
     @property
@@ -107,19 +109,17 @@ class Row:
 
     @property
     def mean_usd(self) -> Decimal:
-        """The mean of a row with figures; zero for another."""
+        """The mean of a row with figures; else zero."""
         return self.usd.mean if self.usd else Decimal(0)
 
     @property
     def ranked(self) -> bool:
-        """Could be run as it is."""
+        """Whether it could be run as it is."""
         return self.launchable and self.fits and self.usd is not None
 
 
 def draft(basis: BillBasis, name: str, option: TypeCost, capacity: Capacity, *, likely: bool = False) -> Row:
-    """What can be said of the row before anything is simulated. The definition's limits are marked, never applied.
-    `likely`: as side.prepare has it.
-    """
+    """The row before simulation. The definition's limits are marked, never applied. `likely`: as in side.prepare."""
     definition = basis.definition
     fleet, instance, runtime = definition.fleet, option.instance, option.runtime
     config, variant = definition.job.parameters, definition.variant
@@ -166,8 +166,8 @@ def filled(
     attempts: int = simulation.MAX_ATTEMPTS,
     below: Decimal | None = None,
 ) -> list[Row]:
-    """The rows, each priced one simulated `runs` times; `attempts` as in risk.simulate. `below`: without those whose
-    mean is not below so many USD.
+    """The rows, each priced one simulated `runs` times; `attempts`: as in risk.simulate. `below`: drops rows whose mean
+    is not below so many USD.
     """
     prepared = [row.prepared for row in rows if row.prepared is not None]
     outcomes = iter(_simulated([each.exposure.unlimited for each in prepared], runs=runs, attempts=attempts))
@@ -197,7 +197,7 @@ def _simulated(exposures: Sequence[simulation.Exposure], *, runs: int, attempts:
 
 
 def _figures(row: Row, found: Side, hours_left: float | None) -> Row:
-    """What the simulated runs say."""
+    """The row with the figures of its simulated runs."""
     outcome, (stop_usd, stop_h) = found.needed, found.reserve
     assert row.limits is not None
     dearest = found.option.hourly(row.capacity)
@@ -226,7 +226,7 @@ def _compute_h(definition: StackDefinition, option: TypeCost) -> float | None:
 
 
 def _work(runtime: Runtime) -> str:
-    """`sft 0.05 h, generate 0.01 h, each on 8 GPUs`."""
+    """A text such as `sft 0.05 h, generate 0.01 h, each on 8 GPUs`."""
     phases = ", ".join(f"{phase.name} {hours(phase.seconds / 3600)} h" for phase in runtime.phases)
     spare = f", {hours(runtime.held_s / 3600)} h held or spare" if runtime.held_s else ""
     gpus = f"{runtime.ranks} GPUs" if runtime.ranks > 1 else "one GPU"
@@ -251,7 +251,7 @@ def _lacking(config: JobConfig, instance: Instance) -> str:
 
 
 def rate(row: Row, option: TypeCost, region: str, catalog: Catalog) -> Rate:
-    """Compute hours x price, as the tables of an experiment print them."""
+    """Compute hours x price, for the tables of an experiment."""
 
     def amount(price: Decimal | None) -> Decimal | None:
         if price is None or row.compute_h is None:

@@ -1,4 +1,4 @@
-"""A comparison as text: scenarios beside their claims, the ranked options; and for programs."""
+"""A comparison as text: scenarios beside their claims, and the ranked options; also as an object for programs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from gpufleet.infra.show.sheet import Column, Sheet
 from gpufleet.infra.text import about_hours, wrap
 
 WIDTH = 120
-SHOWN = 10  # options of an answer
-REGIONS = 4  # whose prices stand beside each other
+SHOWN = 10  # options in an answer
+REGIONS = 4  # number of regions side by side
 
 
 def scenarios(rows: Sequence[Row]) -> Iterator[str]:
-    """Each scenario of the file: what was claimed, what it comes to; then its compute in each region."""
+    """Each scenario of the file: its claim and its cost; then its compute in each region."""
     yield from sheet(rows, columns.SCENARIOS).text()
     yield ""
     yield from wrap(
@@ -69,7 +69,7 @@ def _rate(region: str, market: str) -> Callable[[Row], Decimal | None]:
 
 
 def _shown_regions(rows: Sequence[Row]) -> list[str]:
-    """The file's own region, and of the others those with the least compute dollars; what has no price comes last."""
+    """The file's own region, and the others with the lowest compute cost; regions without a price come last."""
     own, *others = (rate.region for rate in rows[0].rates)
     of_region = {region: [r for row in rows for r in row.rates if r.region == region] for region in others}
 
@@ -81,7 +81,7 @@ def _shown_regions(rows: Sequence[Row]) -> list[str]:
 
 
 def _counted(rows: Sequence[Row]) -> str:
-    """Whose counts the rows stand on; nothing where no dataset is prepared."""
+    """A line on whose counts the rows use; empty without a prepared dataset."""
     prepared = list(dict.fromkeys(row.dataset for row in rows if row.dataset))
     if not prepared:
         return ""
@@ -91,8 +91,8 @@ def _counted(rows: Sequence[Row]) -> str:
 
 
 def answer(found: Comparison, command: str, today: date) -> Iterator[str]:
-    """In at most twenty lines: what does the chosen work for least, the ten cheapest, and what to do. `command` shows
-    all options, scenarios, regions and batches.
+    """At most twenty lines: the cheapest way to do the chosen work, the ten cheapest options, and what to do. `command`
+    shows all options, scenarios, regions and batches.
     """
     definition, able = found.definition, [row for row in found.own_rows if row.ranked]
     name = definition.name if found.scenario in ("", definition.name) else f"{definition.name}, {found.scenario}"
@@ -125,7 +125,7 @@ def answer(found: Comparison, command: str, today: date) -> Iterator[str]:
 
 
 def _figures(row: Row) -> str:
-    assert row.usd is not None  # of a ranked one
+    assert row.usd is not None  # a ranked row has it
     assert row.wall_hours is not None
     low, middle, high = figures_within(row.usd)
     usd = f"about {middle} USD ({low} to {high} in eight runs of ten)"
@@ -133,7 +133,7 @@ def _figures(row: Row) -> str:
 
 
 def _against(best: Row, own: Sequence[Row]) -> str:
-    """What the file's own fleet costs beside it."""
+    """The cost of the file's own fleet for comparison."""
     if not own:
         return ""
     if (own[0].place, own[0].capacity) == (best.place, best.capacity):
@@ -145,11 +145,9 @@ def _against(best: Row, own: Sequence[Row]) -> str:
 
 
 def ranked(rows: Sequence[Row], frontier: Sequence[Row]) -> Iterator[str]:
-    """Each option on a line of its own, by work, the cheapest first; below it why it is not the first, or cannot be
-    run.
-    """
+    """Each option on its own line, by work, the cheapest first; below it why it is not the first, or cannot be run."""
     keys, spare = columns.RANKED
-    if len({row.basis for row in rows if row.ranked}) > 1:  # what is guessed says so
+    if len({row.basis for row in rows if row.ranked}) > 1:  # marks guessed ones
         keys += " basis"
     order = list(dict.fromkeys(row.scenario for row in rows))
     picked = sorted(rows, key=lambda row: order.index(row.scenario))
@@ -184,7 +182,7 @@ def regions(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def batches(rows: Sequence[Row]) -> Iterator[str]:
-    """A table of the work with the file's batch and with larger ones, where one of these saves anything."""
+    """A table of the work with the file's batch and with larger ones, if one of these saves anything."""
     if not rows:
         return
     means = [row.mean_usd for row in rows]
@@ -200,7 +198,7 @@ def batches(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def ages(rows: Sequence[Row], today: date, most_days: int) -> Iterator[str]:
-    """How old the prices of the ranked nodes are, where one is older than `most_days`; else nothing."""
+    """The age of the ranked nodes' prices, if one is older than `most_days`; else empty."""
     days = sorted({(today - row.prepared.price.as_of).days for row in rows if row.ranked and row.prepared})
     if days and days[-1] > most_days:
         span = " to ".join(map(str, dict.fromkeys((days[0], days[-1]))))
@@ -208,7 +206,7 @@ def ages(rows: Sequence[Row], today: date, most_days: int) -> Iterator[str]:
 
 
 def policy(found: Comparison) -> Iterator[str]:
-    """Spot until slack runs out, then on demand, on that type; nothing without a deadline."""
+    """The policy: spot until slack runs out, then on demand, with its type; empty without a deadline."""
     if found.policy:
         plan, type_ = found.policy
         yield from wrap(f"With the deadline, on {type_}: {plan.sentence()}.")

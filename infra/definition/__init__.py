@@ -1,1 +1,1 @@
-"""What a definition file says: read, checked, laid over by its rehearsal and scenarios."""
+"""Definition files: reads and checks them, and lays their rehearsal and scenarios over them."""

@@ -31,7 +31,7 @@ from gpufleet.job.kind.common import DEVICE_RESERVE_GB
 
 Schema = dict[str, Any]
 
-# A folder's name, as far as its text shows it: what `a/..` means is only known once it is resolved.
+# A folder's name, as far as its text shows it: what `a/..` means is known only once it is resolved.
 _PLAIN = r"(?!\s)[^:\\\x00-\x1f\x7f]*[^:\\\s\x00-\x1f\x7f]"
 _OUTSIDE = r"(\./+)*\.\.(/|$)|/"
 BELOW = rf"^(?!(.*/)?\.\.(/|$))(?![~/])(?!\.?/*$){_PLAIN}$"
@@ -100,7 +100,7 @@ def no(each: Schema) -> Schema:
     return {"not": each}
 
 
-SHIPPED = load_catalog(Path(__file__).parent)  # whatever prices a project has read
+SHIPPED = load_catalog(Path(__file__).parent)  # the shipped catalog, whatever prices a project has
 USABLE: dict[str, Instance] = {name: kind for name, kind in SHIPPED.instances.items() if not kind.unusable}
 _LISTED = "fleet.instance_types"
 _NONE: Schema = {"type": "null"}

@@ -126,7 +126,7 @@ def _placement(fleet: Fleet, findings: Findings, catalog: Catalog) -> None:
             other = next((region for region in regions if zone in catalog.zones(region)), None)
             theirs = [each for each in fleet.zones if other and each in catalog.zones(other)]
             if zone in theirs[1:]:
-                continue  # told with the first: one slip, in the region or in the zones
+                continue  # reported with the first: it is one mistake, in the region or in the zones
             hint = f"In {other}: {', '.join(theirs)}." if other else nearest(zone, zones)
             findings.add(path, f"the zones of {fleet.region}: {', '.join(zones)}", hint)
 
@@ -213,13 +213,13 @@ def _notify(notify: Notify, findings: Findings) -> None:
 
 def _base_weights(s: StackDefinition, findings: Findings) -> None:
     named, config = s.storage.base_weights is not None, s.job.parameters
-    if not config.dataset_kind:  # _given has said it
+    if not config.dataset_kind:  # _given has reported it
         return
     if not config.sizes().base_weights:
         if named:
             hint = f"{s.job.experiment} starts from no weights: take the key out."
             findings.add("storage.base_weights", "nothing in this experiment", hint)
-    elif not named and config.dataset.is_own(""):  # a node would say so after its paid set-up
+    elif not named and config.dataset.is_own(""):  # a node would report it after its paid set-up
         hint = f"{s.job.experiment} starts from a model, and only generated data from random weights."
         findings.add("storage.base_weights", PLACE, hint)
 
@@ -256,7 +256,7 @@ def _place_problem(place: str, *, anywhere: bool = False) -> str:
         return "No shell reads this, so ~ is no home: write it relative to the project, as in ../my-model, or in full."
     if not anywhere and (path.is_absolute() or ".." in path.parts or not path.parts or place.startswith("~")):
         return "Write it relative to the project, as in data/tinystories."
-    if not place.isprintable():  # NUL no system takes; the others make two names look like one, or break a line in two
+    if not place.isprintable():  # no system accepts NUL; the others make two names look alike, or break a line in two
         return "It holds a line break or another character that is not shown: write a plain name."
     return (
         "" if place == place.strip() and "\\" not in place else "Write it with forward slashes and no blanks around it."
@@ -273,7 +273,7 @@ def _limits(limits: Limits, findings: Findings, now: datetime, past_deadline: bo
 
 
 def _check_keep(s: StackDefinition, findings: Findings, now: datetime) -> None:
-    """Checks storage.keep. A value that is too small is refused, not raised silently: what is kept is on the bill."""
+    """Checks storage.keep. A value that is too small is refused, not raised silently: the bill counts what is kept."""
     if findings.bad & {MAX_HOURS, DEADLINE, END}:
         return
     now = s.begins_at(now)

@@ -54,9 +54,9 @@ from gpufleet.job.kind.convert import hints as hints_of
 
 FILE = (
     Path(__file__).resolve().with_name("definition.schema.json")
-)  # what `gpufleet schema` prints, for editors to find
+)  # where `gpufleet schema` writes it, for editors to find
 LEAST_SHARED = 100  # characters of a key's schema; a shorter one is little longer than a reference
-# As the loader takes it: a time with its zone, or `in 10 h`, which is within a year of 366 days.
+# The loader's times: a time with its zone, or `in 10 h`, which is within a year of 366 days.
 _CLOCK = r"([01][0-9]|2[0-3])(:?[0-5][0-9]){0,2}"
 _DAY = r"(20[0-9]{2}|2100)-?(0[1-9]|1[0-2])-?(0[1-9]|[12][0-9]|3[01])"
 _TIME = rf"{_DAY}[T ]{_CLOCK}(Z|[+-]{_CLOCK})"
@@ -70,7 +70,7 @@ class Page:
 
     rows: dict[str, tuple[str, str]]
     files: list[Any]
-    section: str = ""  # within which the keys are, with its dot
+    section: str = ""  # the section of the keys, with a dot at its end
 
     @classmethod
     def read(cls, path: str, *tables: str) -> Page:
@@ -109,7 +109,7 @@ class Page:
 
     def examples(self, key: str, found: Schema, allowed: str) -> Schema:
         """An example of the key's value: from an example file, from the key's words, or any that is not its default."""
-        from jsonschema import Draft7Validator  # here: a tool of development
+        from jsonschema import Draft7Validator  # imported here: a development tool
 
         values = [file[key] for file in self.files if isinstance(file, dict) and key in file]
         for text in [
@@ -191,10 +191,10 @@ def schema() -> Schema:
 
 def shared() -> Schema:
     """The schema with each key that it describes in the same words in several places once, among its definitions."""
-    tree = json.loads(json.dumps(schema()))  # a copy: schema() has the same object in several places
+    tree = json.loads(json.dumps(schema()))  # a copy, because schema() contains the same object several times
     counts = Counter(json.dumps(section[key]) for section, key in _keys(tree))
     numbers, names, parts = Counter[str](), dict[str, str](), [tree]
-    for part in parts:  # grows: a shared key may hold shared keys
+    for part in parts:  # the list grows: a shared key may hold shared keys
         for section, key in _keys(part):
             text = json.dumps(section[key])
             if counts[text] > 1 and len(text) >= LEAST_SHARED:
@@ -221,7 +221,7 @@ def text() -> str:
 
 
 def write() -> None:
-    """Writes the file that is shipped, of this clone's code and pages: what holds nothing else has one line."""
+    """Writes the shipped file, from this clone's code and pages: innermost objects get one line."""
     text = json.dumps(shared(), indent=1, ensure_ascii=False) + "\n"
     innermost = re.compile(r"(?<=[\[{])\n\s+([^\[\]{}]*)\n\s+(?=[\]}])")
     FILE.write_text(innermost.sub(lambda found: re.sub(r"\n\s+", " ", found[1]), text), encoding="utf-8")
@@ -280,8 +280,8 @@ def _job(experiment: str, page: Page) -> Schema:
 def _section(
     classes: list[type[Any]], page: Page, *, partial: bool = False, but: tuple[str, ...] = (), default: Any = None
 ) -> Any:
-    """The keys of dataclasses as one section. `partial`: laid over another, so that none is required; nor is any where
-    the section around it has a `default` for it.
+    """The keys of dataclasses as one section. `partial`: laid over another section, so that no key is required; nor is
+    any for which the section around it has a `default`.
     """
     properties, required = {}, []
     for cls in classes:
@@ -329,7 +329,7 @@ def _field(cls: type[Any], name: str, page: Page, *, partial: bool = False, defa
             found |= {"type": [*found["type"], "string"], "if": {"type": "string"}, "then": {"enum": [*words]}}
         return found
     found = _value(inner, rule) | _KNOWN.get((cls, name), {})
-    if (cls, name) == (Fleet, "instance_types") and not partial:  # a scenario may list one that is gone, to be shown
+    if (cls, name) == (Fleet, "instance_types") and not partial:  # a scenario may list a type that is gone, to be shown
         found["items"] = {"enum": sorted(between.USABLE)}
     if optional or (inner is str and spec.default == ""):
         empty = {"type": "null"} if optional else {"enum": [None, ""]}
@@ -390,7 +390,7 @@ def _names(of: re.Pattern[str], allowed: str) -> Schema:
 
 _PAGES = Path(__file__).resolve().parents[2] / "docs"
 _NO_KEY = "No key: run.json is no secret. Put it under job.secrets, and read $NAME. "
-_EXPLAINS = {"kernel-sft": "sft-h100"}  # whose table has the words for keys of another's that have none
+_EXPLAINS = {"kernel-sft": "sft-h100"}  # tables whose words explain another job's keys without their own
 _SOME_TEXT = pattern(r"\S", "text that is not empty")
 _TEXT_OF: Schema = {"type": ["string", "number", "boolean"]}
 _PLACE = pattern(between.PLACE, PLACE)
@@ -459,7 +459,7 @@ _KNOWN: dict[tuple[type[Any], str], Schema] = {
     (CommandConfig, "secrets"): _names(VARIABLE, _VARIABLE) | {"additionalProperties": _SECRET},
     (CommandConfig, "registry"): _SECRET,
 }
-# Examples for keys for which no page and no file shows one.
+# Examples for keys that no page and no file shows.
 _EXAMPLES: dict[tuple[type[Any], str], Any] = {
     (CommandConfig, "workdir"): "{code}/trainer",
     (Code, "exclude"): ["data", "*.ckpt"],

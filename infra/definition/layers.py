@@ -18,11 +18,11 @@ from gpufleet.infra.errors import Problem, of_form
 if TYPE_CHECKING:
     from gpufleet.infra.catalog import Catalog
 
-# What may be laid over; the run's identity is not among them.
+# Sections that may be laid over; the run's identity is not among them.
 OVERLAID = ("job", "fleet", "storage", "limits", "account", "notify", "estimate")
 # What editors look for in a file's comments to find its schema: a path, or an address.
 MODELINE = "# yaml-language-server: $schema="
-MOST_SCENARIOS = 100  # a choice: each is a whole file to check and to price
+MOST_SCENARIOS = 100  # a bound of ours: each is a whole file to check and to price
 SCENARIO_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 
 
@@ -38,7 +38,7 @@ def definition(
     plain: StackDefinition | None = None,
 ) -> tuple[StackDefinition, list[Problem]]:
     """The tree's definition and its problems. Without `launchable`, its types need only be known. `plain` is the
-    definition, without problems, over which the tree is laid: sections that are equal there are not read again.
+    definition, without problems, under the tree's overlay: sections that are equal there are not read again.
     """
     findings = Findings(tree=tree)
     check_keys(tree.entries, [*SECTIONS, "rehearsal", "scenarios"], "", findings)
@@ -47,7 +47,7 @@ def definition(
         node = tree.entries.get(name)
         is_plain = plain is not None and plain.tree is not None and plain.tree.entries.get(name) is node
         parts[name] = getattr(plain, name) if is_plain else build(cls, node, name, findings)
-    parts["fleet"] = parts["fleet"].bought_as(parts["fleet"].capacity)  # a scenario may do without the file's block
+    parts["fleet"] = parts["fleet"].bought_as(parts["fleet"].capacity)  # a scenario may omit the file's block
     interruptions = build(
         Interruptions, find_node(tree, "rehearsal.interruptions"), "rehearsal.interruptions", findings
     )
@@ -62,7 +62,8 @@ def definition(
         **parts,
     )
     if catalog is None:
-        from gpufleet.infra.catalog import load_catalog  # here: reading tables costs time that `pin` need not spend
+        # imported here: reading tables takes time that `pin` need not spend
+        from gpufleet.infra.catalog import load_catalog
 
         catalog = load_catalog()
     checks.check(definition, findings, now=now, catalog=catalog, past_deadline=past_deadline, launchable=launchable)
@@ -94,7 +95,7 @@ def from_anywhere(tree: Mapping, root: Path) -> Mapping:
 def apply_overlay(tree: Mapping, overlay: dict[str, Node]) -> Mapping:
     """The tree with the overlay's sections laid over it."""
     entries: dict[str, Node] = dict(tree.entries)
-    if nodes := overlay.get("nodes"):  # as scenarios of 0.1.0 wrote fleet.nodes
+    if nodes := overlay.get("nodes"):  # scenarios of 0.1.0 wrote fleet.nodes so
         fleet = Mapping(path=nodes.path.rpartition(".")[0], line=nodes.line, entries={"nodes": nodes})
         overlay = {**overlay, "fleet": merge(overlay.get("fleet"), fleet)}
     for name in OVERLAID:

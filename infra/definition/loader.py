@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from gpufleet.infra.catalog import Catalog
 
 STACK_NAME = re.compile(r"[a-z][a-z0-9-]{0,38}[a-z0-9]")
-# What `gpufleet init` puts beside the definitions: the Pulumi program, alone in its folder, and the schema for editors.
+# Files that `gpufleet init` puts beside the definitions: the Pulumi program, alone in its folder, and the schema for
+# editors.
 PROGRAM, SCHEMA = "stacks/program", "stacks/definition.schema.json"
 _TOP_KEY = re.compile(rb"(?m)^['\"]?(\w[\w.-]*)['\"]?[ \t]*:")
-_SECTIONS = {"run", "job", "fleet", "limits"}  # of each definition
+_SECTIONS = {"run", "job", "fleet", "limits"}  # required in each definition
 
 
 def load(
@@ -42,8 +43,8 @@ def load(
     """The definition in `path`, with its `rehearsal` section laid over it when asked.
 
     `now` (aware) is what the deadline is compared with. `past_deadline` accepts one that has passed: for a run that is
-    already over. `catalog`: the types and regions that there are; None: those known here. Raises DefinitionError with
-    every problem of the file.
+    already over. `catalog`: the existing types and regions; None: those known here. Raises DefinitionError with every
+    problem of the file.
     """
     if now.tzinfo is None:
         raise ValueError("now must be aware of its time zone")
@@ -53,7 +54,7 @@ def load(
     problems += found
     overlay = tree.entries.get("rehearsal")
     merged, sound = plain, None if problems else plain
-    if len(problems) > SHOWN:  # enough to mend; each form that is laid over would find them all again
+    if len(problems) > SHOWN:  # enough to fix first; each overlaid form would find them all again
         raise DefinitionError(str(path), in_order(problems))
     if overlay is not None:
         problems += layers.overlay_problems(overlay, tree)

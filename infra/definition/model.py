@@ -1,6 +1,6 @@
-"""The definition of one experiment: what `stacks/<experiment>.yaml` says, as frozen dataclasses.
+"""The definition of one experiment: the content of `stacks/<experiment>.yaml`, as frozen dataclasses.
 
-Pure: no pulumi, no boto3, no clock. The same object feeds the bill, the resources and the tests.
+It imports no pulumi and no boto3, and reads no clock. The same object feeds the bill, the resources and the tests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Run:
     owner: str
 
 
-# What gpufleet's own part runs in beside a command's image: Python and nothing else, in a registry without a login.
+# The image for gpufleet's own part beside a command's: only Python, from a registry without a login.
 SUPERVISOR_IMAGE = "public.ecr.aws/docker/library/python:3.13-slim"
 
 
@@ -41,8 +41,8 @@ class Job:
 
     experiment: str  # for a user's own command, the name of its kind
     image: str  # repository:tag, or repository:tag@sha256:... once pinned
-    supervisor_image: str | None = None  # what gpufleet's own part runs in; None: in the job's, which is ready-made
-    parameters: JobConfig  # the kind's own typed config; the file holds only what differs from its defaults
+    supervisor_image: str | None = None  # the image for gpufleet's own part; None: the ready-made job's
+    parameters: JobConfig  # the kind's own typed config; the file holds only differences from its defaults
 
     @property
     def images(self) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ class Job:
 if TYPE_CHECKING:
     Capacity = str
     Fallback = str
-else:  # what a file may write: a row of infra/market each
+else:  # allowed words in a file: a row of infra/market each
     Capacity, Fallback = Literal[tuple(market.WAYS)], Literal[tuple(market.FALLBACKS)]
 Cards = Literal["one", "all"]
 
@@ -65,17 +65,18 @@ def is_zone_id(zone: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fleet:
-    """Where it runs. The set of types has no order, the fleet's strategy picks."""
+    """Where it runs. The types have no order, because the fleet's strategy picks."""
 
     region: str
     zones: tuple[str, ...]  # names, us-east-2a; or ids, use2-az1, which are the same in every account
     instance_types: tuple[str, ...]
     capacity: Capacity = "spot"
-    nodes: int = added_later(1)  # the number that train together; several are of one type, in one zone
-    cards: Cards = added_later("one")  # which network cards of each node carry the traffic of several nodes
-    gather_minutes: Decimal | None = added_later(None)  # that nodes wait for missing ones; None: by the model of waits
-    fallback: Fallback = added_later("none")  # once spot would miss the deadline
-    block: CapacityBlock | None = added_later(None)  # None: capacity is another
+    nodes: int = added_later(1)  # the number that train together; several have one type and one zone
+    cards: Cards = added_later("one")  # which network cards of each node carry the traffic between nodes
+    # how long nodes wait for missing ones; None: by the model of waits
+    gather_minutes: Decimal | None = added_later(None)
+    fallback: Fallback = added_later("none")  # what to do once spot would miss the deadline
+    block: CapacityBlock | None = added_later(None)  # None unless capacity is block
     ami: str = "unpinned"  # a literal ami-..., written by `gpufleet doctor --pin`
 
     @property
@@ -85,7 +86,7 @@ class Fleet:
 
     @property
     def lets_go(self) -> bool:
-        """Whether nodes that wait for others let go, so that AWS is asked for all of them later."""
+        """Whether waiting nodes let go, so that AWS is asked for all of them later."""
         return self.is_gang and self.market.replaces
 
     @property
@@ -95,11 +96,11 @@ class Fleet:
 
     @property
     def zone_ids(self) -> tuple[str, ...]:
-        """The zones by id within the region (az1, ...), where the file gives ids (use2-az1): empty for names."""
+        """The zones' ids within the region (az1, ...), if the file gives ids (use2-az1); empty for names."""
         return tuple(zone.rpartition("-")[2] for zone in self.zones if is_zone_id(zone))
 
     def bought_as(self, capacity: Capacity) -> Fleet:
-        """These nodes, bought in another way."""
+        """These nodes, bought in another market."""
         return replace(self, capacity=capacity, block=self.block if market.WAYS[capacity].has_block else None)
 
 
@@ -119,7 +120,7 @@ class Keep:
 
     bucket: bool = True
     days: int = 30  # objects of a run expire after this many days
-    lifecycle: Literal["own", "others"] = "own"  # others: the bucket's rules are the account's, and not looked at
+    lifecycle: Literal["own", "others"] = "own"  # others: the account's own rules apply, and are not checked
 
     @property
     def expiry(self) -> str:
@@ -131,19 +132,19 @@ class Keep:
 class Storage:
     """Disks and inputs. `dataset`, `base_weights` and each of `inputs` are a local folder or an s3:// prefix."""
 
-    dataset: str = ""  # of a ready-made job, which needs one; empty: of a command
+    dataset: str = ""  # for a ready-made job, which needs one; empty for a command
     base_weights: str | None = None
-    inputs: dict[str, str] | None = None  # of a command, by name: {inputs.NAME} is where they lie for it
+    inputs: dict[str, str] | None = None  # for a command, by name: {inputs.NAME} is the path that it sees
     root: Disk = Disk(size_gib=100)
     data: Disk | None = None
     keep: Keep = Keep()
 
     def dataset_folder(self, root: Path) -> Path | None:
-        """Where the dataset lies, or will. None: there is none, or it is in a bucket."""
+        """The dataset's folder, which may not exist yet. None: there is no dataset, or it is in a bucket."""
         return _local(self.dataset, root) if self.dataset else None
 
     def weights_folder(self, root: Path) -> Path | None:
-        """Where the base weights lie. None: there are none, or they are in a bucket."""
+        """The folder of the base weights. None: there are none, or they are in a bucket."""
         return None if self.base_weights is None else _local(self.base_weights, root)
 
     def input_folders(self, root: Path) -> dict[str, Path]:
@@ -153,7 +154,7 @@ class Storage:
 
     @property
     def prefixes(self) -> dict[str, str]:
-        """All that lies in a bucket already, by what it is called in the nodes' rights."""
+        """All places in buckets, by their name in the nodes' rights."""
         named = {"Dataset": self.dataset, "BaseWeights": self.base_weights}
         named |= {f"Input{index}": place for index, place in enumerate((self.inputs or {}).values())}
         return {sid: place for sid, place in named.items() if place and place.startswith("s3://")}
@@ -163,7 +164,7 @@ def _local(place: str, root: Path) -> Path | None:
     return None if place.startswith("s3://") else root / place
 
 
-Deadline = datetime | timedelta  # a time in UTC, or so long after the first `up` of the run
+Deadline = datetime | timedelta  # a time in UTC, or a span from the first `up` of the run
 
 
 def deadline_text(deadline: Deadline) -> str:
@@ -178,23 +179,23 @@ class Limits:
     max_usd: Decimal
     max_hours: Decimal
     deadline: datetime | timedelta | None = None  # None = creation + max_hours + 24 h
-    usd_per_hour: Decimal | None = added_later(None)  # of a node: zones and types whose price is above are left out
+    usd_per_hour: Decimal | None = added_later(None)  # per node: types and zones above this price are left out
 
     def due(self, begin: datetime) -> datetime | None:
-        """The deadline of a run whose first `up` is then; None without one."""
+        """The deadline of a run whose first `up` is at `begin`; None without one."""
         return begin + self.deadline if isinstance(self.deadline, timedelta) else self.deadline
 
 
 def days_to_keep(begin: datetime, end: datetime) -> int:
-    """The least storage.keep.days for a fleet that lives so long. Nodes cannot boot without run.json, and attempts and
-    heartbeats are what the caps count; S3 takes an object's age from its creation. One day to spare.
+    """The least storage.keep.days for a fleet that lives from `begin` to `end`. Nodes cannot boot without run.json, and
+    the caps count attempts and heartbeats; S3 counts an object's age from its creation. One day is added.
     """
     return math.ceil((end - begin) / timedelta(days=1)) + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vpc:
-    """A network that is there already. Its routes are its owner's."""
+    """An existing network. Its owner sets its routes."""
 
     id: str
     subnets: dict[str, str]  # by zone, one for each of fleet.zones
@@ -202,26 +203,26 @@ class Vpc:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Account:
-    """What the rules of an organisation ask of all that a stack makes."""
+    """An organisation's rules for everything that a stack makes."""
 
-    tags: dict[str, str] | None = None  # beside the stack's own
-    permissions_boundary: str | None = None  # of the nodes' role; a policy's ARN
+    tags: dict[str, str] | None = None  # in addition to the stack's own
+    permissions_boundary: str | None = None  # for the nodes' role; a policy's ARN
     vpc: Vpc | None = None  # None: the stack makes its own
-    kms_key: str | None = None  # of bucket and disks; an ARN in the fleet's region
+    kms_key: str | None = None  # for bucket and disks; an ARN in the fleet's region
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notify:
-    """Who is told of a run. Without an e-mail address nobody is."""
+    """Who gets messages about a run. Without an e-mail address nobody does."""
 
-    email: str | None = None  # of a topic that AWS itself tells too, where no node could
-    webhook: str | None = None  # ssm:/name or secretsmanager:name of its URL, which is a secret; nodes alone call it
-    silent_hours: Decimal = Decimal(6)  # somebody is told after so long without a training step
+    email: str | None = None  # for a topic to which AWS also writes, if no node could
+    webhook: str | None = None  # ssm:/name or secretsmanager:name of its URL, which is a secret; only nodes call it
+    silent_hours: Decimal = Decimal(6)  # a message is sent after so long without a training step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """Assumptions behind the bill. None = the default, stated with its source where infra.bill uses it."""
+    """Assumptions behind the bill. None means the default, which infra.bill states with its source."""
 
     hazard_per_hour: Decimal | None = None  # fixes the interruption hazard instead of drawing it per simulated run
     efficiency: Decimal | None = None  # share of the roofline (compute + optimizer traffic) a step reaches, in (0, 1]
@@ -249,22 +250,22 @@ class Interruptions:
     without_notice: int = 1
     notice_at: Place = "step"
     loss_at: Place = "step"
-    stage_results: int = 1  # results of a stage after training, before a node is taken away in it
+    stage_results: int = 1  # results of a stage after training, after which a node is interrupted
     notice_s: int = 20  # AWS gives 120 s; the rehearsal does not wait that long
 
 
-REHEARSED_S = 30.0  # of training, so that two interruptions find it at work
+REHEARSED_S = 30.0  # seconds of training, so that two interruptions come during it
 REHEARSED_SAVES = 6
 
 
 def rehearsed_steps(step_ms: float) -> int:
-    """How many steps, or epochs, a rehearsal trains for that long, to two digits."""
+    """How many steps, or epochs, a rehearsal trains in that time, to two digits."""
     return max(1, int(float(f"{REHEARSED_S * 1000 / step_ms:.2g}")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """What the plan behind a scenario said it would take; shown beside what it comes to."""
+    """The plan's estimate behind a scenario; shown beside the bill's."""
 
     hours: Decimal | None = None
     usd: Decimal | None = None
@@ -272,13 +273,13 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """The keys of one entry of `scenarios` beside those it lays over the file's sections."""
+    """The keys of an entry of `scenarios`, without those that it lays over the file's sections."""
 
     note: str = ""
     claim: Claim = Claim()
     reference: bool = False  # ran or was planned elsewhere: shown as claimed, never priced
-    hold_hours: Decimal | None = None  # each node is kept this long when its work is done sooner
-    buffer: Decimal = Decimal(0)  # share added to the work for what goes wrong
+    hold_hours: Decimal | None = None  # each node is kept this long if its work is done earlier
+    buffer: Decimal = Decimal(0)  # share added to the work for failures
 
     @property
     def only_priced(self) -> str:
@@ -306,35 +307,33 @@ class StackDefinition:
     account: Account = Account()
     notify: Notify = Notify()
     estimate: Estimate = Estimate()
-    python: str = ""  # of `rehearsal`: the interpreter of a command, as seen from the project; empty: its code's own
+    python: str = ""  # in `rehearsal`: a command's interpreter, relative to the project; empty: its code's own
     interruptions: Interruptions = Interruptions()  # the rest of `rehearsal` is laid over the other sections
     scenario: str = ""  # its name; empty for the file as it is
     variant: Variant = Variant()
-    own_data: bool = False  # a scenario that says itself what its data counts (job.parameters.data)
-    tree: Mapping | None = field(default=None, compare=False, repr=False)  # as written; None: no file holds it
-    asked: str = field(default="", compare=False, repr=False)  # STACK as it was given; empty: by no command
+    own_data: bool = False  # whether a scenario states its own data's counts (job.parameters.data)
+    tree: Mapping | None = field(default=None, compare=False, repr=False)  # as written; None: from no file
+    asked: str = field(default="", compare=False, repr=False)  # STACK as the user gave it; empty: not from a command
 
     @property
     def argument(self) -> str:
-        """What further commands take for it: a name leads only to a file of stacks/, or through a stack's own
-        configuration.
-        """
+        """STACK for further commands: a name leads only to a file of stacks/, or through a stack's own settings."""
         return shlex.quote(self.asked or (self.name if self.source.parent.name == "stacks" else str(self.source)))
 
     @property
     def priced_argument(self) -> str:
-        """`argument`, with --scenario where need be: what further commands about the same work take."""
+        """`argument`, with --scenario if needed: for further commands about the same work."""
         return f"{self.argument} --scenario {self.scenario}" if self.scenario else self.argument
 
     @property
     def is_earlier_run(self) -> bool:
-        """Whether it is a run that --run named, and not the one of its file: `pulumi destroy` is about the file's."""
+        """Whether --run named it, and it is not the file's run: `pulumi destroy` is about the file's."""
         own = find_node(self.tree, "run.id") if self.tree else None
         return isinstance(own, Scalar) and own.text != self.run.id
 
     @property
     def run_argument(self) -> str:
-        """`argument`, with --run where need be: what further commands about the same run take."""
+        """`argument`, with --run if needed: for further commands about the same run."""
         return f"{self.argument} --run {self.run.id}" if self.is_earlier_run else self.argument
 
     @property
@@ -343,27 +342,27 @@ class StackDefinition:
         return self.fleet.nodes
 
     def on_nodes(self, count: int) -> StackDefinition:
-        """This work on so many nodes."""
+        """This work on `count` nodes."""
         cards: Cards = self.fleet.cards if count > 1 else "one"
         if (count, cards) == (self.nodes, self.fleet.cards):
             return self
         return replace(self, fleet=replace(self.fleet, nodes=count, cards=cards))
 
     def begins_at(self, now: datetime) -> datetime:
-        """When the run can begin: now, or when its block begins."""
+        """When the run can begin: now, or at its block's begin."""
         return self.fleet.market.begins_at(now)
 
     def due(self, now: datetime) -> datetime | None:
-        """When a run that begins as soon as it can has to be done: by its deadline, and while its block lasts."""
+        """When a run that begins as soon as possible must be done: by its deadline, and before its block ends."""
         ends = [self.limits.due(self.begins_at(now)), self.fleet.market.last]
         return min(filter(None, ends), default=None)
 
     def due_by(self, now: datetime) -> str:
-        """The key that says when it is due."""
+        """The key that sets this moment."""
         return self.fleet.market.due_by(self.due(now))
 
     def expiry(self, now: datetime) -> datetime:
-        """When AWS ends a fleet that begins now, whatever the job says."""
+        """When AWS ends a fleet that begins now, whatever the job does."""
         return self.due(now) or now + timedelta(hours=self.fleet.market.lives_hours(self.limits.max_hours))
 
     def hours_left(self, now: datetime) -> float | None:
@@ -372,7 +371,7 @@ class StackDefinition:
         return None if due is None else (due - self.begins_at(now)).total_seconds() / 3600
 
     def problem(self, path: str, value: str, allowed: str, hint: str = "") -> Problem:
-        """What is wrong at `path`, with the line it was written at, under its own path where a scenario wrote it."""
+        """A problem at `path`, with its line, and under its own path if a scenario wrote it."""
         node = find_node(self.tree, path) if self.tree else None
         if node is None:
             return Problem(path=path, value=value, allowed=allowed, hint=hint)

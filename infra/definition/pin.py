@@ -14,7 +14,8 @@ _EXAMPLES = {
     "job.image": "registry/repository:tag",
     "job.supervisor_image": SUPERVISOR_IMAGE,
 }
-_ABOVE = {"fleet.ami": "fleet.region", "job.supervisor_image": "job.image"}  # beside what a missing one is written
+# by key: the neighbour above which a missing one is written
+_ABOVE = {"fleet.ami": "fleet.region", "job.supervisor_image": "job.image"}
 
 
 def pin(path: Path, *, ami: str, image: str, supervisor_image: str | None = None) -> None:

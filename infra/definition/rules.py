@@ -28,7 +28,7 @@ from gpufleet.job.contract.terms import MOST_NODES
 from gpufleet.job.kind import EXPERIMENTS
 from gpufleet.job.kind.convert import Rule
 
-# As docker tells a registry from a folder of Docker Hub's: by a dot or a port in its name.
+# Docker's rule that tells a registry from a folder of Docker Hub's: a dot or a port in its name.
 _REGISTRY = r"(?=[^/]*[.:])[a-z0-9.-]+(:443)?"
 _TAG = r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})"
 _IMAGE_NAME = rf"(?=.{{1,255}}$){_REGISTRY}(/[a-z0-9._-]+)+{_TAG}(@sha256:[0-9a-f]{{64}})?"
@@ -64,8 +64,8 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     ),
     (Job, "image"): _IMAGE,
     (Job, "supervisor_image"): _IMAGE,
-    (Fleet, "zones"): Rule(most=6),  # us-east-1 has the most
-    (Fleet, "instance_types"): Rule(most=20),  # a choice: a longer list is no longer read by anyone
+    (Fleet, "zones"): Rule(most=6),  # as many as us-east-1 has
+    (Fleet, "instance_types"): Rule(most=20),  # a bound of ours: nobody reads a longer list
     (Fleet, "nodes"): Rule(minimum=1, maximum=MOST_NODES),
     (Fleet, "gather_minutes"): Rule(minimum=5, maximum=1_440, unit="minutes"),
     (CapacityBlock, "reservation"): Rule(
@@ -89,7 +89,7 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Limits, "usd_per_hour"): Rule(minimum=0.001, maximum=10_000, unit="USD per node-hour"),
     (Account, "tags"): Rule(
         pattern=r"[A-Za-z0-9 _.:/=+@-]{0,256}",
-        most=7,  # of the 10 that S3 allows an object three are the stack's own
+        most=7,  # S3 allows 10 for an object, the stack uses three
         allowed="a section of tags, each value up to 256 of A-Z a-z 0-9 space _ . : / = + - @",
     ),
     (Account, "permissions_boundary"): Rule(
@@ -135,7 +135,7 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Interruptions, "notice_s"): Rule(minimum=1, maximum=120, unit="seconds"),
 }
 
-# What is allowed under a required key that is missing, where its type alone (text, a list) would not say it.
+# The words for a missing required key, if its type alone (text, a list) would not explain it.
 REQUIRED: dict[tuple[type[Any], str], str] = {
     (Job, "experiment"): f"one of {', '.join(sorted(EXPERIMENTS))}; or job.command in its place, for your own script",
     (Fleet, "region"): "a region with prices in the catalog, such as us-east-2",

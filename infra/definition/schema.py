@@ -73,9 +73,9 @@ _ALSO = {
     "disk_size": "size_gib",
 }
 _CAPACITY = "Write capacity: spot, or capacity: on-demand."
-# What to write for a key of another tool, where the name alone does not say it.
+# What to write for a key of another tool, if a name alone does not say it.
 _INSTEAD = dict.fromkeys(("spot", "use_spot", "on_demand"), _CAPACITY)
-_ELSEWHERE = dict.fromkeys(  # of a key that means nothing in its section
+_ELSEWHERE = dict.fromkeys(  # for a key that means nothing in its section
     ("max_price", "spot_price", "max_spot_price", "max_price_per_hour"),
     "A ceiling for the price of an hour is limits.usd_per_hour.",
 )
@@ -89,7 +89,7 @@ class Findings:
     """The problems of one tree. A path is reported once; consequences of its problem are not."""
 
     tree: Mapping
-    found: dict[str, Problem | None] = field(default_factory=dict)  # by path; None: another problem says it
+    found: dict[str, Problem | None] = field(default_factory=dict)  # by path; None: another problem covers it
 
     @property
     def bad(self) -> KeysView[str]:
@@ -147,13 +147,13 @@ def nearest(word: str, names: Iterable[str]) -> str:
 
 def _meant(word: str, names: Iterable[str]) -> str:
     """The name with the spelling nearest to `word`; empty when none is similar."""
-    import difflib  # here: only errors name a neighbour
+    import difflib  # imported here: only errors need the nearest name
 
     known, low = sorted(names), word.lower()
     if _ALSO.get(low) in known:
         return _ALSO[low]
     close = difflib.get_close_matches(low, known, n=1, cutoff=0.6)
-    begun = [name for name in known if len(low) > 2 and name.startswith(f"{low}-")]  # sft: sft-h100
+    begun = [name for name in known if len(low) > 2 and name.startswith(f"{low}-")]  # for example sft for sft-h100
     return (close or begun)[0] if close or len(begun) == 1 else ""
 
 
@@ -203,8 +203,8 @@ def job_keys(node: Node | None, *, laid_over: bool = False) -> list[str]:
 
 
 def _is_command(node: Node | None) -> bool:
-    """Whether `job` is a command of one's own: it has that key, or neither that nor `experiment` but others that only a
-    command has, so that a mistyped `command` is one problem and not one for each key beside it.
+    """Whether `job` is a command of the user's own: it has that key, or neither that nor `experiment` but others that
+    only a command has, so that a mistyped `command` is one problem and not one for each key beside it.
     """
     if not isinstance(node, Mapping) or "experiment" in node.entries:
         return isinstance(node, Mapping) and "command" in node.entries
@@ -212,14 +212,14 @@ def _is_command(node: Node | None) -> bool:
 
 
 def _meant_one(keys: Iterable[str]) -> str:
-    """Which of the two keys that begin a job one of `keys` is a misspelling of, or nothing."""
+    """Which of the two keys that begin a job is misspelled among `keys`, or empty."""
     return next((meant for key in keys if (meant := _meant(key, ("command", "experiment")))), "")
 
 
 def _values(
     cls: type[Any], names: Iterable[str], entries: dict[str, Node], path: str, findings: Findings, default: Any = None
 ) -> dict[str, Any]:
-    """The typed values of a section's fields `names`, but for those that keep their default."""
+    """The typed values of a section's fields `names`, except those that keep their default."""
     hints = hints_of(cls)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
     values: dict[str, Any] = {}
     for spec in dataclasses.fields(cls):
@@ -241,7 +241,7 @@ def _values(
 
 
 def entries_of(node: Node | None, path: str, allowed: str, findings: Findings, hint: str = "") -> dict[str, Node]:
-    """What a section holds: nothing for one without keys, nor for what is no section, which is reported."""
+    """The entries of a section; empty for one without keys, and for a value that is no section, which is reported."""
     if isinstance(node, Mapping):
         return node.entries
     if node is not None and not (isinstance(node, Scalar) and node.is_null):
@@ -250,7 +250,7 @@ def entries_of(node: Node | None, path: str, allowed: str, findings: Findings, h
 
 
 def _as_keys(cls: type[Any], node: Node | None) -> Node | None:
-    """The section that a word stands for, where `cls` has such a word; else the node itself."""
+    """The section that a word stands for, if `cls` has such a word; else the node itself."""
     if not isinstance(node, Scalar) or node.text not in (words := getattr(cls, "WORDS", {})):
         return node
     entries: dict[str, Node] = {key: replace(node, text=text) for key, text in words[node.text].items()}
@@ -258,7 +258,7 @@ def _as_keys(cls: type[Any], node: Node | None) -> Node | None:
 
 
 def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:
-    """How a value is written where a section is expected: under the key whose unit it has, as `50 steps`, or under each
+    """How to write a value where a section is expected: under the key whose unit it has, as `50 steps`, or under each
     that takes it, a required one first.
     """
     plain = re.sub(r"(?<=[0-9]) ?Gi?B?$", "", text, flags=re.IGNORECASE)
@@ -279,7 +279,7 @@ def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:
 
 
 def _nested_keys(names: list[str], hints: dict[str, Any]) -> dict[str, list[str]]:
-    """The keys of the sections `names`, each as it is called from above: `lr` is `optim.lr`."""
+    """The keys of the sections `names`, each by its path from the section above: `lr` is `optim.lr`."""
     found: dict[str, list[str]] = {}
     for name in names:
         inner, _ = unwrap(hints[name])
@@ -296,7 +296,7 @@ def check_keys(
     below: dict[str, list[str]] | None = None,
 ) -> None:
     """Reports every key that is not one of `names`, with the nearest, or with the section it belongs to, which may be
-    one of those `below`. What it stands for is then not missing as well.
+    one of those `below`. The key that it stands for is then not reported as missing.
     """
     prefix = f"{path}." if path else ""
     for key, node in entries.items():
@@ -308,7 +308,7 @@ def check_keys(
             hint, meant = _INSTEAD.get(key.lower(), renamed), f"{prefix}{other}"
         elif inside := (below or {}).get(other or key):
             hint, meant = f"It is called {' or '.join(inside)}.", f"{prefix}{inside[0]}"
-        elif key in _HOME:  # written exactly so elsewhere: more than a likeness
+        elif key in _HOME:  # the same key exists elsewhere, which is more than a similar name
             hint, meant = f"It belongs under {_HOME[key]}.", f"{_HOME[key]}.{key}"
         elif near := _meant(key, names):
             hint, meant = f"Nearest: {near}.", f"{prefix}{near}"
@@ -333,14 +333,14 @@ def _parameters(entries: dict[str, Node], where: str, findings: Findings) -> Job
 
 
 def rule_of_key(cls: type[Any], spec: dataclasses.Field[Any]) -> Rule:
-    """What the key of this field may hold beyond its type."""
+    """The allowed values of this field's key beyond its type."""
     return RULES.get((cls, spec.name)) or rule_of(spec)
 
 
 def _convert(
     hint: Any, node: Node, path: str, rule: Rule, findings: Findings, default: Any = None, allowed: str = ""
 ) -> Any:
-    """The typed value, or _BAD after reporting why not. A section keeps of `default` what is not written."""
+    """The typed value, or _BAD after a problem was reported. For keys that a section lacks, `default` applies."""
     inner, optional = unwrap(hint)
     null = isinstance(node, Scalar) and node.is_null
     if null and optional:
@@ -393,7 +393,7 @@ def _convert(
 
 
 def _as_list(path: str, text: str, findings: Findings) -> str:
-    """How one value is written where a list is expected: as many times as there are phases where each has its own."""
+    """How to write one value where a list is expected: as many times as there are phases, if each has its own."""
     if path not in ("job.parameters.optim.lr", "estimate.step_ms"):
         return f"Write [{text}]."
     experiment = find_node(findings.tree, "job.experiment")
@@ -432,12 +432,12 @@ def _scalar(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:
 def _numeric(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:
     if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?", text) or len(text) > 40:
         return _BAD, "Write a plain number, without unit, sign or separator." if re.search(r"[0-9]", text) else ""
-    value = Decimal(f"{Decimal(text):f}")  # 1e3 is 1000 wherever it is shown
+    value = Decimal(f"{Decimal(text):f}")  # 1e3 is shown as 1000 everywhere
     if hint is int and value != value.to_integral_value():
         return _BAD, ""
     if hint is int and not re.fullmatch(r"[+-]?[0-9]+", text):  # 1e3 and 3.0 are floats to YAML
         return _BAD, f"Write {int(value)}." if abs(value) < 10**12 else ""
-    if re.match(r"[+-]?0[0-9]", text):  # 010 is 8 to YAML 1.1 and 10 to everyone else
+    if re.match(r"[+-]?0[0-9]", text):  # 010 is 8 in YAML 1.1 and 10 elsewhere
         return _BAD, f"Write {value:f}." if abs(value) < 10**12 else ""
     if not rule.includes(value):
         return _BAD, ""
@@ -466,7 +466,7 @@ def _time(text: str) -> tuple[Any, str]:
 
 
 def _placeholder(hint: Any) -> Any:
-    """Stands in for a required value, reported already, so that the rest of the file is still checked."""
+    """Replaces a missing required value, which is reported already, so that the rest of the file is still checked."""
     made: dict[Any, Any] = {tuple: (), dict: {}, str: "", Decimal: Decimal(1), int: 1}
     made[datetime] = datetime(2000, 1, 1, tzinfo=UTC)
     return made[typing.get_origin(hint) or hint]
@@ -474,7 +474,7 @@ def _placeholder(hint: Any) -> Any:
 
 def _written(node: Node) -> str:
     if isinstance(node, Scalar):
-        from gpufleet.job.kind.command import without_keys  # here: for an error alone
+        from gpufleet.job.kind.command import without_keys  # imported here: only for an error
 
         return without_keys(node.text)
     return "a list" if isinstance(node, Items) else "a section"

@@ -1,7 +1,7 @@
-"""Which definition a stack runs, said once: by its Pulumi configuration, which program and commands read alike.
+"""Which definition a stack runs, by its Pulumi configuration; program and commands both ask here.
 
-`definition` names the file of a stack that is not called like it, `scenario` one of the file's scenarios. The engine
-keeps both in Pulumi.STACK.yaml, under the project's name, so the commands need no engine to know them.
+`definition` names the file of a stack that has another name, `scenario` one of the file's scenarios. The engine keeps
+both in Pulumi.STACK.yaml, under the project's name, so the commands need no engine to know them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ DEFINITION, SCENARIO = "definition", "scenario"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selected:
-    """A definition file, and the scenario of it that is run; empty: the file as it is."""
+    """A definition file, and its scenario to run; empty: the file without one."""
 
     path: Path
     scenario: str = ""
-    asked: str = ""  # as the user names it
+    asked: str = ""  # as the user named it
 
     def load(self, *, now: datetime, past_deadline: bool = False) -> StackDefinition:
-        """The definition, judged as something to run. Raises as loader.load and scenarios.scenario."""
+        """The definition, checked as something to run. Raises like loader.load and scenarios.scenario."""
         if not self.scenario:
             found = load(self.path, now=now, past_deadline=past_deadline)
         else:
@@ -43,7 +43,8 @@ class Selected:
 def selected(stack: str, root: Path) -> Selected:
     """What the program would run as `stack`: a stack's name, or the path of its file.
 
-    A path names that very file; the stack called like it has a say where it runs the same one. Raises GpufleetError.
+    A path names that file; the configuration of the stack with its name counts if it runs the same file. Raises
+    GpufleetError.
     """
     name = Path(stack).stem if is_path(stack) else stack
     config = _config(root / f"Pulumi.{name}.yaml", root / "Pulumi.yaml")
@@ -58,8 +59,8 @@ def selected(stack: str, root: Path) -> Selected:
 
 
 def refuse_unread(keys: Iterable[str], project: str) -> None:
-    """Raises GpufleetError for a setting that nothing reads: of a misspelled scenario the file itself would be run, and
-    of another profile the program would use one account and the commands the other.
+    """Raises GpufleetError for a setting that nothing reads: with a misspelled scenario the file itself would run, and
+    with another profile the program would use one account and the commands the other.
     """
     for key in keys:
         namespace, _, name = key.partition(":")
@@ -77,7 +78,7 @@ def refuse_unread(keys: Iterable[str], project: str) -> None:
 
 
 def _config(path: Path, of_project: Path) -> dict[str, str]:
-    """Definition and scenario, as far as the engine's file names them; `of_project` has the project's name."""
+    """Definition and scenario from the engine's file; `of_project` has the project's name."""
     config = _tree(path).get("config")
     if not isinstance(config, dict):
         return {}
@@ -91,12 +92,12 @@ def _config(path: Path, of_project: Path) -> dict[str, str]:
 
 
 def _project(path: Path) -> str:
-    """The project's name, which `pulumi new` asks for."""
+    """The project's name, for which `pulumi new` asks."""
     return str(_tree(path).get("name") or "gpufleet")
 
 
 def _tree(path: Path) -> dict[str, Any]:
-    """A file of the engine, all of it as text; empty without one."""
+    """A file of the engine as a tree of text; empty without one."""
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Which instance types a definition file may list, and what to write instead of another: a part of checks.py."""
+"""Which instance types a definition file may list, and what to write instead: a part of checks.py."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def instance_types(
     fleet: Fleet, config: JobConfig | None, findings: Findings, catalog: Catalog, *, launchable: bool
 ) -> None:
-    """Adds a problem for each listed type that is unknown, repeated or no good for this run. Without a readable run
-    config nothing is said about memory.
+    """Adds a problem for each listed type that is unknown, repeated or unfit for this run. Without a readable run
+    config memory is not checked.
     """
     names = fleet.instance_types
     current = _launchable(fleet.region, catalog)
@@ -56,8 +56,8 @@ def instance_types(
 
 
 def _with_gpus(written: str, config: JobConfig | None, current: Sequence[Instance]) -> str:
-    """Which types have the GPUs that a name such as L40S, L40S:4 or 4xL40S asks for, the smallest first; nothing for
-    another name. Those on which the run does not fit are named only where there is no other.
+    """The types with the GPUs in a name such as L40S, L40S:4 or 4xL40S, the smallest first; empty for another name.
+    Types on which the run does not fit are named only if no other exists.
     """
     parts = re.fullmatch(r"(?:([0-9]{1,3}) ?x ?)?(.+?)(?:[:x]([0-9]{1,3}))?", written.strip(), re.IGNORECASE)
     name, count = (_letters(parts[2]), int(parts[1] or parts[3] or 1)) if parts else ("", 1)
@@ -73,7 +73,7 @@ def _with_gpus(written: str, config: JobConfig | None, current: Sequence[Instanc
 
 
 def _gpu_names(kind: Instance) -> set[str]:
-    """L40S also as L40S 48GB, A100 80GB also as A100."""
+    """The GPU's names: L40S also as L40S 48GB, A100 80GB also as A100."""
     first = kind.gpu.name.split()[0]
     return {_letters(name) for name in (first, kind.gpu.name, f"{first}{kind.gpu.memory_gb:g}GB")}
 
@@ -83,11 +83,11 @@ def _letters(name: str) -> str:
 
 
 def declared_steps(config: JobConfig, findings: Findings, catalog: Catalog) -> None:
-    """A step that is said to be of a GPU which the catalog does not know is of none."""
+    """Adds a problem for a step time stated for a GPU that the catalog does not know."""
     known = sorted({kind.gpu.name for kind in catalog.instances.values()})
     for told in config.told_speed.times if config.told_speed else ():
         if told.gpu not in known:
-            import difflib  # here: only errors name a neighbour
+            import difflib  # imported here: only errors need the nearest name
 
             spelled = {_letters(each): each for each in known}
             close = [spelled[each] for each in difflib.get_close_matches(_letters(told.gpu), spelled, n=1)]
@@ -100,7 +100,7 @@ def declared_steps(config: JobConfig, findings: Findings, catalog: Catalog) -> N
 
 
 def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:
-    """A node with fewer GPUs than the job asks for would be refused, and so would its replacement."""
+    """Adds a problem if a listed type has fewer GPUs than the job asks for: its nodes would be refused."""
     asked = config.gpus_needed()
     kinds = [kind for name in dict.fromkeys(fleet.instance_types) if (kind := catalog.instances.get(name)) is not None]
     if config.demands.like_nodes and len({kind.gpu_count for kind in kinds}) > 1:
@@ -116,7 +116,7 @@ def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Cat
 
 
 def several_nodes(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:
-    """Adds what keeps `fleet.nodes` of them from training together, all of it."""
+    """Adds every reason why `fleet.nodes` nodes could not train together."""
     if fleet.gather_minutes is not None and not fleet.lets_go:
         findings.add("fleet.gather_minutes", "none, of one node or in a Capacity Block", "Nobody is asked again there.")
     if not fleet.is_gang:
@@ -145,14 +145,14 @@ def several_nodes(fleet: Fleet, config: JobConfig, findings: Findings, catalog: 
 
 
 def _launchable(region: str, catalog: Catalog) -> list[Instance]:
-    """What could stand in the file instead; in any region while the file's own is wrong."""
+    """The types that the file could list instead; in any region while the file's own is wrong."""
     kinds = [kind for kind in catalog.instances.values() if not kind.unusable]
     known = region in catalog.regions()
     return [kind for kind in kinds if not known or kind.regions is None or region in kind.regions]
 
 
 def _misfit(kind: Instance, config: JobConfig | None) -> str:
-    """Why the run config cannot run on this type, or nothing. A CPU run fits anywhere."""
+    """Why the run config cannot run on this type, or empty. A CPU run fits on any type."""
     if config is None or config.device == "cpu":
         return ""
     if config.products() == "bf16" and not kind.gpu.bf16:
@@ -164,14 +164,14 @@ def _misfit(kind: Instance, config: JobConfig | None) -> str:
             needs.append((batch.peak_gb(config, index, config.ladder(ranks)[-1], ranks), phase.name))
     if not needs:
         return ""
-    need, phase_name = max(needs)  # the one that decides which type fits
+    need, phase_name = max(needs)  # this phase decides which type fits
     has = f"{kind.gpu.name} has {kind.gpu_memory_gb:g}"
     return f"phase {phase_name} needs {need:.1f} GB at its smallest micro-batch, {has}"
 
 
 def _suggested_type(kind: Instance, config: JobConfig | None, current: Sequence[Instance]) -> str:
     """The type with the least GPU memory, then the fewest GPUs and vCPUs, that is no smaller than `kind` and fits; one
-    whose speed cannot be derived, so that it has no bill, only where there is no other.
+    without a derivable speed, so without a bill, only if no other exists.
     """
     gpus = 1 if config is None else config.gpus_needed()
     fits = [

@@ -1,7 +1,8 @@
 """YAML text to a tree in which every scalar is still text and every node knows where it was written.
 
 PyYAML only parses here; nothing is resolved, so `yes`, `3e-4`, `2026-11-21` and `3.10` reach the schema as written.
-What a definition file never needs is refused instead of interpreted: aliases, tags, several documents, deep nesting.
+Features that no definition file needs are refused instead of interpreted: aliases, tags, several documents, deep
+nesting.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem, short
 
 MAX_BYTES = 256 * 1024  # a definition is about 2 kB
 MAX_DEPTH = 12
-NULLS = ("", "~", "null")  # written plain
+NULLS = ("", "~", "null")  # plain texts that mean null
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +59,7 @@ Node = Scalar | Items | Mapping
 
 
 class UnreadableError(Exception):
-    """The text is not a definition file's YAML at all. Carries the problems found up to there."""
+    """The text is not a definition file's YAML at all. It carries the problems found up to that place."""
 
     def __init__(self, *problems: Problem) -> None:
         self.problems = problems
@@ -80,9 +81,7 @@ def decode(raw: bytes) -> str:
 
 
 def read(text: str, *, holds: str = "sections (run:, job:, fleet:, ...)", see: str = "stacks/") -> Mapping:
-    """The tree of a file, which `holds` that. Raises UnreadableError with every duplicate key, or with the first thing
-    YAML cannot read.
-    """
+    """The tree of a file that should hold `holds`. Raises UnreadableError with all duplicate keys, or one fault."""
     lines = text.splitlines()
     problems: list[Problem] = []
     try:
@@ -92,9 +91,9 @@ def read(text: str, *, holds: str = "sections (run:, job:, fleet:, ...)", see: s
         character = text[error.position : error.position + 1]
         raise UnreadableError(_problem(line, character, "printable UTF-8 text")) from None
     except yaml.MarkedYAMLError as error:
-        open_quote = "quoted scalar" in (error.context or "")  # seen at the file's end, wrong where it begins
-        bracket = error.context or "" if "flow" in (error.context or "") else ""  # the same, with brackets
-        no_colon = "simple key" in (error.context or "")  # seen further down
+        open_quote = "quoted scalar" in (error.context or "")  # noticed at the file's end, wrong where it begins
+        bracket = error.context or "" if "flow" in (error.context or "") else ""  # likewise for brackets
+        no_colon = "simple key" in (error.context or "")  # noticed further down
         begins = open_quote or bracket or no_colon
         mark = (error.context_mark if begins else None) or error.problem_mark or error.context_mark
         number = mark.line + 1 if mark else 1
@@ -141,7 +140,7 @@ def parse(raw: bytes, path: Path) -> tuple[str, Mapping]:
 
 
 def _indentation(lines: list[str], number: int) -> str:
-    """What is wrong with the line before, or how the two are indented, where they differ."""
+    """What is wrong with the line before, or how the two are indented, if they differ."""
 
     def spaces(at: int) -> int:
         return len(lines[at - 1]) - len(lines[at - 1].lstrip(" "))

@@ -1,1 +1,1 @@
-"""What a folder of training code says of itself, and the definition file that follows from it: `gpufleet new`."""
+"""Reads a folder of training code, and writes a definition file from what it finds: `gpufleet new`."""

@@ -1,4 +1,4 @@
-"""The table of training frameworks: what each saves, prints and does on a signal. Its rows are frameworks.yaml."""
+"""The table of training frameworks: what each one saves, prints and does on a signal (frameworks.yaml)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpufleet.job.kind.command import FORMATS, FormatName
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Framework:
-    """A row; frameworks.yaml says what its keys mean."""
+    """A row of frameworks.yaml, which explains the keys."""
 
     name: str
     resumes: str
@@ -25,7 +25,7 @@ class Framework:
     version: str
     imports: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()  # names in the folder's own code, which many repositories have copied
+    classes: tuple[str, ...] = ()  # class names in the folder's own code, which many repositories have copied
     programs: tuple[str, ...] = ()
     form: str = ""
     format: FormatName | None = None
@@ -40,25 +40,25 @@ class Framework:
     epochs: tuple[str, ...] = ()
     every: tuple[str, ...] = ()
     every_epochs: tuple[str, ...] = ()
-    work_epochs: int | None = None  # without any setting
+    work_epochs: int | None = None  # the default without any setting
     every_count: int | None = None
     progress: tuple[str, ...] = ()
     needs: str = ""
     resume: str = ""
     naming: str = ""  # the setting or keyword that names a checkpoint
     resume_setting: str = ""
-    restores: tuple[str, ...] = ()  # what a script calls that looks for a checkpoint by itself
+    restores: tuple[str, ...] = ()  # functions that a script calls if it looks for a checkpoint by itself
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Its lines, by its own regular expressions or its format's."""
+        """Patterns of its lines: its own, or its format's."""
         return self.progress or (FORMATS[self.format].progress if self.format else ())
 
 
 @cache
 def frameworks() -> tuple[Framework, ...]:
-    """All rows of frameworks.yaml, in the order in which they are looked for."""
+    """All rows of frameworks.yaml, in the order in which they are tried."""
     rows: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
     found = []
     for row in rows:
@@ -68,8 +68,8 @@ def frameworks() -> tuple[Framework, ...]:
 
 
 def framework_of(reach: Reach | None, start: StartedProgram) -> Framework | None:
-    """The first row whose program starts, or whose module the reached code imports and uses; None: none does. Settings
-    and words of its program are none of a script's that uses it.
+    """The first row whose program starts, or whose module the reached code imports and uses; None without one. A script
+    that uses a framework does not have the settings and words of the framework's program.
     """
     for row in frameworks():
         if start.program in row.programs or (start.words[:1] and start.program.partition(".")[0] in row.programs):
@@ -85,20 +85,20 @@ def framework_of(reach: Reach | None, start: StartedProgram) -> Framework | None
 
 
 def _distance(reach: Reach, row: Framework) -> int | None:
-    """How far from the start the framework is imported, of which something is used; None: it is not."""
+    """How far from the start a framework that is used is imported; None if it is not."""
     if row.uses and not any(_is_used(reach, row, name) for name in row.uses):
         return None
     found = [
         far for module, far in reach.imported.items() for name in row.imports if f"{module}.".startswith(f"{name}.")
     ]
-    for index, file in enumerate(reach.files):  # the framework's own repository
+    for index, file in enumerate(reach.files):  # this is the framework's own repository
         if file.removeprefix("src/").split("/")[0] in row.imports:
             found.append(index)
     return min(found, default=None)
 
 
 def _is_used(reach: Reach, row: Framework, name: str) -> bool:
-    """Whether a name of the framework's is called or stood on, and is not another package's of the same name."""
+    """Whether a name of the framework's is called or inherited from, and is not another package's of the same name."""
     owners = [each for each in reach.imported if each.endswith(f".{name}")]
     is_own = not owners or any(each.startswith(wanted) for each in owners for wanted in row.imports)
     return is_own and (name in reach.by_name or name in reach.based_on)

@@ -1,7 +1,7 @@
-"""The modules that a script imports as it starts and that the Python of its command does not have.
+"""Finds modules that a script imports as it starts and that its command's Python lacks.
 
-Nothing of the script is run. A script that changes where Python looks for modules, or a command that chooses its Python
-itself, is not judged: a wrong refusal would stop a run that works.
+It runs nothing of the script. A script that changes where Python looks for modules, or a command that chooses its
+Python itself, is not judged: a wrong refusal would stop a working run.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from gpufleet.infra.discover.source import CodeFolder
 from gpufleet.infra.discover.start import StartedProgram, starts
 from gpufleet.infra.errors import GpufleetError
 
-_CHOOSES = re.compile(  # a command's words that change its Python or its packages
+_CHOOSES = re.compile(  # words by which a command changes its Python or its packages
     r"\b(activate|uv|poetry|pdm|pipenv|pixi|hatch|rye|conda|mamba|micromamba|install|PATH|PYTHONPATH)\b|/bin/"
 )
-_CHANGES = re.compile(r"sys\.path|addsitedir|[\"']pip[\"']")  # the same in a script
+_CHANGES = re.compile(r"sys\.path|addsitedir|[\"']pip[\"']")  # likewise in a script
 _LOOK = """
 import importlib.util, json, sys
 print(json.dumps([name for name in json.loads(sys.argv[1]) if importlib.util.find_spec(name) is None]))
@@ -30,9 +30,7 @@ LOOKS_S = 60
 
 
 def lacking(folder: Path, command: str, python: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Each module that `python` lacks, with the place of the import, such as train.py:3. Empty when it has all, or when
-    nobody can tell.
-    """
+    """Each module that `python` lacks, with the place of the import (train.py:3). Empty if none, or not known."""
     code = CodeFolder(folder)
     try:
         programs = starts(code, re.sub(r"\{code\}/?", "", command))
@@ -57,7 +55,7 @@ def lacking(folder: Path, command: str, python: Path, environment: Mapping[str, 
 
 
 def _imports(code: CodeFolder, program: StartedProgram) -> Iterator[tuple[str, str]]:
-    """The first part of each module that the script, or a file of the folder that it imports, imports on its top level
+    """The first part of each module that the script, or a file of the folder that it imports, imports at its top level
     outside of any condition, with its place.
     """
     waiting: list[str] = [program.script] if program.script else []

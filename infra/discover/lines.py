@@ -1,4 +1,4 @@
-"""The lines that a script prints of its progress, as regular expressions with the groups that job.progress names."""
+"""Turns the lines in which a script prints its progress into regular expressions with the groups of job.progress."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ COUNTED = ("step", "epoch", "batch", "total", "batches")
 BAR = r"\d+%\|[^|]*\| *(?P<{count}>\d+)/(?P<{total}>\d+) \["
 _TOTALS = {"step": "total", "batch": "batches"}
 _PRINTS = re.compile(r"\w*print\w*|info|log|echo|warning|debug|log_(string|info|msg)|logging|set_description")
-_PRINTS_ALL = re.compile(r"\w*print\w*")  # each of their arguments, a blank between two
+_PRINTS_ALL = re.compile(r"\w*print\w*")  # print each argument, with blanks between
 _BARS = {"tqdm", "trange", "tqdm_notebook", "track"}
 _TRAINS = re.compile(r"backward|loss|train_step|\.step\(|training_step|fit\(")
-_NO_TRAINING = re.compile(r"val|eval|test|sample|infer|generat|load|resume|restore|summary")  # names of functions
+# names of functions that do not train
+_NO_TRAINING = re.compile(r"val|eval|test|sample|infer|generat|load|resume|restore|summary")
 _NO_PROGRESS = re.compile(
     r"load|resum|restor|sav|checkpoint|best|early|eval|test|skip|start|stop|unable|fail|error|warn|after|retry|merg|profil",
     re.IGNORECASE,
 )
 _NO_COUNT = re.compile(r"max|total_|\bnum_(?!update|iter)|\bn_|len\(|\blr\b|rate|_per_|/sec|speed|start|loss|time")
-_COUNT_WORDS = re.compile(r"(step|iter|epoch|update|iteration|it)s?\W*$", re.IGNORECASE)  # before a number alone
-# Figures by their own words and those before them: what has to be among them, and what must not.
+_COUNT_WORDS = re.compile(r"(step|iter|epoch|update|iteration|it)s?\W*$", re.IGNORECASE)  # directly before a number
+# Figures, by words in their name and before them: required ones, and excluded ones.
 _FIGURES = (
     ("val", re.compile(r"(?=.*(\bval|\btest|eval)).*(loss|perplexity|bpb|ppl)"), re.compile(r"(?!)")),
     ("loss", re.compile(r"loss"), re.compile(r"val\b|valid|eval|best|test|aux")),
@@ -40,7 +41,7 @@ class PrintedLine:
 
     regex: str
     where: str
-    is_of_training: bool = True  # it stands where the training goes round, not an evaluation
+    is_of_training: bool = True  # whether it is in the training loop, not in an evaluation
 
     @property
     def groups(self) -> frozenset[str]:
@@ -53,7 +54,7 @@ class PrintedLine:
 
 
 def find_lines(reach: Reach, values: Values) -> list[PrintedLine]:
-    """The lines that tell a step, an epoch or both; first those of training, with a loss, of the finest count."""
+    """The lines with a step, an epoch or both; those of training, with a loss, of the finest count first."""
     found: dict[str, PrintedLine] = {}
     for site in reach.sites:
         regex = ""
@@ -88,9 +89,7 @@ def _printed(site: Site, values: Values) -> list[Piece]:
 
 
 def _line(several: list[Piece], site: Site, values: Values) -> str:
-    """The regular expression of one printed line, up to the last figure that means something; empty where it tells
-    neither a step nor an epoch with a figure.
-    """
+    """The regular expression of one printed line, up to its last useful figure; empty without a step or an epoch."""
     text, used, last, says_what = "", list[str](), 0, False
     several = list(joined(several))
     for before, piece, after in zip(["", *several], several, [*several[1:], ""], strict=False):
@@ -118,7 +117,7 @@ def _line(several: list[Piece], site: Site, values: Values) -> str:
 
 
 def _group(value: ast.expr | None, before: str, after: str, used: list[str], site: Site, values: Values) -> str:
-    """What a figure of a line is, by its name and by the words around it; empty: nothing that is asked for."""
+    """The group of a figure in a line, by its name and the words around it; empty if none fits."""
     if re.search(r"(/|\bof)\s*$", before) and used and used[-1] in ("step", "epoch", "batch"):
         group = _TOTALS.get(used[-1], "")
         return group if group not in used else ""
@@ -127,7 +126,7 @@ def _group(value: ast.expr | None, before: str, after: str, used: list[str], sit
     counted = _counted(value, named, near, "epoch" in used, site, values)
     is_part = "epoch" in used and "batch" not in used and re.match(r"\s*(/|of )", after)
     if is_part and (counted == "step" or (re.search(r"[\[(|] *$", before) and "epoch" not in named)):
-        counted = "batch"  # of so many: rows, or batches of the epoch
+        counted = "batch"  # a total: rows, or batches of the epoch
     if counted and counted not in used:
         return counted
     words = f"{near} {named}"
@@ -139,7 +138,7 @@ def _group(value: ast.expr | None, before: str, after: str, used: list[str], sit
 
 
 def _counted(value: ast.expr | None, named: str, near: str, in_epoch: bool, site: Site, values: Values) -> str:
-    """What a printed number counts, by its name, else by the loop that counts it; empty: nothing that is known."""
+    """What a printed number counts, by its name, else by the loop that counts it; empty if not known."""
     plain = re.sub(r"\s*[-+]\s*\d+|\b(int|str)\(|\)", "", named).strip("() ")
     is_setting = isinstance(value, ast.Attribute) and dotted(value.value) != "self" and values.settings.find(value.attr)
     counted: str | None = None
@@ -156,7 +155,7 @@ def _counted(value: ast.expr | None, named: str, near: str, in_epoch: bool, site
 
 
 def _bar(site: Site, values: Values) -> str:
-    """A progress bar over a range of steps or epochs, or over the batches of an epoch that its words name."""
+    """The pattern of a progress bar over steps or epochs, or over the batches of an epoch that its words name."""
     loop = next(
         (each for each in reversed(site.around) if isinstance(each, ast.For) and site.call in walk(each.iter)), None
     )

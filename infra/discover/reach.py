@@ -1,7 +1,8 @@
-"""What a Python file runs of its folder: from its own statements to the functions and classes that these name.
+"""Finds the code of a folder that a Python file runs: from its own statements to the functions and classes that these
+name.
 
-Static, by names: a function counts when something that counts names it, a method when its class and its own name are
-named. More than what is really run, much less than what the folder holds: a converter that nobody imports is not in it.
+It is static, by names: a function counts if counted code names it, a method if both its class and its own name are
+named. That is more than really runs, and much less than the folder holds: a converter that nobody imports is not in it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from dataclasses import dataclass, field
 
 from gpufleet.infra.discover.source import CodeFolder
 
-MOST_UNITS = 1_000  # nearest first: a library's depths say nothing of the training
+MOST_UNITS = 1_000  # nearest first: deep library code does not show how the training works
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-_DOTTED = re.compile(r"[A-Za-z_]\w{0,60}(\.[A-Za-z_]\w{0,60})+")  # of a text that may name a class
-_PASSIVE = re.compile(  # bases that call nothing of a class but what somebody names
+_DOTTED = re.compile(r"[A-Za-z_]\w{0,60}(\.[A-Za-z_]\w{0,60})+")  # in a text that may name a class
+_PASSIVE = re.compile(  # base classes that call only methods that code names
     r"object|Module|(Iterable)?Dataset|ABC|(Int)?Enum|NamedTuple|Protocol|Exception|Optimizer"
 )
 _ALWAYS = {"__init__", "__call__", "__enter__", "__exit__", "__post_init__", "setup"}
@@ -26,7 +27,7 @@ _AROUND = ast.If | ast.For | ast.AsyncFor | ast.While | ast.With
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Scope:
-    """Where an expression stands: its file, and the functions and the class around it, outermost first."""
+    """The place of an expression: its file, and the functions and the class around it, outermost first."""
 
     file: str
     functions: tuple[Function, ...] = ()
@@ -35,7 +36,7 @@ class Scope:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Site:
-    """A call, where it stands, and the statements around it, innermost last."""
+    """A call, its place, and the statements around it, innermost last."""
 
     call: ast.Call
     scope: Scope
@@ -47,15 +48,15 @@ class Site:
 
     @property
     def name(self) -> str:
-        """The last part of what is called: `save` of torch.save(...)."""
+        """The last part of the called name: `save` for torch.save(...)."""
         return called(self.call)
 
     def keyword(self, *names: str) -> ast.expr | None:
-        """The first argument that has one of these names."""
+        """The first argument with one of these names."""
         return next((each.value for each in self.call.keywords if each.arg in names), None)
 
     def argument(self, position: int, *names: str) -> ast.expr | None:
-        """The argument of one of these names, else the one at the position. None: there is none, or nobody can tell."""
+        """The argument with one of these names, else the one at the position; None without one, or if not known."""
         if (named := self.keyword(*names)) is not None:
             return named
         there = self.call.args[: position + 1]
@@ -65,25 +66,26 @@ class Site:
 
 @dataclass(slots=True)
 class ModuleNames:
-    """What a module's names mean."""
+    """The meanings of a module's names."""
 
     tree: ast.Module
     definitions: dict[str, Function | ast.ClassDef] = field(default_factory=dict)
-    imports: dict[str, tuple[str, str]] = field(default_factory=dict)  # a name here: module, name there or empty
+    imports: dict[str, tuple[str, str]] = field(default_factory=dict)  # by local name: (module, name in it or empty)
     stars: list[str] = field(default_factory=list)
     assigned: dict[str, list[ast.expr | ast.For]] = field(default_factory=dict)
 
 
-Symbol = tuple[str, Function | ast.ClassDef | None]  # a file, and what of it; None: the module, or a value of it
+# a file, and its function or class; None: the module itself, or a value of it
+Symbol = tuple[str, Function | ast.ClassDef | None]
 
 
 def called(node: ast.AST | None) -> str:
-    """The last part of what a call calls; empty: it is no call, or of no name."""
+    """The last part of the name that a call calls; empty for other nodes."""
     return dotted(node.func).rpartition(".")[2] or getattr(node.func, "attr", "") if isinstance(node, ast.Call) else ""
 
 
 def dotted(node: ast.AST | None) -> str:
-    """`a.b.c` of a chain of names; empty for anything else."""
+    """`a.b.c` for a chain of names; empty for anything else."""
     if isinstance(node, ast.Attribute):
         head = dotted(node.value)
         return f"{head}.{node.attr}" if head else ""
@@ -91,7 +93,7 @@ def dotted(node: ast.AST | None) -> str:
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and all below it, in the order in which they are written."""
+    """A node and all nodes below it, in the order of the text."""
     waiting = [node]
     while waiting:
         yield (each := waiting.pop())
@@ -99,7 +101,7 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def assignments(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr | ast.For]]:
-    """Names with their dots, and what they are set to, one by one of `a, b = 1, 2`; a loop sets its first name."""
+    """Names with their dots and their values, also for each of `a, b = 1, 2`; a loop sets its first name."""
     for node in nodes:
         pairs: list[tuple[ast.expr | None, ast.expr | ast.For | None]] = []
         if isinstance(node, ast.Assign):
@@ -118,20 +120,20 @@ def assignments(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr | ast.
 
 
 class Reach:
-    """All that one start runs of a folder."""
+    """All code of a folder that one start runs."""
 
     def __init__(self, folder: CodeFolder, roots: tuple[str, ...], entry: str, function: str = "") -> None:
         self.folder, self.roots, self.entry = folder, roots, entry
         self.units: list[tuple[ast.AST, Scope]] = []
-        self.sites: list[Site] = []  # every call of what counts
+        self.sites: list[Site] = []  # every call in counted code
         self.by_name: dict[str, list[Site]] = defaultdict(list)
-        self.based_on: set[str] = set()  # last parts of the names of bases that are not the folder's
-        self.imported: dict[str, int] = {}  # names outside of the folder: how far from the start they are used
+        self.based_on: set[str] = set()  # last parts of base classes' names from outside the folder
+        self.imported: dict[str, int] = {}  # names from outside the folder, with their distance from the start
         self._modules: dict[str, ModuleNames] = {}
         self._symbols: dict[tuple[str, str], Symbol | None] = {}
         self._seen: set[ast.AST] = set()
         self._attributes: set[str] = set()
-        self._waiting: dict[str, list[tuple[Function, Scope]]] = defaultdict(list)  # methods that nobody has named yet
+        self._waiting: dict[str, list[tuple[Function, Scope]]] = defaultdict(list)  # methods that no code has named yet
         self._queue: deque[tuple[ast.AST, Scope]] = deque()
         self._reach((entry, None))
         for name, node in self.names(entry).definitions.items():
@@ -141,22 +143,22 @@ class Reach:
 
     @property
     def files(self) -> list[str]:
-        """The files of which something counts, the entry first."""
+        """The files with counted code, the entry first."""
         return list(dict.fromkeys((self.entry, *(scope.file for _, scope in self.units))))
 
     def reach_dotted(self, text: str) -> None:
-        """What a text names, such as `src.models.net.Net` in a configuration."""
+        """Counts the class or function that a text names, such as `src.models.net.Net` in a configuration."""
         self._reach_named(text)
         self._follow()
 
     def names(self, file: str) -> ModuleNames:
-        """What the names of a file mean; nothing where it is no Python that can be read."""
+        """The meanings of a file's names; empty if it is no readable Python."""
         if file not in self._modules:
             self._modules[file] = _module_names(self.folder.tree(file) or ast.parse(""), file)
         return self._modules[file]
 
     def symbol(self, file: str, name: str, depth: int = 0) -> Symbol | None:
-        """What a name of a module's top means, through imports; None: nothing of the folder's."""
+        """The meaning of a name at a module's top level, through imports; None if it is not the folder's."""
         if (file, name) not in self._symbols:
             self._symbols[file, name] = self._symbol(file, name, depth)
         return self._symbols[file, name]
@@ -180,12 +182,12 @@ class Reach:
         return None
 
     def calls_of(self, function: Function, scope: Scope) -> list[Site]:
-        """The calls that may be of this function, none of its own; of a class for its `__init__`."""
+        """The calls that may call this function, none inside it; for a class, of its `__init__`."""
         name = scope.cls.name if scope.cls is not None and function.name == "__init__" else function.name
         return [each for each in self.by_name.get(name, ()) if function not in each.scope.functions]
 
     def passed(self, function: Function, scope: Scope, name: str) -> Iterator[tuple[ast.expr, Site]]:
-        """What the calls of a function give for one of its parameters."""
+        """The arguments that calls of a function give for one of its parameters."""
         names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
         position = names.index(name) - (names[0] in ("self", "cls")) if name in names else 99
         for site in self.calls_of(function, scope):
@@ -198,7 +200,7 @@ class Reach:
             self._visit(*unit, ())
 
     def _visit(self, node: ast.AST, scope: Scope, around: tuple[ast.stmt, ...]) -> None:
-        """All below a function; of a module nothing that is a function's or a class's own."""
+        """Visits all nodes below a function; in a module, none of its functions and classes."""
         for child in ast.iter_child_nodes(node):
             inner, outer = scope, around
             if isinstance(node, ast.Module) and isinstance(child, Function | ast.ClassDef):
@@ -231,7 +233,7 @@ class Reach:
             self._reach_named(node.value)
 
     def _reach_named(self, chain: str) -> None:
-        """A name of a module, where both are the folder's."""
+        """Counts a name of a module, if both are the folder's."""
         module, _, name = chain.rpartition(".")
         if (file := self.folder.module(module, self.roots)) and (found := self.symbol(file, name)):
             self._reach(found)
@@ -249,9 +251,7 @@ class Reach:
             self._reach_function(node, Scope(file))
 
     def _reach_class(self, cls: ast.ClassDef, file: str) -> None:
-        """Its statements, and of its methods those that are named; all where a base outside of the folder may call
-        them.
-        """
+        """Counts a class's statements and its named methods; all methods if a base class from outside may call them."""
         named = [base for each in cls.bases if (base := dotted(each))]
         bases = [(base.rpartition(".")[2], self.symbol(file, base.partition(".")[0])) for base in named]
         for _, up in bases:
@@ -297,7 +297,7 @@ def _module_names(tree: ast.Module, file: str) -> ModuleNames:
 
 
 def _top(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a module's top, in its conditions and loops too."""
+    """A module's top-level statements, including those in conditions and loops."""
     for node in body:
         yield node
         if not isinstance(node, Function | ast.ClassDef):

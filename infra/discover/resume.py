@@ -1,4 +1,4 @@
-"""How a script goes on from a checkpoint: by which words, or by looking for one itself."""
+"""Finds how a script resumes from a checkpoint: by which words, or by looking for one itself."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from gpufleet.infra.discover.settings import Setting, literal
 from gpufleet.infra.discover.source import Finding
 from gpufleet.infra.discover.values import Hole, Values
 
-# ScriptSettings that go on where no use of them is seen.
+# Names of settings that resume, if no use of them is seen.
 RESUME = (
     "resume_from_checkpoint", "resume_from_step", "resume_from", "ckpt_path", "init_from", "resume", "load_checkpoint",
     "resume_path", "checkpoint_path",
 )  # fmt: skip
 _SAYS_SO = re.compile(r"resum|restor|continue")
-_BEGINS = re.compile(r"pretrain|weights|init")  # from somebody's weights, which is no resume
+_BEGINS = re.compile(r"pretrain|weights|init")  # starts from foreign weights, which is no resume
 _MORE_THAN_WEIGHTS = re.compile(
     r"optim\w*\.load_state_dict|start_epoch|start_step|\[['\"](epoch|step|iteration|global_step|optimizer)"
 )
-_SETS_UP = ("__init__", "resume", "load", "load_checkpoint", "restore")  # methods
-_AFTER = re.compile(r"eval|test|sample|infer|predict|best|final")  # functions that read what a training has left
+_SETS_UP = ("__init__", "resume", "load", "load_checkpoint", "restore")  # methods that may do so
+_AFTER = re.compile(r"eval|test|sample|infer|predict|best|final")  # functions that read the results of a training
 
 
 def find_resume(
     reach: Reach, values: Values, saves: Saves, chosen: CodeSave | None, row: Framework | None
 ) -> tuple[Finding | None, Finding | None]:
-    """The words that make it go on, and else that it reads its newest checkpoint before it trains. None: neither."""
+    """The words that make it resume, and else that it reads its newest checkpoint before it trains, or None each."""
     head = chosen.parts[0] if chosen is not None and chosen.parts else None
     folder = head.name if isinstance(head, Hole) and head.kind == "setting" else ""
     used: list[tuple[Setting, Site]] = []
     for parts, site in saves.loads:
         if site.name in ("load_state_dict", "from_pretrained", "loads", "glob", "open"):
-            continue  # of what was read already, or of somebody's weights
+            continue  # of a value that was read already, or foreign weights
         if len(parts) > 1 and isinstance(parts[-1], str) and OTHER.search(parts[-1]):
-            continue  # its settings, say
+            continue  # its settings, for example
         if isinstance(parts[0], Hole) and parts[0].kind == "setting" and parts[0].name != folder:
             setting = values.settings.find(parts[0].name)
             if setting is not None and not _BEGINS.search(setting.name):
@@ -58,13 +58,13 @@ def find_resume(
 
 
 def _by_itself(reach: Reach, saves: Saves, chosen: CodeSave | None) -> Finding | None:
-    """Where the script reads what it saves, before the loop in which it saves."""
+    """The place where the script reads its own saves, before the loop in which it saves."""
     if chosen is None or not chosen.parts:
         return None
     loops = [each for each, _ in around_of(reach, chosen.site) if isinstance(each, ast.For | ast.While)]
     for parts, site in saves.loads if loops else ():
         named = any(isinstance(each, str) and re.search(r"[A-Za-z]", each) for each in parts)
-        is_listed = len(parts) > 1 and isinstance(parts[-1], Hole) and parts[-1].kind == "any"  # files[-1]
+        is_listed = len(parts) > 1 and isinstance(parts[-1], Hole) and parts[-1].kind == "any"  # for example files[-1]
         is_there = (named or is_listed) and parts[0] == chosen.parts[0] and isinstance(parts[0], Hole)
         endings = [posixpath.splitext(str(each[-1]))[1] for each in (parts, chosen.parts)]
         is_there = is_there and (is_listed or endings[0] == endings[1])
@@ -75,13 +75,13 @@ def _by_itself(reach: Reach, saves: Saves, chosen: CodeSave | None) -> Finding |
 
 
 def _goes_on(site: Site) -> bool:
-    """Whether what is loaded is more than weights: the function reads an optimizer, a step or an epoch of it."""
+    """Whether more than weights is loaded: the function also reads an optimizer, a step or an epoch from it."""
     text = " ".join(ast.unparse(function) for function in site.scope.functions[-1:])
     return site.name == "load_state" or bool(_MORE_THAN_WEIGHTS.search(text))
 
 
 def _step_setting(values: Values, saves: Saves, chosen: CodeSave | None) -> Finding | None:
-    """A setting that names the epoch or step whose files are read again: `--epoch 40`."""
+    """A setting for the epoch or step whose files are read again: `--epoch 40`."""
     for parts, _ in saves.loads if chosen is not None else ():
         if chosen is None or len(parts) != len(chosen.parts):
             continue
@@ -101,7 +101,7 @@ def shown(save: CodeSave) -> str:
 
 
 def _is_before(reach: Reach, site: Site, loop: ast.stmt, chosen: CodeSave, depth: int = 0) -> bool:
-    """Whether a call comes before the training loop, in its function or in one that is called before it."""
+    """Whether a call comes before the training loop, in its function or in one called before it."""
     holder = next((at for statement, at in around_of(reach, chosen.site) if statement is loop), None)
     if holder is None or depth > 4:
         return False
@@ -119,7 +119,7 @@ def _is_before(reach: Reach, site: Site, loop: ast.stmt, chosen: CodeSave, depth
 
 
 def _resume_words(reach: Reach, setting: Setting) -> str:
-    """The setting with the value that goes on: the word that the code compares it with, a step, or the checkpoint."""
+    """The setting with the value that resumes: the word that the code compares it with, a step, or the checkpoint."""
     plain = setting.name.rpartition(".")[2].lower()
     if setting.is_flag:
         return setting.form

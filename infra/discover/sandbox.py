@@ -1,6 +1,6 @@
-"""A copy of a folder of code in which its command runs and is watched: its lines, and which files become whole.
+"""Runs a command in a copy of its folder and watches it: its lines, and which files become complete.
 
-The user's folder is read alone; caches below the home folder are the only thing of the user's that a command may write.
+The user's folder is only read; the command may write nothing of the user's except caches below the home folder.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from gpufleet.job.contract.environment import COMMAND
 from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.kind.command import filled
 
-MOST_MIB = 500  # of a folder that is copied
+MOST_MIB = 500  # of a folder to copy
 LOOK_S = 0.1
-ENOUGH_SAVES, ENOUGH_LINES = 3, 6  # with so many of both there is nothing to wait for
-LEAVES_S = 20.0  # for a command to save and end when it is asked to
+ENOUGH_SAVES, ENOUGH_LINES = 3, 6  # with so many of both the trial need not wait longer
+LEAVES_S = 20.0  # for a command to save and end on request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """One time that a file became whole: when it had stopped to change, or got its name."""
+    """A moment at which a file became complete: it stopped changing, or got its name."""
 
     name: str
     at: float
@@ -50,17 +50,17 @@ class Written:
 
 @dataclass(slots=True)
 class TrialRun:
-    """One start of the command, and what came of it."""
+    """One start of the command, and its results."""
 
     lines: list[tuple[float, str]] = field(default_factory=list)
     writes: list[Written] = field(default_factory=list)
     code: int | None = None
     signalled_at: float | None = None
-    catches: bool = False  # one of its processes has a handler for SIGTERM
+    catches: bool = False  # whether one of its processes has a handler for SIGTERM
 
 
 class Sandbox:
-    """The folders of a trial, as a node has them."""
+    """The folders of a trial, laid out as on a node."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root, self._folder = root, folder.resolve()
@@ -69,7 +69,7 @@ class Sandbox:
         self._shipped: dict[str, FileState] = {}
 
     def copy(self) -> None:
-        """What would be shipped. Raises GpufleetError."""
+        """Copies the files that would be shipped. Raises GpufleetError."""
         files = list(files_in(self._folder))
         size = sum(path.stat().st_size for _, path in files if not path.is_symlink())
         if size > MOST_MIB * MIB:
@@ -95,7 +95,7 @@ class Sandbox:
         self._shipped = self._look()
 
     def values(self) -> dict[str, str | int]:
-        """The placeholders of a command, for one process on one node."""
+        """The values of a command's placeholders, for one process on one node."""
         alone: dict[str, str | int] = {"nodes": 1, "node_rank": 0, "master": "127.0.0.1", "port": 29400}
         folders = {name: str(path) for name, path in self.user.items()}
         return {**folders, "code": str(self.code), "gpus": 1, "run": "try", **alone}
@@ -112,7 +112,7 @@ class Sandbox:
         return own | {name: filled(value, values) for name, value in more.items()}
 
     def lacking(self, command: str) -> str:
-        """Why the command cannot run: the modules that its Python here does not have. Empty: none is known."""
+        """Why the command cannot run: the modules that its Python lacks here. Empty if none is known."""
         environment = self._environment(self.values(), {})
         python = Path(shutil.which("python", path=environment["PATH"]) or "python3")
         if not (missing := lacking(self.code, command, python, environment)):
@@ -124,7 +124,7 @@ class Sandbox:
         self, command: str, workdir: str, environment: dict[str, str], seconds: float, *, ask: bool,
         until: Callable[[TrialRun], bool] | None = None,
     ) -> TrialRun:  # fmt: skip
-        """Runs it until it ends, enough was seen, or the time is over; then asks it to leave where `ask` says so."""
+        """Runs it until it ends, enough was seen, or the time is over; with `ask` it then asks it to stop."""
         values, watch = self.values(), TrialRun()
         where = Path(filled(workdir or "{code}", values))
         where.mkdir(parents=True, exist_ok=True)
@@ -152,10 +152,10 @@ class Sandbox:
                 asked = processes.addressees(process.pid, signal.SIGTERM)
                 catching = [each for each in asked if processes.catches(each, signal.SIGTERM)]
                 watch.catches = bool(catching)
-                mark = self.root / "asked"  # the clock of files is behind this process's by a tick
+                mark = self.root / "asked"  # file times lag a tick behind this process's clock
                 mark.touch()
                 watch.signalled_at = mark.stat().st_mtime
-                for each in catching or asked:  # a shell that dies first would end its guard
+                for each in catching or asked:  # if the shell died first, its guard would end
                     with suppress(ProcessLookupError):
                         os.kill(each, signal.SIGTERM)
                 deadline = time.monotonic() + LEAVES_S
@@ -183,11 +183,11 @@ class Sandbox:
 
 
 class _Files:
-    """Tells from look to look which files became whole: still at two looks, or renamed."""
+    """Finds at each look the files that became complete: unchanged at two looks, or renamed."""
 
     def __init__(self, look: Callable[[], dict[str, FileState]], watch: TrialRun, before: dict[str, FileState]) -> None:
         self._look, self._watch = look, watch
-        self._known = dict(before)  # as they were when they were told
+        self._known = dict(before)  # their states when they were last reported
         self._last: dict[str, FileState] = dict(before)
         self._began: dict[str, float] = {}
 
@@ -211,7 +211,7 @@ class _Files:
 
 
 def _read(pipe: int, watch: TrialRun) -> None:
-    """Lines of the output, as a terminal would show them."""
+    """Reads lines of the output, as a terminal would show them."""
     with open(pipe, encoding="utf-8", errors="replace", newline=None, closefd=False) as output:
         for line in output:  # ended by a line feed or a carriage return
             if text := CONTROL.sub("", line.rstrip("\r\n")).rstrip():

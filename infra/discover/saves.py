@@ -1,4 +1,4 @@
-"""What a script saves: under which names, how often, in which of its folders; and what it reads again."""
+"""Finds what a script saves: under which names, how often, in which of its folders; and what it reads again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from gpufleet.infra.discover.reach import Reach, Scope, Site, assignments, called, dotted, walk
 from gpufleet.infra.discover.values import Hole, Kind, Parts, Span, Values, loop_range, unit
 
-OWNER = -1  # in the place of a position: the path, or the file of it, is what the call is a method of
-# Calls that write: what is called, the position and the keywords of the path, whether it is a folder's.
+OWNER = -1  # instead of a position: the call is a method of the path, or of its file
+# Calls that write: the called name, the position and the keywords of the path, whether it is a folder's.
 _SAVES: tuple[tuple[re.Pattern[str], int, tuple[str, ...], bool], ...] = tuple(
     (re.compile(callee), position, keywords, is_folder)
     for callee, position, keywords, is_folder in (
@@ -25,14 +25,14 @@ _SAVES: tuple[tuple[re.Pattern[str], int, tuple[str, ...], bool], ...] = tuple(
         (r"(.*\.)?save_(state|pretrained)", 0, ("output_dir", "save_directory"), True),
         (r"(.*\.)?((orbax_|async_)?checkpointer|ckptr)\.save|ocp\..*\.save", 0, ("directory", "path"), True),
         (r".*\.write(_bytes|_text)?", OWNER, (), False),
-        (r".*\.save", 0, ("path", "filepath"), False),  # of a model of Keras, of fabric, or of what else has one
+        (r".*\.save", 0, ("path", "filepath"), False),  # of Keras models, fabric, and similar objects
     )
 )
 _LOADS = re.compile(
     r"load(_(state(_dict)?|checkpoint|file|model|weights)|s)?|from_pretrained|restore|open|read_(text|bytes)|glob"
 )
 _WRITES = re.compile(r"open\(.*['\"][wax]b?['\"]")
-OTHER = re.compile(  # names of what is no checkpoint, or not the one to go on from
+OTHER = re.compile(  # names of other files than checkpoints, or of ones not to resume from
     r"best|final|ema|export|onnx|config|arg|vocab|token|sample|metric|result|log|history|stat|readme|summary|hparam"
     r"|split|embed|pred|loss|plot|cache|\.(txt|csv|ya?ml|png|html|md)",
     re.IGNORECASE,
@@ -42,37 +42,37 @@ _WEIGHTS = re.compile(
     r"\.(pth?|ckpt|bin|tar|pkl|pickle|safetensors|np[yz]|msgpack|h5|keras|t7|model|zip|params|json)\b"
 )
 _LIKE_ONE = re.compile(r"ckpt|checkpoint|last|state|latest|resume|snapshot|model", re.IGNORECASE)
-_IRREGULAR = re.compile(r"best|<|>|improv|patience|\bin\b", re.IGNORECASE)  # conditions that may be true at any time
+_IRREGULAR = re.compile(r"best|<|>|improv|patience|\bin\b", re.IGNORECASE)  # conditions without a regular interval
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeSave:
-    """One place that saves."""
+    """One place in the code that saves."""
 
-    parts: Parts  # the whole path
+    parts: Parts  # of the whole path
     is_folder: bool
     where: str
     site: Site
     cadence: Span | None  # how often
     is_inside_loop: bool
-    holds: str  # what is saved, as written
+    holds: str  # the saved object, as written
     score: float = 0.0
 
     @property
     def text(self) -> str:
-        """The path, with what is not known in angle brackets."""
+        """The path, with unknown parts in angle brackets."""
         return "".join(part if isinstance(part, str) else f"<{part.kind}>" for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A checkpoint's name below a folder, and what says where that is."""
+    """A checkpoint's name below a folder, and what determines that folder."""
 
     name: str  # with {step}, {epoch} and *; a folder ends in /
-    setting: str = ""  # the setting whose value the folder is, or the path itself where `name` is of its default
-    folder: str = ""  # one that the code names itself; "." is its working folder
-    in_checkpoints: bool = False  # it asks for $GPUFLEET_CHECKPOINTS
-    is_whole_path: bool = False  # the setting is the file's own path
+    setting: str = ""  # the setting with the folder as its value, or with the path of which `name` is the default
+    folder: str = ""  # a folder that the code names itself; "." is its working folder
+    in_checkpoints: bool = False  # it uses $GPUFLEET_CHECKPOINTS
+    is_whole_path: bool = False  # whether the setting is the file's own path
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ def find_saves(reach: Reach, values: Values) -> Saves:
 
 
 def _forwarded_calls(reach: Reach, site: Site) -> Iterator[Site]:
-    """The call; where it passes on all that its function is given, as the calls of that function."""
+    """The call; if it passes on all arguments of its function, the calls of that function."""
     function = site.scope.functions[-1] if site.scope.functions else None
     if function is None or function.args.vararg is None or not any(isinstance(e, ast.Starred) for e in site.call.args):
         yield site
@@ -121,7 +121,7 @@ def _forwarded_calls(reach: Reach, site: Site) -> Iterator[Site]:
 
 
 def _by_caller(reach: Reach, place: ast.expr, site: Site, depth: int = 0) -> Iterator[tuple[ast.expr, Site]]:
-    """The path, and where it is said: by each caller for itself where it is a parameter that nothing sets."""
+    """The path and its place: for each caller, if it is a parameter that nothing else sets."""
     function = site.scope.functions[-1] if site.scope.functions else None
     name, passed = dotted(place), list[tuple[ast.expr, Site]]()
     if function is not None and name and depth < 3 and name not in dict(assignments(walk(function))):
@@ -133,9 +133,9 @@ def _by_caller(reach: Reach, place: ast.expr, site: Site, depth: int = 0) -> Ite
 
 
 def _written(site: Site) -> tuple[ast.expr | None, bool]:
-    """Where a call writes, and whether that is a folder. None: it writes nothing that is known."""
+    """The path that a call writes, and whether it is a folder. None if it writes nothing known."""
     func = site.call.func
-    if site.name == "save_checkpoint" and (tag := site.keyword("tag")) is not None:  # of DeepSpeed's engine
+    if site.name == "save_checkpoint" and (tag := site.keyword("tag")) is not None:  # a method of DeepSpeed's engine
         folder = site.argument(0, "save_dir") or ast.Constant(value="")
         return ast.Call(func=ast.Name(id="join", ctx=ast.Load()), args=[folder, tag], keywords=[]), True
     for callee, position, keywords, is_folder in _SAVES:
@@ -146,14 +146,14 @@ def _written(site: Site) -> tuple[ast.expr | None, bool]:
 
 
 def _contents(values: Values, site: Site) -> str:
-    """What is saved, as its own words or those that its name stands for."""
+    """The saved object, in its own words or those of its definition."""
     first = site.call.args[0] if site.call.args else None
     bound = values.bound(dotted(first), first, site.scope) if first is not None and dotted(first) else []
     return ast.unparse(bound[0][0] if bound else first)[:500] if first is not None else ""
 
 
 def _renames(reach: Reach, values: Values) -> Iterator[tuple[Parts, Parts]]:
-    """From the name under which something is written to the one that it gets."""
+    """(the name under which something is written, the name that it then gets)."""
     for site in reach.sites:
         pair = site.call.args[:2]
         if (
@@ -169,7 +169,7 @@ def _renames(reach: Reach, values: Values) -> Iterator[tuple[Parts, Parts]]:
 
 
 def around_of(reach: Reach, site: Site, depth: int = 0) -> Iterator[tuple[ast.stmt, Site]]:
-    """The statements around a call, innermost first, then around a call of its function, best in a loop."""
+    """The statements around a call, innermost first, then around a call of its function, preferably in a loop."""
     for statement in reversed(site.around):
         yield statement, site
     callers = reach.calls_of(site.scope.functions[-1], site.scope) if depth < 5 and site.scope.functions else []
@@ -179,7 +179,7 @@ def around_of(reach: Reach, site: Site, depth: int = 0) -> Iterator[tuple[ast.st
 
 
 def _cadence(values: Values, around: list[tuple[ast.stmt, Site]]) -> Span | None:
-    """What stands behind % in the nearest condition; a loop over epochs alone saves with each."""
+    """The number behind % in the nearest condition; a loop over epochs alone saves in each."""
     irregular = False
     for statement, site in around:
         where = f"{site.scope.file}:{statement.lineno}"
@@ -191,7 +191,7 @@ def _cadence(values: Values, around: list[tuple[ast.stmt, Site]]) -> Span | None
                     and not isinstance(part.left, ast.Constant)
                 ):
                     counted = values.kinds(part.left, site.scope)
-                    if counted is not None:  # else of ranks, say
+                    if counted is not None:  # else it may count ranks
                         count, setting = values.quantity(part.right, site.scope)
                         return Span(unit=counted, count=count, setting=setting, where=where)
             irregular = irregular or bool(_IRREGULAR.search(ast.unparse(statement.test)))
@@ -205,7 +205,7 @@ def _cadence(values: Values, around: list[tuple[ast.stmt, Site]]) -> Span | None
 
 
 def loop_unit(values: Values, loop: ast.stmt, scope: Scope) -> Kind | None:
-    """What a loop counts: steps, epochs, batches; None: nothing that is known."""
+    """What a loop counts: steps, epochs, batches; None if not known."""
     if isinstance(loop, ast.While):
         return next((kind for node in walk(loop.test) if (kind := unit(dotted(node))) is not None), None)
     if not isinstance(loop, ast.For):
@@ -233,7 +233,7 @@ def _score(save: CodeSave, saves: Saves, values: Values) -> float:
             (-3.0, OTHER.search(name)),
             (-2.0, save.site.name in ("write", "write_text", "dump", "save_pretrained")),
             (1.5, any(load == save.parts for load, _ in saves.loads)),
-            (-4.0, setting is not None and isinstance(setting.value, int) and setting.value <= 0),  # it is off
+            (-4.0, setting is not None and isinstance(setting.value, int) and setting.value <= 0),  # saving is off
             (0.5, isinstance(head, str) or (head is not None and head.kind in ("setting", "checkpoints"))),
             (2.5, save.site.scope.file == values.entry),
             (-4.0, not re.search(r"[A-Za-z<]", re.sub(r"<(any|step|epoch|batch)>", "", text))),
@@ -242,7 +242,7 @@ def _score(save: CodeSave, saves: Saves, values: Values) -> float:
 
 
 def pattern(save: CodeSave, values: Values) -> Pattern | None:
-    """The checkpoint's name and its folder; None where too little of the path is known."""
+    """The checkpoint's name and its folder; None if too little of the path is known."""
     head, rest = (save.parts[0], list(save.parts[1:])) if save.parts else ("", [])
     kind = head.kind if isinstance(head, Hole) else "text"
     setting = values.settings.find(head.name) if isinstance(head, Hole) and kind == "setting" else None
@@ -261,7 +261,7 @@ def pattern(save: CodeSave, values: Values) -> Pattern | None:
 
 
 def _named(path: str, save: CodeSave) -> Pattern | None:
-    """A path that the code names itself: the folders that are plain, and the rest below them."""
+    """The pattern of a path that the code names itself: its plain leading folders, and the rest below them."""
     fixed, rest = list[str](), posixpath.normpath(path).split("/") if path.strip("/*") else [""]
     while len(rest) > 1 and not re.search(r"[{*]", rest[0]):
         fixed.append(rest.pop(0))
@@ -270,7 +270,7 @@ def _named(path: str, save: CodeSave) -> Pattern | None:
 
 
 def _text(parts: list[str | Hole], values: Values) -> str:
-    """The name as a pattern: {step}, {epoch}, settings in the middle with their value, and * for what is not known."""
+    """The name as a pattern: {step}, {epoch}, the values of settings in the middle, and * for unknown parts."""
     found = ""
     for part in parts:
         setting = values.settings.find(part.name) if isinstance(part, Hole) and part.kind == "setting" else None
@@ -291,7 +291,7 @@ def _text(parts: list[str | Hole], values: Values) -> str:
 
 
 def _cut(name: str, is_folder: bool) -> str:
-    """A pattern whose folder counts is that folder: all files in it are one checkpoint. Empty: too little is known."""
+    """The pattern up to a folder that counts: all files in it are one checkpoint. Empty if too little is known."""
     parts = name.strip("/").split("/")
     for index, part in enumerate(parts[:-1]):
         if "{step" in part or "{epoch" in part:

@@ -1,6 +1,7 @@
-"""What a folder of training code, and the command that starts it, say of its training: read, never run.
+"""Reads a folder of training code, and the command that starts it, without running either.
 
-Each finding has its place, so that the file written from it can say why. What is not found is left open, never guessed.
+Each finding has its place, so that the definition file can give its reason. A fact that is not found is left open,
+never guessed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from gpufleet.infra.discover.values import Hole, Kind, Span, Values, loop_range
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.kind.command import EPOCH_COUNTS, FORMATS, STEP_COUNTS
 
-MOST_LOOKED_INTO = 12  # files that may be the one that trains, where no command says it
-# What settings are called that a framework or a reader of the code looks for, where no use of them says more.
+MOST_LOOKED_INTO = 12  # files that may be the one that trains, if no command says it
+# Names of settings that frameworks or readers of the code look for, if no use of them shows more.
 OUT = (
     "output_dir", "out_dir", "outdir", "checkpoint_dir", "ckpt_dir", "save_dir", "checkpoints_dir", "work_dir",
     "workdir", "output_path", "checkpoint_path", "output", "out", "logdir", "log_dir", "save_path", "dump_dir",
@@ -39,9 +40,9 @@ STEPS = (
 DEVICE, BACKEND = ("device", "device_type"), ("backend", "dist_backend", "ddp_backend")
 COMPILE = ("compile", "torch_compile")
 LOG_EVERY = ("log_interval", "logging_steps", "log_every", "print_freq", "log_freq")
-SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # SIGINT is for a keyboard
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # SIGINT comes from a keyboard
 _TRAINS = {"backward", "fit", "value_and_grad", "grad", "learn", "train", "train_step", "launch_training"}
-_SUPPORT = re.compile(  # files that do something else
+_SUPPORT = re.compile(  # files with another purpose
     r"/(tests?|docs?|bench(marks?)?|scripts/convert|tools/convert)/|/(test_|setup\.py|conftest)"
     r"|eval|infer|sample|convert|export|demo"
 )
@@ -49,7 +50,7 @@ _SUPPORT = re.compile(  # files that do something else
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointFacts:
-    """What one checkpoint is, as the code says it."""
+    """What one checkpoint is, by the code."""
 
     names: tuple[str, ...]
     place: Pattern  # of the first of them
@@ -59,7 +60,7 @@ class CheckpointFacts:
 
 @dataclass(slots=True)
 class ScriptFacts:
-    """All that was found. None or empty: not found."""
+    """All facts that were found. None or empty: not found."""
 
     folder: Path
     start: StartedProgram
@@ -68,28 +69,29 @@ class ScriptFacts:
     checkpoint: CheckpointFacts | None = None
     total: Span | None = None  # how long it trains
     lines: list[PrintedLine] = field(default_factory=list)
-    resume: Finding | None = None  # the words that go on from a checkpoint
+    resume: Finding | None = None  # the words that resume from a checkpoint
     reads_itself: Finding | None = None  # it looks for a checkpoint by itself
-    bare_resume: Finding | None = None  # a trainer's train() that is given no checkpoint
+    bare_resume: Finding | None = None  # a trainer's train() without a checkpoint
     signals: list[Finding] = field(default_factory=list)
     joins: Finding | None = None  # it joins a process group
-    runs_alone: bool = False  # it looks for a launcher, and does without one
+    runs_alone: bool = False  # it looks for a launcher, and also works without one
     wandb: Finding | None = None
     requirements: str = ""
-    names_own: dict[str, Finding] = field(default_factory=dict)  # files and folders of its own that the code names as
-    # seen from where it starts, by their first part
-    saves_else: Finding | None = None  # what it saves that is no checkpoint
-    begins_anew: Finding | None = None  # a trial saw that it does not go on
-    saves_on_signal: Finding | None = None  # a trial saw it: true or false
-    complete: Finding | None = None  # a trial saw which file of a checkpoint is written last
-    size: Finding | None = None  # a trial saw how large one is, in GB
-    trained: bool = False  # a trial saw it train: it has here what it imports
-    seen_ms: dict[str, float] = field(default_factory=dict)  # a trial saw how long a step or an epoch takes here
-    coded: dict[str, tuple[object, str]] = field(default_factory=dict)  # keywords of a framework's calls, with places
+    names_own: dict[str, Finding] = field(default_factory=dict)  # files and folders of its own that the code names
+    # relative to its start folder, by their first part
+    saves_else: Finding | None = None  # saved files that are no checkpoints
+    begins_anew: Finding | None = None  # a trial showed that it does not resume
+    saves_on_signal: Finding | None = None  # shown by a trial: true or false
+    complete: Finding | None = None  # shown by a trial: the file of a checkpoint that is written last
+    size: Finding | None = None  # shown by a trial: the size in GB
+    trained: bool = False  # a trial saw it train, so its imports exist here
+    seen_ms: dict[str, float] = field(default_factory=dict)  # shown by a trial: the time of a step or an epoch here
+    # keyword arguments of a framework's calls, with places
+    coded: dict[str, tuple[object, str]] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What one checkpoint is called, by the code, else by its framework; empty: nobody says."""
+        """The names of one checkpoint, by the code, else by its framework; empty if not known."""
         if self.checkpoint is not None or self.framework is None:
             return self.checkpoint.names if self.checkpoint else ()
         row = self.framework
@@ -102,12 +104,12 @@ class ScriptFacts:
 
     @property
     def script(self) -> str:
-        """The file that starts; empty for a program of a package."""
+        """The file that starts; empty for a program from a package."""
         return self.start.script
 
 
 def look(folder: Path, command: str = "") -> ScriptFacts:
-    """What the folder, and the command where the user gave one, say. Raises GpufleetError."""
+    """The facts in the folder, and in the user's command if given. Raises GpufleetError."""
     code = CodeFolder(folder)
     if not command and not code.python:
         raise GpufleetError(f"--code: no Python file in {folder}; say how it is started: --command '...'")
@@ -151,7 +153,7 @@ def look(folder: Path, command: str = "") -> ScriptFacts:
 
 
 def _names_own(found: ScriptFacts, reach: Reach, code: CodeFolder) -> Iterator[Finding]:
-    """Texts of the reached code that are there where it starts: what it reads by a path of no other folder."""
+    """Texts in the reached code that name files in its start folder: it reads these by a relative path."""
     there = {name.removeprefix(f"{found.start.folder}/").partition("/")[0] for name in code.files}
     given = [
         (each, f"{site.scope.file}:{site.call.lineno}")
@@ -171,7 +173,7 @@ def _names_own(found: ScriptFacts, reach: Reach, code: CodeFolder) -> Iterator[F
 
 
 def _named_by_user(text: str, coded: dict[str, tuple[object, str]], settings: ScriptSettings) -> str:
-    """A name as Lightning's ModelCheckpoint takes it, as a pattern: it writes `epoch=` before each figure by itself."""
+    """A name for Lightning's ModelCheckpoint as a pattern: Lightning itself adds `epoch=` before each figure."""
     asked = coded.get("auto_insert_metric_name", (None, ""))[0]
     setting = settings.first(["auto_insert_metric_name"])
     inserts = str(asked if asked is not None else setting.value if setting is not None else True) != "False"
@@ -184,7 +186,7 @@ def _named_by_user(text: str, coded: dict[str, tuple[object, str]], settings: Sc
 
 
 def _which_trains(code: CodeFolder, begun: list[StartedProgram]) -> tuple[StartedProgram, Reach | None]:
-    """The start among several that trains, with what it runs; the first where none is seen to."""
+    """The one of several starts that trains, with its reached code; the first if none seems to."""
     own = sorted((each for each in begun if each.script), key=lambda each: not each.launcher)
     reaches = [(each, Reach(code, each.roots, each.script, each.function)) for each in own[:MOST_LOOKED_INTO]]
     for each, reach in reaches:
@@ -195,13 +197,13 @@ def _which_trains(code: CodeFolder, begun: list[StartedProgram]) -> tuple[Starte
 
 
 def trains(reach: Reach) -> bool:
-    """Whether what is reached trains: it goes backward, or has something fitted or trained."""
+    """Whether the reached code trains: it calls backward, or fits or trains something."""
     return bool(_TRAINS & set(reach.by_name))
 
 
 def _entry(code: CodeFolder) -> StartedProgram:
-    """The program of the folder that trains: what its image starts, else the one file that does. Raises GpufleetError
-    where several may be meant, and names them.
+    """The program of the folder that trains: the one that its image starts, else the only file that does. Raises
+    GpufleetError with the candidates if there are several.
     """
     if (command := dockerfile_command(code)) and (begun := [each for each in starts(code, command) if each.script]):
         start, reach = _which_trains(code, begun)
@@ -242,14 +244,14 @@ def _named_like_training(name: str) -> float:
 
 
 def _runs(code: CodeFolder, name: str) -> bool:
-    """Whether a file does something by itself."""
+    """Whether a file runs something when it is started."""
     body = tree.body if (tree := code.tree(name)) is not None else []
     run = (each for each in body if isinstance(each, ast.Expr | ast.For | ast.While))
     return any(not isinstance(getattr(each, "value", None), ast.Constant) for each in run)
 
 
 def _of_row(row: Framework | None, reach: Reach) -> Iterator[Setting]:
-    """The settings of a framework's own parser, where the script parses them by it."""
+    """The settings of a framework's own parser, if the script uses it."""
     parsers = {"HfArgumentParser", "TrlParser", "H4ArgumentParser", "LightningCLI"} & set(reach.by_name)
     if row is None or not parsers:
         return
@@ -260,7 +262,7 @@ def _of_row(row: Framework | None, reach: Reach) -> Iterator[Setting]:
 
 
 def _coded(reach: Reach, values: Values, row: Framework | None) -> Iterator[tuple[str, tuple[object, str]]]:
-    """The keywords that the script gives to a framework, as numbers and texts, or as the setting that they are."""
+    """The keyword arguments that the script gives to a framework, as numbers and texts, or as settings."""
     for site in (each for name in (row.uses if row is not None else ()) for each in reach.by_name.get(name, [])):
         for each in site.call.keywords:
             parts = values.resolve(each.value, site.scope)[0]
@@ -272,7 +274,7 @@ def _coded(reach: Reach, values: Values, row: Framework | None) -> Iterator[tupl
 
 
 def _checkpoint(saves: Saves, values: Values, row: Framework | None) -> CheckpointFacts | None:
-    """The checkpoint that a resume needs, with what is saved beside it; None where the code names none."""
+    """The checkpoint that a resume needs, with other files saved beside it; None if the code names none."""
     if row is not None and not row.named and row.each and not any(each.score >= 6 for each in saves.found):
         return None
     for chosen in saves.found:
@@ -280,7 +282,7 @@ def _checkpoint(saves: Saves, values: Values, row: Framework | None) -> Checkpoi
         if place is None or chosen.score < 1.5 or (row is not None and row.format and not row.named):
             continue
         if not chosen.is_inside_loop and chosen.cadence is None and "{" not in place.name:
-            continue  # at its end alone
+            continue  # only at its end
         found = [place.name]
         for other in saves.found if "{" in place.name else ():
             beside = pattern(other, values)
@@ -296,7 +298,7 @@ def _place(pattern: Pattern) -> tuple[object, ...]:
 
 
 def _goes_with(chosen: CodeSave, other: CodeSave) -> bool:
-    """Whether two saves are of one checkpoint: in the same file, as often as each other."""
+    """Whether two saves belong to one checkpoint: in the same file, and equally often."""
     if chosen.is_folder or other.is_folder or other.score < chosen.score - 1:
         return False
     return chosen.cadence == other.cadence and chosen.site.scope.file == other.site.scope.file
@@ -305,7 +307,7 @@ def _goes_with(chosen: CodeSave, other: CodeSave) -> bool:
 def _total(
     reach: Reach, values: Values, chosen: CodeSave | None, row: Framework | None, coded: dict[str, tuple[object, str]]
 ) -> Span | None:
-    """How long it trains: what was typed, then what bounds its loops, then settings by their names."""
+    """How long it trains: by the typed command, then by its loops' bounds, then by names of settings."""
     found = list(_bounds(reach, values, chosen))
     bounding = {each.setting.name for each in found if each.setting is not None}
     named = _named_total(values.settings, row, coded)
@@ -316,13 +318,13 @@ def _total(
 
 
 def _best(found: list[Span]) -> list[Span]:
-    """Those that were typed, else those of a known number, else all."""
+    """The typed ones, else those with a known number, else all."""
     typed = [each for each in found if each.setting is not None and each.setting.typed is not None and each.count]
     return typed or [each for each in found if each.count] or found
 
 
 def _bounds(reach: Reach, values: Values, chosen: CodeSave | None) -> Iterator[Span]:
-    """The ends of the loops around the save, and around what goes backward."""
+    """The ends of the loops around the save, and around calls of backward."""
     sites = [chosen.site] if chosen is not None else []
     sites += [*reach.by_name.get("backward", [])[:3], *reach.by_name.get("value_and_grad", [])[:1]]
     loops = dict(pair for site in sites for pair in around_of(reach, site) if isinstance(pair[0], ast.For | ast.While))
@@ -340,12 +342,12 @@ def _bounds(reach: Reach, values: Values, chosen: CodeSave | None) -> Iterator[S
 
 
 def _ends(values: Values, loop: ast.stmt, site: Site) -> Iterator[tuple[Kind, ast.expr, ast.expr | None]]:
-    """What bounds a loop, with what it counts and where it begins: its range, its condition, what leaves it."""
+    """A loop's bound, with what it counts and where it begins: its range, its condition, or what leaves it."""
     kind = loop_unit(values, loop, site.scope)
     if isinstance(loop, ast.For) and kind in ("step", "epoch"):
         listed = [loop.iter, *(node for node, _ in values.bound(dotted(loop.iter), loop.iter, site.scope))]
         ranges = [found for each in listed if isinstance(each, ast.expr) and (found := loop_range(each)) is not None]
-        for arguments in (each.args for each in ranges[:1]):  # of a bar that has a name, too
+        for arguments in (each.args for each in ranges[:1]):  # also for a bar that has a name
             yield kind, arguments[:2][-1], arguments[0] if len(arguments) > 1 else None
     leaving = [each for each in getattr(loop, "body", []) if isinstance(each, ast.If)]
     tests = [each.test for each in leaving if any(isinstance(inner, ast.Break | ast.Return) for inner in each.body)]
@@ -357,7 +359,7 @@ def _ends(values: Values, loop: ast.stmt, site: Site) -> Iterator[tuple[Kind, as
 
 
 def _named_total(settings: ScriptSettings, row: Framework | None, coded: dict[str, tuple[object, str]]) -> Span | None:
-    """By the names that settings have, those of the framework first."""
+    """The length by settings' names, the framework's first."""
     found: list[Span] = []
     kinds: tuple[tuple[Kind, tuple[str, ...], tuple[str, ...]], ...] = (
         ("step", row.steps if row else (), STEPS), ("epoch", row.epochs if row else (), EPOCHS),
@@ -374,7 +376,7 @@ def _named_total(settings: ScriptSettings, row: Framework | None, coded: dict[st
 
 
 def _read_calls(found: ScriptFacts, reach: Reach) -> None:
-    """What single calls say: signals, process groups, trainers that begin anew, W&B."""
+    """Facts from single calls: signals, process groups, trainers that start over, W&B."""
     is_trainers = found.framework is not None and found.framework.format == "hf-trainer"
     for site in reach.sites:
         written = [ast.unparse(each) for each in site.call.args[:2]]

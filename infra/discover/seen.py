@@ -1,4 +1,4 @@
-"""What a trial showed: which files are checkpoints, which lines tell the step, what a signal did, if it goes on."""
+"""What a trial showed: which files are checkpoints, which lines give the step, what a signal did, if it resumes."""
 
 from __future__ import annotations
 
@@ -27,26 +27,27 @@ from gpufleet.job.contract.commit import Commit
 from gpufleet.job.kind.command import CommandCheckpoint, CommandConfig, Every, Progress, Unit
 
 _INTEGER = re.compile(r"(?<![\w.])\d{1,3}(?:,\d{3})+(?![\w.])|(?<![\w.,])\d+(?![\w]|\.\d|,\d)")
-_OF_ONE_START = re.compile(  # in the name of a folder that each start makes anew: a moment, a count of starts
+_OF_ONE_START = re.compile(  # in the name of a folder that each start makes anew: a time, a count of starts
     r".*\d{8}.*|.*\d{4}-\d\d-\d\d.*|.*\d{4}_\d{6}.*|.*\d\d[-:_]\d\d[-:_]\d\d.*|(?<=[_-])\d+$|(?<=^exp)\d*$"
 )
-_OF_ALL = re.compile(r"\b(epoch|step|iter(?:ation)?)s?\b\W{0,4}\d+ *(?:/|of) *(\d+)", re.IGNORECASE)  # Epoch [3/10]
-_BURST_S = 0.5  # numbered lines that come within it are a table or a list
+# for example Epoch [3/10]
+_OF_ALL = re.compile(r"\b(epoch|step|iter(?:ation)?)s?\b\W{0,4}\d+ *(?:/|of) *(\d+)", re.IGNORECASE)
+_BURST_S = 0.5  # numbered lines within this time are a table or a list
 _COUNTS = re.compile(r"step|iter|epoch|\bit\b|batch", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenCheckpoint:
-    """What one checkpoint is, as files showed it. `top`: checkpoints, or code for one below the command's folder."""
+    """What one checkpoint is, by its files. `top`: checkpoints, or code for one below the command's folder."""
 
-    name: str  # with {step} or {epoch}; without one it is written again and again
+    name: str  # with {step} or {epoch}; without them it is rewritten each time
     folder: str  # below `top`; empty or a dot for itself
     top: str
     unit: Unit
     every: int | None
     complete: str
     bytes: int
-    files: tuple[str, ...]  # below the folder, as they came
+    files: tuple[str, ...]  # below the folder, in the order in which they came
     evidence: str
 
     @property
@@ -54,7 +55,7 @@ class SeenCheckpoint:
         return "{" not in self.name
 
     def config(self, lines: Sequence[str]) -> CommandConfig:
-        """The command as the node would know it."""
+        """The config by which a node would know the command."""
         every = Every(epochs=self.every) if self.unit == "epoch" else Every(steps=self.every)
         checkpoint = CommandCheckpoint(each=(self.name,), complete=self.complete, every=every)
         return CommandConfig(checkpoint=checkpoint, progress=Progress(stdout=tuple(lines)))
@@ -62,27 +63,27 @@ class SeenCheckpoint:
 
 @dataclass(slots=True)
 class TrialFindings:
-    """All that the trial showed. None: it did not come to that; `problems` says why."""
+    """The results of the trial. None: it did not come to that; `problems` has the reason."""
 
     checkpoint: SeenCheckpoint | None = None
-    line: PrintedLine | None = None  # a form of line that came again and again
-    read: tuple[str, ...] = ()  # patterns that the code or its framework says, and that lines matched
+    line: PrintedLine | None = None  # a form of line that came repeatedly
+    read: tuple[str, ...] = ()  # patterns of the code or its framework that lines matched
     goes_on: bool | None = None
     resume_evidence: str = ""
     saves_on_signal: bool | None = None
     signal_evidence: str = ""
     output: list[str] = field(default_factory=list)  # the first start's lines
-    took_ms: dict[str, float] = field(default_factory=dict)  # of a step, of an epoch, as the first start told them
+    took_ms: dict[str, float] = field(default_factory=dict)  # of a step, of an epoch, by the first start's lines
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """What tells where the training is: what was read counts before a form that merely came again."""
+        """The patterns that give the position: those of the code precede a form that merely came repeatedly."""
         return self.read or ((self.line.regex,) if self.line is not None else ())
 
     def places(self, watch: TrialRun) -> list[tuple[float, Position]]:
-        """What the lines of a start told, and when."""
+        """The positions in a start's lines, with their times."""
         patterns = Patterns(self.patterns)
         read = ((at, patterns.read(line)) for at, line in watch.lines)
         places = ((at, each.place) for at, each in read if each is not None)
@@ -90,7 +91,7 @@ class TrialFindings:
 
 
 def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) -> None:
-    """Puts what was seen in the place of what was read. `out`: the setting that told the command where to save."""
+    """Replaces facts of the code by those of the trial. `out`: the setting that told the command where to save."""
     row, kept = found.framework, seen.checkpoint
     if kept is not None:
         place = Pattern(kept.name, folder=posixpath.relpath(kept.folder or ".", found.start.folder or "."))
@@ -100,7 +101,7 @@ def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) 
             folder = "" if out or not trying.workdir else read.folder if read is not None and read.folder else "."
             place = Pattern(kept.name, out, folder=folder, in_checkpoints=not out and not folder, is_whole_path=is_path)
         cadence = found.checkpoint.cadence if found.checkpoint is not None else None
-        if trying.every:  # the trial asked for more saves than the code means
+        if trying.every:  # the trial asked for more frequent saves than the code would make
             cadence = cadence or Span(unit=kept.unit, setting=found.settings.find(trying.every))
         elif kept.every:
             cadence = Span(unit=kept.unit, count=kept.every, where="seen")
@@ -125,13 +126,13 @@ def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) 
 
 
 def _are_of(names: tuple[str, ...], kept: SeenCheckpoint) -> bool:
-    """Whether names that were read are those of the files that came."""
+    """Whether names in the code match the files that came."""
     read = Names(CommandConfig(checkpoint=CommandCheckpoint(each=names)))
     return kept.rewritten != ("{" in names[0]) and all(read.match(file) for file in kept.files)
 
 
 def _total(output: Sequence[str]) -> Span | None:
-    """How long it trains, by lines that say of how many each epoch is, or else each step."""
+    """How long it trains, by lines with the total of epochs, or else of steps."""
     told = [(match[1].lower(), int(match[2])) for line in output if (match := _OF_ALL.search(line))]
     for unit in ("epoch", "step", "iter", "iteration"):
         counts = [count for word, count in told if word == unit]
@@ -141,7 +142,7 @@ def _total(output: Sequence[str]) -> Span | None:
 
 
 def _take_lines(found: ScriptFacts, seen: TrialFindings) -> None:
-    """The patterns that were read, where they match what came; else the form that came."""
+    """Takes the patterns of the code, if they match the printed lines; else the form of these lines."""
     row = found.framework
     lines: list[PrintedLine] = []
     for regex, where in [
@@ -162,7 +163,7 @@ def _take_lines(found: ScriptFacts, seen: TrialFindings) -> None:
 
 
 def learn(seen: TrialFindings, first: TrialRun, patterns: Sequence[str]) -> None:
-    """What the first start showed. `patterns`: of lines, as the code or its framework says them."""
+    """Takes in what the first start showed. `patterns`: of lines, by the code or its framework."""
     if why := failure(first):
         seen.problems.append(f"the command {why}")
     counters = _counters(first)
@@ -180,7 +181,7 @@ def learn(seen: TrialFindings, first: TrialRun, patterns: Sequence[str]) -> None
 
 
 def _took_ms(places: Sequence[tuple[float, Position]]) -> Iterator[tuple[Unit, float]]:
-    """Milliseconds of one of each unit: from the first that was told to where the last was told first."""
+    """Milliseconds per unit: between the first position and the first time of the last one."""
     for unit in get_args(Unit):
         told = {count: at for at, place in reversed(places) if (count := _count(place, unit)) is not None}
         if (count := max(told, default=0) - min(told, default=0)) > 0:
@@ -188,7 +189,7 @@ def _took_ms(places: Sequence[tuple[float, Position]]) -> Iterator[tuple[Unit, f
 
 
 def failure(watch: TrialRun) -> str:
-    """How a start failed by itself, in words; empty where it did not."""
+    """Why a start failed by itself, as text; empty if it did not."""
     if watch.code in (None, 0) or watch.signalled_at is not None:
         return ""
     cause = CauseOfEnd()
@@ -200,7 +201,7 @@ def failure(watch: TrialRun) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Counter:
-    """A number in a form of line that goes up, with the times at which it was told."""
+    """A number in a form of line that goes up, with the times of its values."""
 
     place: int
     told: tuple[tuple[float, int], ...]
@@ -213,16 +214,16 @@ class _Counter:
     @property
     def is_epoch(self) -> bool:
         words = re.findall(r"[A-Za-z]+", self.sample[: self.match.start()][-24:])
-        return bool(words) and words[-1].lower() in ("ep", "epoch", "epochs")  # an episode is none
+        return bool(words) and words[-1].lower() in ("ep", "epoch", "epochs")  # episodes are not epochs
 
 
 def _counters(watch: TrialRun) -> list[_Counter]:
-    """The numbers that go up from line to line, the likeliest of the training first."""
+    """The numbers that go up from line to line, the training's likeliest first."""
     told: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
     samples: dict[str, str] = {}
     for at, line in watch.lines:
         form = re.sub(r"[-+]?[\d.,]+(e[-+]?\d+)?|\bnan\b|\binf\b|[█▏▎▍▌▋▊▉#━╸╺─]+", "#", line)
-        form = re.sub(r"\s+", "", form)[:200]  # figures are set in columns
+        form = re.sub(r"\s+", "", form)[:200]  # numbers are aligned in columns
         samples.setdefault(form, line)
         for place, match in enumerate(_INTEGER.finditer(line)):
             told[form, place].append((at, int(match[0].replace(",", ""))))
@@ -245,7 +246,7 @@ def _counters(watch: TrialRun) -> list[_Counter]:
 
 
 def _as_pattern(counter: _Counter) -> PrintedLine | None:
-    """A line as a regular expression; None where it does not match what it was made of."""
+    """A line as a regular expression; None if it does not match its own line."""
     line, match = counter.sample, counter.match
     if bar := re.search(r"^(.*?)\d+%\|[^|]*\| *\d+/\d+ \[", line):
         regex = _escaped(bar[1]) + BAR.format(count="step", total="total")
@@ -264,7 +265,7 @@ def _as_pattern(counter: _Counter) -> PrintedLine | None:
 
 
 def _escaped(text: str) -> str:
-    """Literal text of a line; numbers and blanks in it may be others."""
+    """Literal text of a line, in which numbers and blanks may vary."""
     found = ""
     for part in filter(None, re.split(r"(\s+|\d[\d.,:]*)", re.sub(r"[█▏▎▍▌▋▊▉━╸╺─]+", "#", text))):
         found += (
@@ -278,7 +279,7 @@ def _escaped(text: str) -> str:
 
 
 def _checkpoint(seen: TrialFindings, watch: TrialRun, counters: list[_Counter]) -> SeenCheckpoint | None:
-    """The kind of file that came again and again, or was written again, and is no log."""
+    """The kind of file that came or was rewritten repeatedly, and is no log."""
     until = (watch.signalled_at or float("inf")) + LEAVES_S
     kinds: dict[str, list[Written]] = defaultdict(list)
     for each in watch.writes:
@@ -294,7 +295,7 @@ def _checkpoint(seen: TrialFindings, watch: TrialRun, counters: list[_Counter]) 
 def _as_checkpoint(
     seen: TrialFindings, writes: list[Written], watch: TrialRun, counters: list[_Counter]
 ) -> SeenCheckpoint | None:
-    """What these files are: one that is written again, or those of names that count upwards. None: of neither."""
+    """The checkpoint of these files: one that is rewritten, or ones whose names count upwards; None if neither."""
     top, files = writes[0].name.partition("/")[0], [each.name.partition("/")[2] for each in writes]
     name, numbers, unit, complete = files[0], list[int](), "step", ""
     if len(set(files)) > 1:
@@ -316,7 +317,7 @@ def _as_checkpoint(
     fixed = next((index for index, part in enumerate(parts) if re.search(r"[{*]", part)), len(parts) - 1)
     fixed = fixed if top == "code" else 0
     every = _interval(list(dict.fromkeys(numbers)))
-    if "{" not in name:  # it may be written where it is better than before, at no interval
+    if "{" not in name:  # it may be written only after an improvement, at no interval
         reached = max((_count(place, unit) or 0 for _, place in seen.places(watch)), default=0)
         every = every if every and len(numbers) > 2 and reached < numbers[-1] + 2 * every else None
     came = ", ".join(list(dict.fromkeys(files))[:3]) if len(set(files)) > 1 else f"written {len(writes)} times"
@@ -340,7 +341,7 @@ def _count(place: Position, unit: str) -> int | None:
 
 
 def _interval(numbers: list[int]) -> int | None:
-    """What lies between any two that follow each other; None where that differs."""
+    """The distance between consecutive numbers; None if it varies."""
     gaps = {after - before for before, after in pairwise(numbers)}
     return gaps.pop() if len(gaps) == 1 else None
 
@@ -357,14 +358,14 @@ def _files_of_each(writes: list[Written], watch: TrialRun, name: str) -> dict[st
 
 
 def _bytes(writes: list[Written], watch: TrialRun, name: str) -> int:
-    """The bytes of one checkpoint: all files of its folder, or the file."""
+    """The bytes of one checkpoint: its file, or all files of its folder."""
     if not name.endswith("/"):
         return max(each.bytes for each in writes)
     return max(sum(each.bytes for each in files.values()) for files in _files_of_each(writes, watch, name).values())
 
 
 def _written_last(writes: list[Written], watch: TrialRun, name: str) -> str:
-    """The file of a folder that came last in each of them; empty where that differs."""
+    """The file that came last in each of these folders; empty if it varies."""
     folders = _files_of_each(writes, watch, name).values() if name.endswith("/") else ()
     names = {max(files, key=lambda each: files[each].at) for files in folders}
     return names.pop() if len(names) == 1 and len(folders) > 1 else ""
@@ -373,7 +374,7 @@ def _written_last(writes: list[Written], watch: TrialRun, name: str) -> str:
 def _are_epochs(
     seen: TrialFindings, watch: TrialRun, writes: list[Written], numbers: list[int], counters: list[_Counter]
 ) -> bool:
-    """Whether the numbers of names are the epochs that were told when they were written."""
+    """Whether the numbers in names are the epochs printed when they were written."""
     read = tuple(
         (at, place.epoch) for at, place in seen.places(watch) if place.step is None and place.epoch is not None
     )
@@ -386,7 +387,7 @@ def _are_epochs(
 
 
 def _take_signal(seen: TrialFindings, first: TrialRun, signalled_at: float) -> None:
-    """A save after a signal counts where something catches the signal: else it was under way, and may be cut."""
+    """Takes in a save after a signal, if something catches the signal: else it was under way, and may be cut."""
     ended = f"was still there {LEAVES_S:.0f} s later" if first.code is None else f"ended with exit code {first.code}"
     later = [each for each in first.writes if each.began >= signalled_at and not NO_CHECKPOINT.search(each.name)]
     if first.catches and later:
@@ -399,7 +400,7 @@ def _take_signal(seen: TrialFindings, first: TrialRun, signalled_at: float) -> N
 
 
 def resume_check(seen: TrialFindings, first: TrialRun, restored: FoundCheckpoint) -> ResumeCheck | None:
-    """What judges the second start, as it does on a node. None: nothing that was told or named says where it was."""
+    """The check of the second start, as on a node. None if no line or name gave its position."""
     assert seen.checkpoint is not None
     places = seen.places(first)
     by_then = [place for at, place in places if at <= restored.first_written + 0.05]
@@ -414,7 +415,7 @@ def resume_check(seen: TrialFindings, first: TrialRun, restored: FoundCheckpoint
 
 
 def take_verdict(seen: TrialFindings, check: ResumeCheck, second: TrialRun) -> None:
-    """What the second start showed, in words."""
+    """Takes in what the second start showed, in words."""
     if check.verdict == "not shown":
         ended = failure(second)
         seen.problems.append(f"whether it goes on is not shown: {f'a second start {ended}' if ended else check.why}")

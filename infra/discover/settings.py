@@ -1,7 +1,7 @@
-"""The settings of a script: what its parser, its dataclasses or its configuration files declare, and what was typed.
+"""The settings of a script: from its parser, its dataclasses, its configuration files, and the typed command.
 
-A setting knows how it is written on the command line, so that a command can be told where to save; one that only a file
-has cannot be.
+A setting knows its form on the command line, so that a command can be told where to save; one that exists only in a
+file has none.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gpufleet.infra.discover.source import CodeFolder
 from gpufleet.infra.discover.start import StartedProgram, parts
 
 CONFIG = re.compile(r".*\.(ya?ml|toml|json|py)")
-# How libraries declare settings: what is called, which of its arguments has them, and how one is typed (a hyphen in
-# {-name} stands for those that write - for _).
+# How libraries declare settings: the called name, which of its arguments has them, and the form of one (a hyphen in
+# {-name} stands for libraries that write - for _).
 _PARSERS = tuple(
     (re.compile(callee), what, form)
     for callee, what, form in (
@@ -38,7 +38,7 @@ _PARSERS = tuple(
         (r"(.*\.)?(HParams|(Simple)?Namespace|EasyDict|AttrDict|CfgNode)", "keywords", ""),
     )
 )
-# Calls after which the command line sets what configuration files have, by name.
+# Calls after which the command line sets configuration files' values, by name.
 _OVERRIDES = {"from_cli": "{name}={}", "merge_from_args": "--{name}={}", "parse_args_and_config": "--{name} {}"}
 _ARITHMETIC = {ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.sub, ast.Pow: operator.pow}
 
@@ -47,37 +47,37 @@ _ARITHMETIC = {ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.
 class Setting:
     """One setting of the script."""
 
-    name: str  # with _ for -, and its dots: trainer.max_steps
-    form: str  # as a command line has it: "--max-steps {}", "trainer.max_steps={}"; empty: a file alone has it
+    name: str  # with _ for -, and with dots: trainer.max_steps
+    form: str  # on a command line: "--max-steps {}", "trainer.max_steps={}"; empty: only in a file
     default: object = None
     is_flag: bool = False  # it takes no value
     where: str = ""
-    others: tuple[str, ...] = ()  # other words for it: -n
+    others: tuple[str, ...] = ()  # its other names: -n
     is_truth: bool = False  # it takes true or false
-    is_positional: bool = False  # its place in the command names it
-    is_environment: bool = False  # a variable, which stands before the command
-    typed: str | None = None  # the value that the command gives it
+    is_positional: bool = False  # its position in the command identifies it
+    is_environment: bool = False  # an environment variable, written before the command
+    typed: str | None = None  # its value in the typed command
 
     @property
     def value(self) -> object:
-        """The setting's value: what was typed goes before the default."""
+        """The setting's value: the typed one precedes the default."""
         return self.default if self.typed is None else _plain(self.typed)
 
     @property
     def count(self) -> int | None:
-        """Its value as a number of steps or epochs; None: it is none."""
+        """Its value as a number of steps or epochs; None if it is none."""
         value = self.value
         is_count = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e12
         return int(value) if is_count and value == int(value) else None  # type: ignore[call-overload]
 
     @property
     def word(self) -> str:
-        """The setting's name where it is typed, such as --max-steps."""
+        """The setting's name on a command line, such as --max-steps."""
         return self.form.replace("{}", "").rstrip(" =") or self.name
 
     @property
     def place(self) -> str:
-        """The place where the value stands."""
+        """The place of the value in the code."""
         return self.where if self.typed is None else "your command"
 
     def with_value(self, value: object) -> str:
@@ -86,7 +86,7 @@ class Setting:
 
 
 class ScriptSettings:
-    """All settings by name. What a command typed is in them, also where nothing declares it."""
+    """All settings by name. They include those of a typed command, even if nothing declares them."""
 
     def __init__(self, declared: Iterable[Setting], start: StartedProgram) -> None:
         self._by_name: dict[str, Setting] = {}
@@ -95,7 +95,7 @@ class ScriptSettings:
         self._take_typed(list(start.words), start.environment)
 
     def find(self, name: str) -> Setting | None:
-        """The setting of this name, or the only one whose last part it is; None: there is none."""
+        """The setting of this name, or the only one that ends with it; None without one."""
         name = name.replace("-", "_")
         if name in self._by_name:
             return self._by_name[name]
@@ -104,7 +104,7 @@ class ScriptSettings:
         return fitting[0] if len(fitting) == 1 else next((each for each in fitting if each.typed is not None), None)
 
     def several(self, names: Iterable[str]) -> list[Setting]:
-        """The settings of these names, in any case of letters; those that were typed come first."""
+        """The settings of these names, in any case of letters; typed ones first."""
         by_lower: dict[str, Setting] = {}
         for key, each in self._by_name.items():
             by_lower.setdefault(key.lower(), each)
@@ -113,7 +113,7 @@ class ScriptSettings:
         return sorted(there, key=lambda each: each.typed is None)
 
     def first(self, names: Iterable[str]) -> Setting | None:
-        """The first setting of these names; None where there is none."""
+        """The first setting of these names; None without one."""
         return next(iter(self.several(names)), None)
 
     def _take_typed(self, words: list[str], environment: Iterable[str]) -> None:
@@ -143,8 +143,8 @@ class ScriptSettings:
 
 
 def declared(reach: Reach, start: StartedProgram, overrides: str = "") -> Iterator[Setting]:
-    """The settings that what is reached declares, and those of the files that the command names. `overrides`: how the
-    command line sets what a file has, such as `--{name} {}`; empty: it cannot, as far as this can tell.
+    """The settings that the reached code declares, and those in files that the command names. `overrides`: how the
+    command line sets a file's values, such as `--{name} {}`; empty: it cannot, as far as this can tell.
     """
     style = overrides
     for site in reach.sites:
@@ -168,7 +168,7 @@ def declared(reach: Reach, start: StartedProgram, overrides: str = "") -> Iterat
             style = "{name}={}"
             yield from _hydra(reach, site, start)
     text = reach.folder.text(reach.entry)
-    is_globals = "configurator" in text  # a file that is executed, and sets the script's own names
+    is_globals = "configurator" in text  # an executed file that sets the script's own globals
     style = "--{name}={}" if is_globals else style
     words = (part for word in start.words for part in (word, *re.split(r"[=:]", word)))
     files = (posixpath.normpath(posixpath.join(start.folder, word)) for word in words)
@@ -206,7 +206,7 @@ def _of_call(reach: Reach, site: Site, what: str, form: str) -> Iterator[Setting
 
 
 def _constant(reach: Reach, site: Site, position: int) -> object:
-    """The value of a call's default: what is written there, or what a constant of the folder's code has."""
+    """A default's value in a call: written there, or a constant of the folder's code."""
     value = site.argument(position, "default")
     if isinstance(value, ast.Name) and (found := reach.symbol(site.scope.file, value.id)) and found[1] is None:
         assigned = reach.names(found[0]).assigned.get(value.id, [])
@@ -215,7 +215,7 @@ def _constant(reach: Reach, site: Site, position: int) -> object:
 
 
 def _option(reach: Reach, site: Site) -> Iterator[Setting]:
-    """An option of argparse or click, or an argument by its place."""
+    """An option of argparse or click, or a positional argument."""
     words = [str(literal(each)).split("/")[0] for each in site.call.args if isinstance(literal(each), str)]
     dashed = [each for each in words if each.startswith("-")]
     long = next((each for each in dashed if each.startswith("--")), dashed[0] if dashed else "")
@@ -261,7 +261,7 @@ def _typed(key: str, annotation: ast.expr | None, default: ast.expr | None, wher
 
 
 def _fields(reach: Reach, scope: Scope, name: str, form: str, prefix: str = "", depth: int = 0) -> Iterator[Setting]:
-    """The fields of a dataclass, of its bases, and of dataclasses among them."""
+    """The fields of a dataclass, of its bases, and of its nested dataclasses."""
     file, cls = reach.symbol(scope.file, name) or ("", None)
     if not isinstance(cls, ast.ClassDef) or depth > 5:
         return
@@ -300,7 +300,7 @@ def _names_in(nodes: Iterable[ast.AST | None]) -> Iterator[str]:
 
 
 def of_file(folder: CodeFolder, name: str, style: str, prefix: str = "") -> Iterator[Setting]:
-    """What a configuration file sets, by dotted name."""
+    """The values in a configuration file, by dotted name."""
     pairs: list[tuple[str, object, int]] = []
     add = partial(_add_values, pairs)
     try:
@@ -311,7 +311,7 @@ def of_file(folder: CodeFolder, name: str, style: str, prefix: str = "") -> Iter
         elif name.endswith(".toml"):
             add("", tomllib.loads(folder.text(name)))
         else:
-            add("", yaml.compose(folder.text(name), Loader=yaml.SafeLoader))  # whatever tags it has
+            add("", yaml.compose(folder.text(name), Loader=yaml.SafeLoader))  # with any tags
     except (yaml.YAMLError, tomllib.TOMLDecodeError):
         return
     for key, value, line in pairs:
@@ -321,7 +321,7 @@ def of_file(folder: CodeFolder, name: str, style: str, prefix: str = "") -> Iter
 
 
 def _add_values(pairs: list[tuple[str, object, int]], above: str, value: object) -> None:
-    """Adds what a value of a file holds, by dotted name, with its line; 0 where that is not known."""
+    """Adds the values nested in a value of a file, by dotted name, with their lines; 0 if not known."""
     items: Iterable[tuple[object, object]] = ()
     match value:
         case yaml.MappingNode():
@@ -355,7 +355,7 @@ def _hydra(reach: Reach, site: Site, start: StartedProgram) -> Iterator[Setting]
 def _hydra_file(
     reach: Reach, folder: str, name: str, prefix: str, chosen: dict[str, str], depth: int
 ) -> Iterator[Setting]:
-    """What a file sets goes before what its defaults do."""
+    """A file's values; they override those of its defaults."""
     if name not in reach.folder.files or depth > 6:
         return
     for setting in of_file(reach.folder, name, "{name}={}", prefix):
@@ -377,14 +377,14 @@ def _hydra_file(
 
 
 def environment_key(call: ast.Call) -> str:
-    """The variable of the environment that a call reads; empty: it reads none."""
+    """The environment variable that a call reads; empty if it reads none."""
     is_read = called(call) in ("getenv", "get") and re.search("environ|getenv", ast.unparse(call.func)) and call.args
     key = literal(call.args[0]) if is_read else None
     return key if isinstance(key, str) else ""
 
 
 def literal(value: ast.AST | None) -> object:
-    """The value of a plain expression, simple arithmetic too; None where it is none."""
+    """The value of a plain expression, also of simple arithmetic; None for others."""
     match value:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
             one, two = literal(left), literal(right)
@@ -403,7 +403,7 @@ def literal(value: ast.AST | None) -> object:
 
 
 def _plain(text: str) -> object:
-    """A typed value as the number or truth that it is, else as text."""
+    """A typed value as a number or truth value, else as text."""
     if re.fullmatch(r"[-+]?\d[\d_]*", text):
         return int(text)
     if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text, re.IGNORECASE):
@@ -412,7 +412,7 @@ def _plain(text: str) -> object:
 
 
 def with_setting(command: str, setting: Setting, value: object, part: int = -1) -> str:
-    """The command with this value of a setting, in the place of the one that it has. `part`: of it that is meant."""
+    """The command with this value of a setting, replacing an earlier one. `part`: the part that is meant."""
     begin, end = list(parts(command))[part]
     before, after = command[:begin], command[end:]
     blanks = re.match(r"(\s*)(.*?)(\s*)$", command[begin:end], re.DOTALL)

@@ -1,4 +1,4 @@
-"""A command for several nodes, as clusters start it on each of them, in the words of a definition."""
+"""Turns a command for several nodes, as clusters start it on each, into a definition's words."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _WORDS = {
     r"master[-_]addr|main[-_]process[-_]ip": "{master}",
     r"master[-_]port|main[-_]process[-_]port": "{port}",
     r"rdzv[-_]endpoint": "{master}:{port}",
-    r"rdzv[-_]id": "{run}",  # $RANDOM and a job's number are another on each node, or nowhere set
+    r"rdzv[-_]id": "{run}",  # $RANDOM and a job number differ on each node, or are not set
 }
 _TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.(?:run|launch)\b")
 _PYTHON = re.compile(r"python3? (?=-m |[^-])")
 _STATIC = {"{node_rank}": "--node-rank {node_rank}", "{master}": "--master-addr {master} --master-port {port}"}
-# Lightning heeds torchrun, and each of its processes has a WORLD_SIZE then, which shows that nodes met.
+# Lightning follows torchrun, and each of its processes then has a WORLD_SIZE, which shows that nodes met.
 _BY_TORCHRUN = f"torchrun --nnodes {{nodes}} {' '.join(_STATIC.values())} --nproc-per-node {{gpus}} "
 _BY_ENVIRONMENT = {"NODE_RANK": "{node_rank}", "MASTER_ADDR": "{master}", "MASTER_PORT": "{port}"}
 
 
 class SeveralNodes(NamedTuple):
-    """`command` in our words, for `nodes` nodes (0: its text does not say how many), and what `environment` tells."""
+    """`command` for `nodes` nodes (0: its text does not say) in a definition's words, with its `environment`."""
 
     command: str
     nodes: int
@@ -31,7 +31,7 @@ class SeveralNodes(NamedTuple):
 
 
 def for_several(command: str, coded: object) -> SeveralNodes | None:
-    """`coded`: how many nodes the code itself tells its framework, where a number stands there. None: it is for one."""
+    """`coded`: how many nodes the code gives its framework, if that is a number. None: the command is for one."""
     found = _value(_NODES).search(command)
     value = found["value"] if found is not None else coded if isinstance(coded, str) else "1"
     if value in ("1", "1:1"):

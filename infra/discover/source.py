@@ -1,6 +1,6 @@
-"""A folder of training code as it would be shipped: its files, their syntax trees, which file a module's name means.
+"""A folder of training code as it would be shipped: its files, their syntax trees, the file of each module.
 
-Nothing is run or imported. A file is parsed when it is asked for, so that a large repository costs what is read of it.
+It runs and imports nothing. A file is parsed when it is needed, so that a large repository costs only what is read.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _SKIPPED = {"node_modules", "site-packages", "build", "dist", ".tox"}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that the code says, and where."""
+    """A fact in the code, with its place."""
 
     value: str
-    where: str  # train.py:42
+    where: str  # for example train.py:42
 
 
 class CodeFolder:
-    """The files of a folder by name, without those of installed packages. Raises GpufleetError where it is none."""
+    """The files of a folder by name, without those of installed packages. Raises GpufleetError if it is no folder."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
@@ -45,7 +45,7 @@ class CodeFolder:
         return sorted(name for name in self.files if name.endswith(".py"))
 
     def text(self, name: str) -> str:
-        """What the file holds; empty where it cannot be read, or is too large to be code."""
+        """The file's text; empty if it cannot be read, or is too large for code."""
         path = self.path / name
         try:
             return path.read_text(errors="replace") if path.stat().st_size <= MOST_BYTES else ""
@@ -53,7 +53,7 @@ class CodeFolder:
             return ""
 
     def tree(self, name: str) -> ast.Module | None:
-        """The syntax tree of a Python file of the folder; None: it is none, or cannot be parsed."""
+        """The syntax tree of a Python file of the folder; None if it is none, or cannot be parsed."""
         if name not in self._trees:
             self._trees[name] = None
             if name in self.files:
@@ -62,8 +62,8 @@ class CodeFolder:
         return self._trees[name]
 
     def module(self, dotted: str, roots: tuple[str, ...]) -> str:
-        """The file of a module that is imported by this name; empty: it is none of the folder's. `roots`: folders that
-        Python looks into, in order, relative to this one, empty for the folder itself.
+        """The file of the module with this name; empty if it is not the folder's. `roots`: folders that Python
+        searches, in order, relative to this one, empty for the folder itself.
         """
         place = dotted.replace(".", "/")
         for root in roots:

@@ -1,4 +1,6 @@
-"""What a command starts: through shell scripts, make, a Dockerfile, console scripts, launchers to one Python file."""
+"""Finds what a command starts: through shell scripts, make, a Dockerfile, console scripts and launchers, down to one
+Python file.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ PYTHON = re.compile(
     r"python(\d(\.\d+)?)?|pypy3?|ipython|torchrun|deepspeed|composer|accelerate|accelerate-launch|horovodrun|fabric"
 )
 _SHELL = ("sh", "bash", "zsh", "dash", "source", ".")
-_DEEP = 6  # scripts that start scripts
-_BEFORE = {  # words that start what follows them
+_DEEP = 6  # levels of scripts that start scripts
+_BEFORE = {  # words before the program that they start
     "env", "nohup", "time", "nice", "exec", "sudo", "uv", "run", "poetry", "pipenv", "pdm", "rye", "hatch", "conda",
     "micromamba", "mamba", "pixi", "xvfb-run", "srun", "numactl", "stdbuf", "mpirun", "mpiexec", "do", "then", "else",
 }  # fmt: skip
@@ -28,25 +30,25 @@ _BEFORE = {  # words that start what follows them
 class StartedProgram:
     """One program that a command starts."""
 
-    script: str = ""  # the file of the folder that Python runs; empty: none of the folder's
-    function: str = ""  # of that file, where a console script names one
-    program: str = ""  # a program that is not the folder's: yolo
+    script: str = ""  # the file of the folder that Python runs; empty: none of its files
+    function: str = ""  # a function in that file, if a console script names one
+    program: str = ""  # a program outside of the folder: yolo
     launcher: str = ""  # torchrun, accelerate, ...
     is_module: bool = False
-    folder: str = ""  # below the code's, where it runs
-    roots: tuple[str, ...] = ("", "src")  # where its imports are looked for
-    words: tuple[str, ...] = ()  # what follows the script, or the program
+    folder: str = ""  # its working folder, below the code's
+    roots: tuple[str, ...] = ("", "src")  # folders in which its imports are searched
+    words: tuple[str, ...] = ()  # the words after the script or program
     environment: tuple[str, ...] = ()  # NAME=value before it
-    typed: str = ""  # the command in whose words it stands
-    part: int = -1  # of the typed command, as `parts` has it: python prepare.py && python train.py
-    through: tuple[str, ...] = ()  # run.sh:2: files that lead to it
-    passes_on: bool = True  # whether what is added to the typed command reaches it
-    processes: str = ""  # how many on a node, as the launcher is asked: 8, gpu, {gpus}
+    typed: str = ""  # the command that contains its words
+    part: int = -1  # index in `parts` of the typed command: python prepare.py && python train.py
+    through: tuple[str, ...] = ()  # files that lead to it: run.sh:2
+    passes_on: bool = True  # whether words added to the typed command reach it
+    processes: str = ""  # per node, from the launcher's options: 8, gpu, {gpus}
 
 
 def starts(folder: CodeFolder, command: str) -> list[StartedProgram]:
-    """Every program that the command starts, those of the folder first. Raises GpufleetError for a script that is not
-    there, and for quotes that do not close.
+    """Every program that the command starts, those of the folder first. Raises GpufleetError for a script that does not
+    exist, and for quotes that do not close.
     """
     found = list(_of_text(folder, command, StartedProgram(typed=command), 0))
     for each in found:
@@ -57,7 +59,7 @@ def starts(folder: CodeFolder, command: str) -> list[StartedProgram]:
 
 
 def _of_text(folder: CodeFolder, text: str, at: StartedProgram, depth: int) -> Iterator[StartedProgram]:
-    """What a shell's text starts, a command after the other."""
+    """The programs that a shell's text starts, command by command."""
     text = re.sub(r"\\\n", " ", text)
     for number, (begin, end) in enumerate(parts(text)):
         line = text[begin:end].strip()
@@ -66,7 +68,7 @@ def _of_text(folder: CodeFolder, text: str, at: StartedProgram, depth: int) -> I
             words = shlex.split(line, comments=True)
         except ValueError as error:
             if depth:
-                continue  # somebody's script may do what only a shell understands
+                continue  # a script may contain what only a shell understands
             raise GpufleetError(f"--command: {error}") from None
         if words[:1] == ["cd"] and len(words) > 1:
             at = replace(at, folder=_joined_path(at.folder, words[1]))
@@ -75,7 +77,7 @@ def _of_text(folder: CodeFolder, text: str, at: StartedProgram, depth: int) -> I
 
 
 def parts(text: str) -> Iterator[tuple[int, int]]:
-    """Where each command of a shell's text begins and ends: it is split where no quote holds the separator."""
+    """Start and end of each command in a shell's text: separators within quotes do not split it."""
     quote, begin = "", 0
     for index, char in enumerate(text):
         if quote:
@@ -135,7 +137,7 @@ def _of_words(folder: CodeFolder, words: list[str], at: StartedProgram, depth: i
 
 
 def _of_python(folder: CodeFolder, launcher: str, words: list[str], at: StartedProgram) -> Iterator[StartedProgram]:
-    """The script behind a Python or a launcher: the first of its words that is a file, or what follows -m."""
+    """The script that a Python or a launcher starts: its first word that is a file, or the module after -m."""
     launcher = "" if launcher.startswith(("python", "pypy", "ipython")) else launcher.removesuffix("-launch")
     for index, word in enumerate(words):
         rest = words[index + 1 :]
@@ -179,7 +181,7 @@ def _joined_path(folder: str, name: str) -> str:
 def _of_script(
     folder: CodeFolder, name: str, words: list[str], at: StartedProgram, depth: int
 ) -> Iterator[StartedProgram]:
-    """What a shell script starts, with its own words in the place of $1 and "$@"."""
+    """The programs that a shell script starts, with its words for $1 and "$@"."""
     text = folder.text(name)
     values = {str(number): word for number, word in enumerate(words, 1)}
     here = re.sub(r"(?m)^\s*#.*$", "", text)
@@ -198,7 +200,7 @@ def _of_script(
 
 
 def _numbered(text: str) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers, a continued one as one."""
+    """Lines with their numbers; continued lines are joined."""
     number, held = 0, ""
     for index, line in enumerate(text.splitlines(), 1):
         number = number or index
@@ -211,7 +213,7 @@ def _numbered(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _expanded(text: str, values: dict[str, str], words: list[str]) -> str:
-    """The text with the shell's variables that are known, and its arguments, in their places."""
+    """The text with known shell variables, and its arguments, replaced."""
 
     def several(match: re.Match[str]) -> str:
         return shlex.join(words[int(match[1] or 1) - 1 :])
@@ -222,7 +224,7 @@ def _expanded(text: str, values: dict[str, str], words: list[str]) -> str:
     def one(match: re.Match[str]) -> str:
         return values.get(match[1] or match[3] or "", match[2] if match[2] is not None else match[0])
 
-    for _ in range(3):  # a variable of variables
+    for _ in range(3):  # variables may contain variables
         text = re.sub(r"\$\{(\w+)(?::?[-=]([^}]*))?\}|\$(\w+)", one, text)
     return text
 
@@ -250,7 +252,7 @@ def _of_makefile(
 
 
 def dockerfile_command(folder: CodeFolder) -> str:
-    """What the image of the folder's Dockerfile starts, as a shell has it; empty: there is none."""
+    """The command that the image of the folder's Dockerfile starts, for a shell; empty without one."""
     said = {}
     for _, line in _numbered(folder.text("Dockerfile")):
         if match := re.match(r"\s*(CMD|ENTRYPOINT)\s+(.*)", line):
@@ -262,7 +264,7 @@ def dockerfile_command(folder: CodeFolder) -> str:
 
 
 def _console_scripts(folder: CodeFolder) -> dict[str, str]:
-    """Programs that installing the folder makes, with `module:function`."""
+    """Programs that installing the folder creates, with `module:function`."""
     texts = [folder.text(name) for name in ("pyproject.toml", "setup.cfg", "setup.py")]
     lines = (line.strip(" \t,'\"") for text in texts for line in re.split(r"[\n\[\]]", text))
     matches = (re.fullmatch(r"(?:scripts\.)?([\w.-]+)[\"']?\s*=\s*[\"']?([\w.]+:[\w.]+)", line) for line in lines)

@@ -1,4 +1,4 @@
-"""The definition file of a folder of training code: what was found in it, each with its place, and what was not."""
+"""Writes the definition file for a folder of training code: the facts with their places, and what was not found."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ _REHEARSED = """\
 
 @dataclass(slots=True)
 class Draft:
-    """The text of a definition, and what its reader has to know or decide, a sentence each."""
+    """The text of a definition, and what its reader must know or decide, a sentence each."""
 
     text: str = ""
     known: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    out: str = ""  # the setting by which the command is told where to save
+    out: str = ""  # the setting that tells the command where to save
     trial: Trial | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What `gpufleet new --try` runs: the command, small enough for a CPU but as long as it takes to be watched."""
+    """What `gpufleet new --try` runs: the command, small enough for a CPU but long enough to be watched."""
 
     command: str
-    resume: str = ""  # what the second start gets beside it, with {checkpoint}, {step} and {epoch}
+    resume: str = ""  # words that the second start gets, with {checkpoint}, {step} and {epoch}
     workdir: str = ""  # in the words of job.workdir
     environment: dict[str, str] = field(default_factory=dict)
-    lines: tuple[str, ...] = ()  # patterns of lines that tell where it is, as the code and its framework say them
-    every: str = ""  # the setting by which the command saves more often than it is meant to
+    lines: tuple[str, ...] = ()  # patterns of lines with its position, from the code and its framework
+    every: str = ""  # the setting that makes the command save more often than usual
 
 
 def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", modeline: str = "") -> Draft:
@@ -131,8 +131,8 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
 
 
 def loadable(made: Draft, name: str) -> Draft:
-    """The draft as it loads: a value that the loader refuses becomes a comment marked CHECK, with what is allowed.
-    Raises GpufleetError where that does not mend it.
+    """The draft in a form that loads: a value that the loader refuses becomes a comment marked CHECK, with the allowed
+    values. Raises GpufleetError if that does not help.
     """
     lines = made.text.splitlines()
     with tempfile.TemporaryDirectory() as folder:
@@ -155,14 +155,14 @@ def loadable(made: Draft, name: str) -> Draft:
 
 
 def _comment_out(lines: list[str], problem: Problem) -> bool:
-    """Makes a comment of the line that a problem names, and of what stands below it. False: it is one already."""
+    """Makes a comment of the line that a problem names, and of the lines below it. False if it is one already."""
     at = (problem.line or 0) - 1
     line = lines[at]
     indent = len(line) - len(line.lstrip())
     if "# CHECK: allowed:" in line or line.lstrip().startswith("#") or not indent or _REQUIRED.match(line):
         return False
     written = line.strip() if not line.lstrip().startswith("each:") else f"format: none   # {line.strip()}"
-    mark = "# " if written == line.strip() else ""  # without any name it is declared to save nothing
+    mark = "# " if written == line.strip() else ""  # without a name it declares that it saves nothing
     lines[at] = f"{' ' * indent}{mark}{written}   # CHECK: allowed: {problem.allowed}"
     for below in range(at + 1, len(lines)):
         if len(lines[below]) - len(lines[below].lstrip()) <= indent or not lines[below].strip():
@@ -173,24 +173,24 @@ def _comment_out(lines: list[str], problem: Problem) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountingPlan:
-    """What the parts of a definition have to agree on. `unit`: what the run counts."""
+    """Facts on which the parts of a definition must agree. `unit`: what the run counts."""
 
     unit: str  # step, or epoch
-    word: str  # what {step} and (?P<step>) stand for in it: step, or epoch where the script counts nothing else
+    word: str  # the meaning of {step} and (?P<step>) in it: step, or epoch if the script counts nothing else
     total: Span | None
-    steps_per_epoch: bool  # the file has to say how long an epoch is
+    steps_per_epoch: bool  # whether the file must say how long an epoch is
     every: Span  # how often it saves
     lines: tuple[PrintedLine, ...]
 
     def named(self, text: str) -> str:
-        """A name or a pattern of the script's epochs in the run's own unit."""
+        """The script's name or pattern for epochs in the run's own unit."""
         if self.word == "epoch" and self.unit == "step":
             return text.replace("{epoch", "{step").replace("(?P<epoch>", "(?P<step>")
         return text
 
     @property
     def says_every(self) -> bool:
-        """Whether the file says how often in what the run counts, not in minutes."""
+        """Whether the file gives the interval in the run's unit, not in minutes."""
         if self.every.count is None or self.total is None:
             return False
         if "epoch" in (self.unit, self.word):
@@ -199,7 +199,7 @@ class CountingPlan:
 
 
 def _plan(found: ScriptFacts) -> CountingPlan:
-    """Steps where anything counts them; epochs where names, lines and length count nothing else."""
+    """The plan: steps if anything counts them; epochs if names, lines and length count nothing else."""
     row, total, names = found.framework, found.total, " ".join(found.names)
     if total is None or total.count is None:
         total = Span(unit="epoch", count=row.work_epochs, where=row.name) if row and row.work_epochs else None
@@ -216,21 +216,21 @@ def _plan(found: ScriptFacts) -> CountingPlan:
     elif total is None and any("epoch" in each for each in groups) and not tells_step and not tells_batch:
         unit, word = "epoch" if "{step" in names else "step", "epoch"
     if total is not None and unit == word == "step" and not steps_per_epoch and lines and lines[0].counts == "epoch":
-        lines = ()  # they cannot tell a step
+        lines = ()  # they cannot give a step
     return CountingPlan(
         unit=unit, word=word, total=total, steps_per_epoch=steps_per_epoch, every=_every(found), lines=lines
     )
 
 
 def _interval(setting: Setting, unit: Kind) -> Span:
-    """How often a setting has it save; of one that is off what it is switched on to."""
+    """The interval that a setting gives; for one that is off, the interval to set."""
     is_off = setting.count is None and setting.form and setting.typed is None
     found = Span.from_setting(setting, unit)
     return replace(found, count=500 if unit == "step" else 10) if is_off else found
 
 
 def _every(found: ScriptFacts) -> Span:
-    """What the framework is told, else what stands around the save; a setting that is off is switched on."""
+    """The interval given to the framework, else from the code around the save; a setting that is off is switched on."""
     row, settings, facts = found.framework, found.settings, found.checkpoint
     off: Span | None = None
     told: list[tuple[str, Kind]] = []
@@ -258,36 +258,36 @@ def _every(found: ScriptFacts) -> Span:
 
 @dataclass(slots=True)
 class WritePlace:
-    """Where its checkpoints come to lie, in the words of the file."""
+    """Where the command's checkpoints will lie, in the file's words."""
 
-    folder: str = ""  # of checkpoint.folder; empty: {checkpoints}
-    below: str = ""  # what comes before the names in it
+    folder: str = ""  # for checkpoint.folder; empty: {checkpoints}
+    below: str = ""  # the path before the names in it
     workdir: str = ""  # a line of the file
     environment: dict[str, str] = field(default_factory=dict)
-    why: str = ""  # beside the folder
+    why: str = ""  # the reason, beside the folder
 
 
 class _Writer:
-    """Writes the parts of one definition, and collects what its reader has to know."""
+    """Writes the parts of one definition, and collects notes for its reader."""
 
     def __init__(self, found: ScriptFacts) -> None:
         self.found, self.row, self.facts, self.settings = found, found.framework, found.checkpoint, found.settings
         self.plan, self.made, self.place = _plan(found), Draft(), WritePlace()
-        self.passes_on = found.start.passes_on  # what is added to the command
-        self.part = found.start.part  # of the command, to which something is added
+        self.passes_on = found.start.passes_on  # whether words added to the command reach the program
+        self.part = found.start.part  # the part of the command to which words are added
         self.through = found.start.through[-1] if found.start.through else "your command"
         self.nodes = 1
         self.starts_trainer = self.row is not None and self.row.format == "hf-trainer"
 
     def known(self, sentence: str, where: str = "") -> None:
-        """`where`: what shows it, a place in the code or what was seen."""
+        """Notes a fact; `where` is its evidence, a place in the code or in the trial."""
         self.made.known.append(f"{sentence} ({where})" if where else sentence)
 
     def unknown(self, sentence: str) -> None:
         self.made.unknown.append(sentence)
 
     def processes(self, typed: str) -> tuple[str, str, str]:
-        """The command with {gpus} for a number of processes, the instance type, and what to look at beside it."""
+        """The command with {gpus} for a number of processes, the instance type, and what to check about it."""
         match = PROCESSES.search(typed)
         number = match["count"] if match else self.found.start.processes
         count, changed = int(number) if number.isdigit() else 0, typed
@@ -312,7 +312,7 @@ class _Writer:
         return changed, BY_GPUS[1], check
 
     def told_where(self, typed: str) -> str:
-        """The command, told to write below {checkpoints} where it can be told; `place` gets what the file says else."""
+        """The command, told to write below {checkpoints} if possible; `place` gets what the file says instead."""
         row, facts, place = self.row, self.facts, self.place
         place.below = f"{row.folder}/" if row is not None else ""
         place.below = place.below.lstrip("/")
@@ -353,7 +353,7 @@ class _Writer:
         return typed
 
     def _named_place(self) -> tuple[Setting | None, str, str]:
-        """By names that such settings have: the setting, or the folder that the code gives its framework, and where."""
+        """By usual names: the setting, or the folder that the code gives its framework, and where."""
         own = self.row.out if self.row is not None else ()
         known = [each for name in (*own, *OUT) if (each := self.settings.first([name])) is not None]
         is_filed = re.compile(r".*\.(ya?ml|toml|json):\d+")
@@ -381,8 +381,8 @@ class _Writer:
         return with_setting(typed, setting, value, self.part)
 
     def _own_folder(self, folder: str, where: str, typed: str) -> str:
-        """A folder that the code names itself. A script that saves where it starts is started in {checkpoints}, and
-        finds its code by {code}.
+        """The command for a folder that the code names itself. A script that saves in its start folder is started in
+        {checkpoints}, and finds its code by {code}.
         """
         start, place = self.found.start, self.place
         plain = posixpath.normpath(posixpath.join(start.folder, folder))
@@ -414,7 +414,7 @@ class _Writer:
         return typed
 
     def switched_on(self, written: str) -> str:
-        """The command with a setting for saves that are off, or that a framework's default would leave unsaid."""
+        """The command with a setting that switches saves on, or that a framework's default would leave implicit."""
         every, row = self.plan.every, self.row
         if row is not None and row.needs and row.needs not in written and self.passes_on:
             self.known(f"it saves nothing by default, so the command asks for it ({row.needs})", row.name)
@@ -439,7 +439,7 @@ class _Writer:
             yield from (f"    {name}: {_quoted(value)}" for name, value in self.place.environment.items())
 
     def resume(self) -> Iterator[str]:
-        """What the command gets where a checkpoint was restored."""
+        """The lines for what the command gets after a restored checkpoint."""
         found, row = self.found, self.row
         if found.bare_resume:
             where = found.bare_resume.where
@@ -501,7 +501,7 @@ class _Writer:
         self.unknown("how large a checkpoint is: job.checkpoint.size_gb (the price of storage and of a notice)")
 
     def _names(self) -> Iterator[str]:
-        """What one checkpoint is, and what completes it."""
+        """The lines for what one checkpoint is, and what completes it."""
         row, facts = self.row, self.facts
         shown = [("" if facts else self.place.below) + self.plan.named(each) for each in self.found.names]
         where = facts.where if facts is not None else f"{row.name}, {row.version}" if row is not None else ""
@@ -536,7 +536,7 @@ class _Writer:
         row, plan = self.row, self.plan
         is_formats = row is not None and row.format and FORMATS[row.format].progress
         if row is not None and is_formats and (self.facts is None or row.format != "dcp"):
-            if self.facts is not None or row.folder:  # else the format has it
+            if self.facts is not None or row.folder:  # else the format defines it
                 yield from ("  progress:", f"    format: {row.format}   # {row.name}")
             return
         yield "  progress:"
@@ -576,7 +576,7 @@ class _Writer:
         self.unknown("how long a step takes: `gpufleet calibrate` measures it, job.work declares it")
 
     def stop(self, command: str) -> Iterator[str]:
-        """The signal that it handles; one that a launcher would die of is none of the file's."""
+        """The lines for the signal that it handles; a signal that would kill its launcher is not written."""
         if (seen := self.found.saves_on_signal) is not None:
             self.known(seen.where)
             yield f"  stop: {{signal: TERM, saves: {seen.value}}}   # {seen.where}"
@@ -605,7 +605,7 @@ class _Writer:
             yield f"  # secrets: {{WANDB_API_KEY: ssm:/wandb}}   # {wandb.where}: {wandb.value}"
 
     def inputs(self, command: str) -> Iterator[str]:
-        """The inputs that the command names."""
+        """The lines for inputs that the command names."""
         if not (names := dict.fromkeys(INPUT.findall(command))):
             self.unknown("what the data is: storage.inputs, or the script fetches it itself (setup)")
             yield "  # inputs: {NAME: data/folder or s3://bucket/prefix}   # read as {inputs.NAME} in the command"
@@ -625,7 +625,7 @@ class _Writer:
         for each, value in wanted if self.passes_on else ():
             if each is not None and each.form and not each.is_flag and not isinstance(each.default, bool):
                 command = with_setting(command, each, value, self.part)
-        # One process on a CPU needs no launcher, and some scripts take any for GPUs.
+        # One process on a CPU needs no launcher, and some scripts take a launcher for GPUs.
         if self.found.runs_alone and self.nodes == 1:
             command = re.sub(r"^torchrun(?: +--\S+(?: +(?:\d+|\{gpus\}))?)* +", "python ", command)
         if (setting := settings.first(COMPILE)) is not None and setting.form.endswith("={}"):
@@ -636,23 +636,23 @@ class _Writer:
 
     @property
     def asked(self) -> Span | None:
-        """How long it trains, or what would say so where the training has no end of its own."""
+        """How long it trains, or what would set that if the training has no end of its own."""
         return self.plan.total or self.found.total
 
     @property
     def ends_command(self) -> bool:
-        """Whether the words of the program that trains are the last of the command."""
+        """Whether the words of the training program are the last of the command."""
         return self.part < 0 or self.part == len(list(parts(self.found.start.typed))) - 1
 
     @property
     def can_say_every(self) -> bool:
-        """Whether the command line says how often it saves, as a number."""
+        """Whether the command line can set how often it saves, as a number."""
         setting = self.plan.every.setting
         is_number = setting is not None and (setting.typed is None or setting.count is not None)
         return setting is not None and is_number and bool(setting.form) and self.passes_on
 
     def rehearsal(self, command: str) -> Iterator[str]:
-        """The lines of a rehearsal's section."""
+        """The lines of the section rehearsal."""
         plan, total, every = self.plan, self.asked, self.plan.every
         counts_epochs, check = total is not None and total.unit == "epoch", ""
         interval = every.count or REHEARSED_EVERY
@@ -717,6 +717,6 @@ def _always_quoted(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A YAML scalar in single quotes where a plain one would mean something else."""
+    """A YAML scalar, in single quotes if plain text would mean something else."""
     plain = re.fullmatch(r"[A-Za-z./~][A-Za-z0-9 ./_=-]*", text) and " #" not in text
     return text if plain else _always_quoted(text)

@@ -1,7 +1,7 @@
-"""`gpufleet new --try`: the command runs on this machine's CPU for a minute, in a copy of the folder, and is watched.
+"""`gpufleet new --try`: runs the command on this machine's CPU for a minute, in a copy of the folder, and watches it.
 
-Which files appear, grow and are renamed, which lines come, what it does when it is asked to leave, and whether a second
-start with what was saved goes on. Every finding carries what was seen.
+It notes which files appear, grow and are renamed, which lines come, what the command does on a request to stop, and
+whether a second start resumes from what was saved. Every finding carries its evidence.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from gpufleet.infra.discover.template import Trial
 from gpufleet.job.command.names import FoundCheckpoint, Names, place
 from gpufleet.job.kind.command import filled
 
-AGAIN_S = 40.0  # for a second start, at most
-FIRST_LINES = 3  # of the second start: files that come with them may still show that it begins anew
+AGAIN_S = 40.0  # the most for a second start
+FIRST_LINES = 3  # of the second start: files that come with them may still show that it starts over
 
 
 def trial(
@@ -48,7 +48,7 @@ def _start_again(
     sandbox: Sandbox, trying: Trial, seen: TrialFindings, kept: SeenCheckpoint, first: TrialRun, seconds: float,
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Whether a second start goes on: from the checkpoint before the last, so that it has one to write again."""
+    """Finds whether a second start resumes: from the checkpoint before the last, so that it writes one again."""
     folder = (sandbox.user["checkpoints"] if kept.top == "checkpoints" else sandbox.code) / kept.folder
     names = Names(kept.config(()))
     there = [each for each in names.find(folder, sandbox.root) if not names.lacks(each)]

@@ -1,8 +1,8 @@
-"""What a text of the code is made of, without running it: `os.path.join(args.out, f"step{i:05d}.pt")` is the setting
+"""Finds the parts of a text in the code without running it: `os.path.join(args.out, f"step{i:05d}.pt")` is the setting
 `out`, then `/step`, then a step of five digits, then `.pt`.
 
-Names are followed to what they are set to, parameters to the calls, attributes of self to their class. What cannot be
-followed stays a hole.
+It follows names to their values, parameters to the calls, attributes of self to their class. A part that it cannot
+follow stays a hole.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from gpufleet.infra.discover.settings import ScriptSettings, Setting, environmen
 Kind = Literal["step", "epoch", "batch", "setting", "checkpoints", "any"]
 Part = TypeVar("Part")
 Piece = str | tuple[ast.expr | None, str]  # a text, or a value with its format
-Bound = tuple[ast.expr | ast.For, Scope]  # what a name is set to, or the loop that counts it, and where that stands
-MOST = 4  # values of one name that are looked at
+Bound = tuple[ast.expr | ast.For, Scope]  # a name's value, or the loop that counts it, with its place
+MOST = 4  # the most values of one name to look at
 DEEP = 9
 
 _UNITS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
@@ -37,22 +37,22 @@ _UNITS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("batch", re.compile(r"(?:^|_)(?:batch|bi)(?:$|_(?:idx|id|i|num))|n_batch")),
 )
 _JOIN = {"join", "joinpath", "Path", "PurePath", "PosixPath"}
-# Calls that leave a path or a number what it is: of their first argument, or of what they are methods of.
+# Calls that leave a path or a number as it is: of their first argument, or of the object that they are methods of.
 _OF_FIRST = {"str", "int", "abspath", "realpath", "expanduser", "fspath", "normpath", "expandvars", "to_absolute_path"}
 _OF_OWNER = {"resolve", "absolute", "as_posix", "expanduser", "strip", "rstrip", "lstrip", "lower", "item"}
 _OPENS = {"open", "GFile", "xopen", "BlobFile"}
-_COUNTS_UP = re.compile(r"increment|unique|outdir")  # what makes a folder of a number that no other has
+_COUNTS_UP = re.compile(r"increment|unique|outdir")  # functions that name a folder by the next free number
 _PERCENT = re.compile(r"(%(?:\(\w+\))?[-+ 0#]*\d*(?:\.\d+)?[a-zA-Z])")
 _BRACES = re.compile(r"(\{[\w.\[\]]*(?:![rsa])?(?::[^{}]*)?\})")
 
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """A part of a text that only a run knows. `name`: the setting's, or the expression."""
+    """A part of a text that is known only in a run. `name`: the setting's, or the expression."""
 
     kind: Kind
     name: str
-    form: str = ""  # 05d
+    form: str = ""  # for example 05d
 
 
 Parts = tuple[str | Hole, ...]
@@ -60,7 +60,7 @@ Parts = tuple[str | Hole, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """So many steps or epochs, as the code or one of its settings says it. `count`: None where nobody says a number."""
+    """A number of steps or epochs, from the code or one of its settings. `count` None: no number is known."""
 
     unit: Kind = "step"
     count: int | None = None
@@ -73,13 +73,13 @@ class Span:
 
 
 def unit(name: str) -> Kind | None:
-    """What a name counts by its own words: steps, epochs, batches; None: nothing that is known."""
+    """What a name counts, by its own words: steps, epochs, batches; None if not known."""
     plain = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.rpartition(".")[2]).lower()
     return next((kind for kind, pattern in _UNITS if pattern.search(plain)), None)
 
 
 def pieces(expr: ast.AST | None) -> list[Piece]:
-    """The texts and values of which a text is put together; nothing where an expression puts none together."""
+    """The texts and values that an expression joins into a text; empty if it joins none."""
     match expr:
         case ast.Constant(value=str() as text):
             return [text]
@@ -100,12 +100,12 @@ def pieces(expr: ast.AST | None) -> list[Piece]:
 
 
 def percented(text: str, values: list[ast.expr]) -> list[Piece]:
-    """`"%04d: %s" % values`, as logging does it too."""
+    """The pieces of `"%04d: %s" % values`, as logging formats too."""
     return _filled(_PERCENT, text, values)
 
 
 def braced(text: str, call: ast.Call) -> list[Piece]:
-    """`"{}-{:04d}".format(a, b)`."""
+    """The pieces of `"{}-{:04d}".format(a, b)`."""
     return _filled(_BRACES, text, call.args, {str(each.arg): each.value for each in call.keywords})
 
 
@@ -127,16 +127,16 @@ def _filled(
 
 
 def opened(call: ast.Call) -> ast.expr | None:
-    """The path of a file that a call opens; None: it opens none."""
+    """The path of a file that a call opens; None if it opens none."""
     if called(call) not in _OPENS:
         return None
     if isinstance(call.func, ast.Attribute) and (not call.args or re.fullmatch("[wrax]b?", str(literal(call.args[0])))):
-        return call.func.value  # Path(...).open("w")
+        return call.func.value  # for example Path(...).open("w")
     return call.args[0] if call.args else None
 
 
 class Values:
-    """Follows expressions of what is reached to their parts."""
+    """Follows expressions of the reached code to their parts."""
 
     def __init__(self, reach: Reach, settings: ScriptSettings) -> None:
         self._reach, self.settings, self.entry = reach, settings, reach.entry
@@ -151,7 +151,7 @@ class Values:
         return list(dict.fromkeys(itertools.islice(map(joined, self._resolve(expr, scope, depth)), 3 * MOST)))[:MOST]
 
     def quantity(self, expr: ast.AST | None, scope: Scope, depth: int = 0) -> tuple[int | None, Setting | None]:
-        """The whole number that an expression is, or the setting that says it. None: it is none."""
+        """The whole number that an expression is, or the setting that gives it. None if it is none."""
         if not isinstance(expr, ast.expr) or depth > DEEP:
             return None, None
         value = literal(expr)
@@ -171,7 +171,7 @@ class Values:
         return (setting.count if setting is not None else None), setting
 
     def kinds(self, expr: ast.AST | None, scope: Scope) -> Kind | None:
-        """What an expression counts; None: nothing that is known."""
+        """What an expression counts; None if not known."""
         holes = (part for each in self.resolve(expr, scope) for part in each if isinstance(part, Hole))
         return next((each.kind for each in holes if each.kind in ("step", "epoch", "batch")), None)
 
@@ -203,7 +203,7 @@ class Values:
                 yield hole
 
     def _put_together(self, several: Iterable[Piece | Hole], scope: Scope, depth: int) -> Iterator[Parts]:
-        """Each way to join them, the first ones."""
+        """The ways to join them, up to a bound."""
         options: list[list[Parts]] = []
         for each in several:
             if isinstance(each, str | Hole):
@@ -224,7 +224,7 @@ class Values:
         if isinstance(expr.op, ast.Div) and is_path:
             yield from ((*one, "/", *two) for one in left for two in right)
         elif counted is not None:
-            yield (counted,)  # epoch + 1
+            yield (counted,)  # for example epoch + 1
         elif isinstance(expr.op, ast.Add):
             yield from ((*one, *two) for one in left for two in right)
         else:
@@ -255,7 +255,7 @@ class Values:
         elif name == "with_suffix" and of is not None:
             yield from ((*each, str(literal(first) or "")) for each in self.resolve(of, scope, depth + 1))
         elif _COUNTS_UP.search(name) and first is not None:
-            below = ("/",) if len(expr.args) > 1 else ()  # what follows is joined to it
+            below = ("/",) if len(expr.args) > 1 else ()  # the next argument is joined to it
             yield from ((*each, *below, Hole("any", "*")) for each in self.resolve(first, scope, depth + 1))
         else:
             results = [
@@ -269,7 +269,7 @@ class Values:
             yield from results or [(Hole(unit(dotted(expr.func)) or "any", ast.unparse(expr)[:80]),)]
 
     def _functions(self, expr: ast.Call, scope: Scope) -> Iterator[tuple[Function, Scope]]:
-        """The function of the folder that a call is of, where that is plain."""
+        """The function of the folder that a call calls, if that is plain."""
         owner, _, name = dotted(expr.func).rpartition(".")
         if owner == "self" and scope.cls is not None:
             for node in scope.cls.body:
@@ -295,7 +295,7 @@ class Values:
             yield from self._setting_or(_key(expr), (Hole("any", chain),))
 
     def bound(self, chain: str, at: ast.AST, scope: Scope) -> list[Bound]:
-        """What a name is set to where it is used, the likeliest first. Nothing: nobody knows, or a setting says it."""
+        """The values of a name where it is used, the likeliest first. Empty if not known, or if a setting gives it."""
         for count in range(len(scope.functions), 0, -1):
             function, inner = scope.functions[count - 1], Scope(scope.file, scope.functions[:count], scope.cls)
             more = function.args
@@ -312,7 +312,7 @@ class Values:
             return []
         file, own = found[0], self._reach.names(found[0]).assigned
         there = self._reach.names(scope.file).imports.get(head, ("", ""))[1] or head
-        values = own.get(there if not rest else "" if there in own else rest, [])  # of a value's attribute: nothing
+        values = own.get(there if not rest else "" if there in own else rest, [])  # nothing for a value's attribute
         is_here = file == scope.file and not scope.functions
         return [(node, Scope(file)) for node in (_set_before(values, at, chain) if is_here else values[:-MOST:-1])]
 
@@ -323,7 +323,7 @@ class Values:
         return setting if is_here and setting is not None and setting.form else None
 
     def _of_parameter(self, function: Function, name: str, scope: Scope) -> list[Bound]:
-        """What the calls give for it, else its default."""
+        """The arguments of calls for this parameter, else its default."""
         outer = Scope(scope.file, scope.functions[:-1], scope.cls)
         cls = scope.cls if function in getattr(scope.cls, "body", ()) else None
         if passed := [
@@ -334,7 +334,7 @@ class Values:
             return []
         calls = self._reach.calls_of(function, Scope(scope.file, (), cls))
         if any(each.arg is None for site in calls for each in site.call.keywords) and name in self._set_anywhere:
-            return self._set_anywhere[name]  # in what is given to it by **
+            return self._set_anywhere[name]  # in what ** gives it
         more, arguments = function.args, [*function.args.posonlyargs, *function.args.args]
         pairs = [
             *zip(arguments[::-1], more.defaults[::-1], strict=False),
@@ -343,7 +343,7 @@ class Values:
         return [(value, outer) for each, value in pairs if each.arg == name and not _is_none(value)]  # type: ignore[misc]
 
     def _of_class(self, cls: ast.ClassDef | None, file: str, name: str) -> list[Bound]:
-        """What an attribute of self is set to, in the class or one that it stands on."""
+        """The values of an attribute of self, set in the class or a base class."""
         for _ in range(5):
             if cls is None:
                 break
@@ -365,7 +365,7 @@ class Values:
         return []
 
     def _setting_or(self, name: str, hole: Parts) -> Iterator[Parts]:
-        """The setting of this name; else what somebody sets it to: `args.folder = str(...)`."""
+        """The setting of this name; else its values in the code: `args.folder = str(...)`."""
         setting = self.settings.find(name) if name else None
         for shorter in (name.partition(".")[2], name.rpartition(".")[2]):
             setting = setting or (self.settings.find(shorter) if shorter else None)
@@ -388,7 +388,7 @@ class Values:
         return found
 
     def _counted_by(self, loop: ast.For, scope: Scope, depth: int) -> Iterator[Parts]:
-        """What the first name of a loop is: an element of a list, a step of a range, a batch of what is enumerated."""
+        """The first name of a loop: an element of a list, a step of a range, a batch of an enumeration."""
         listed = [loop.iter, *(node for node, _ in self.bound(dotted(loop.iter), loop.iter, scope))]
         elements = [each for node in listed if isinstance(node, ast.List | ast.Tuple) for each in node.elts]
         yield from (parts for each in elements[:MOST] for parts in self.resolve(each, scope, depth + 1))
@@ -406,7 +406,7 @@ class Values:
 
 
 def _key(expr: ast.AST | None) -> str:
-    """`train.out` of config["train"]["out"] or args.train.out: the name of a setting, without what holds it."""
+    """`train.out` for config["train"]["out"] or args.train.out: a setting's name, without its container."""
     match expr:
         case ast.Attribute(value=ast.Name(id="self" | "cls")):
             return ""
@@ -419,7 +419,7 @@ def _key(expr: ast.AST | None) -> str:
 
 
 def loop_range(node: ast.expr) -> ast.Call | None:
-    """The `range` that a loop goes through, inside of a bar too; None: it goes through something else."""
+    """The `range` of a loop, also inside of a bar; None for another loop."""
     calls = (each for each in walk(node) if isinstance(each, ast.Call) and each.args)
     return next((each for each in calls if called(each) in ("range", "trange", "count", "prange")), None)
 
@@ -427,8 +427,8 @@ def loop_range(node: ast.expr) -> ast.Call | None:
 def _set_before(
     values: list[ast.expr | ast.For], at: ast.AST, chain: str, *, or_after: bool = True
 ) -> list[ast.expr | ast.For]:
-    """What was set before a place, the last first, as far as that does not go on from what it was; else what is set
-    after it, as in a loop.
+    """The values set before a place, the last first, back to one that does not use its old value; else those set after
+    it, as in a loop.
     """
     here = (getattr(at, "lineno", 0), getattr(at, "col_offset", 0))
     ends = [(each.target if isinstance(each, ast.For) else each, each) for each in values]
@@ -459,7 +459,7 @@ def joined(parts: Iterable[str | Part]) -> tuple[str | Part, ...]:
 
 
 def _formatted(parts: Parts, form: str) -> Parts:
-    """What is formatted as a number of digits has them."""
+    """The parts with the format applied to their numbers."""
     match = re.fullmatch(r"0(\d+)[di]?", form)
     if match and len(parts) == 1 and isinstance(parts[0], Hole):
         return (Hole(parts[0].kind, parts[0].name, f"0{match[1]}d"),)

@@ -1,1 +1,1 @@
-"""What a run reads: made here by `gpufleet prepare`, and whether it is what the file asks for."""
+"""A run's inputs: `gpufleet prepare` makes them, and these modules check that they match the file."""

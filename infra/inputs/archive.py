@@ -1,7 +1,7 @@
 """The job package as one file for the bucket: the same sources give the same bytes on every machine.
 
-Its hash is its name in the bucket and stands in user-data, so a run trains with the code its preview showed. It is also
-its name in the project's own .gpufleet/, where the engine reads it: a stack's state names the file, and holds no copy.
+Its hash is its name in the bucket and is in user-data, so a run trains with the code its preview showed. It is also its
+name in the project's own .gpufleet/, where the engine reads it: a stack's state names the file, and holds no copy.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _BLOCK = 65535  # longest stored block of a deflate stream (RFC 1951)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Archive:
-    """A tar.gz that unpacks to `gpufleet/job/`, under a `gpufleet` that has nothing else."""
+    """A tar.gz that unpacks to `gpufleet/job/`, in a `gpufleet` without anything else."""
 
     content: bytes
     sha256: str
 
     def file(self, root: Path) -> Path:
-        """The archive's place in the project `root`; written unless it is there. While a run is up, its engine reads
-        the one with which the run began, so none is removed here.
+        """The archive's file in the project `root`; writes it unless it exists. It removes no other: while a run is up,
+        its engine reads the archive with which the run began.
         """
         path = root / FOLDER / f"job-{self.sha256}.tar.gz"
         if not path.exists() or path.stat().st_size != len(self.content):
@@ -41,9 +41,9 @@ class Archive:
 
 
 def build(job_package_dir: Path) -> Archive:
-    """Every file under the package, sorted, without times, owners, modes, caches and tests.
+    """The archive of every file under the package, sorted, without times, owners, modes, caches and tests.
 
-    Raises FileNotFoundError when the folder holds no file.
+    Raises FileNotFoundError if the folder has no file.
     """
     contents = {
         f"gpufleet/job/{path.relative_to(job_package_dir).as_posix()}": path.read_bytes()
@@ -64,7 +64,7 @@ def build(job_package_dir: Path) -> Archive:
 
 @contextmanager
 def packing(target: BinaryIO, form: int) -> Iterator[tarfile.TarFile]:
-    """A tar.gz to which entries are added, written to `target` as they come; `form` as tarfile numbers them."""
+    """A tar.gz for adding entries, which are written to `target` at once; `form` is one of tarfile's formats."""
     stored = _StoredGzip(target)
     with tarfile.open(fileobj=stored, mode="w|", format=form, encoding="utf-8") as tar:  # type: ignore[call-overload]
         yield tar

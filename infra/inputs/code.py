@@ -1,6 +1,7 @@
-"""The folder of a command's code as one file for the bucket: what git would ship, with the user's uncommitted changes.
+"""The folder of a command's code as one file for the bucket: the files that git would ship, with the user's uncommitted
+changes.
 
-Nothing is written into the folder, git's index included. The same files give the same bytes on every machine.
+It writes nothing into the folder or git's index. The same files give the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ if TYPE_CHECKING:
     from gpufleet.job.kind.common import Code
 
 MIB = 1024 * 1024
-LARGEST = 5  # files that are named where all together are too large
+LARGEST = 5  # files to name if all together are too large
 _LEFT_OUT = (".git", "__pycache__")
-ENVIRONMENTS = (".venv", "venv")  # below the code's folder: where its own Python is looked for
-_ENVIRONMENT = "pyvenv.cfg"  # of a virtual environment's folder, which works nowhere else
+ENVIRONMENTS = (".venv", "venv")  # below the code's folder: where its own Python is searched
+_ENVIRONMENT = "pyvenv.cfg"  # in a virtual environment's folder, which works nowhere else
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tree:
-    """What is shipped of a folder: files and links by name. `commit`: its repository's; None: there is none."""
+    """The files and links of a folder to ship, by name. `commit`: its repository's; None without a repository."""
 
     folder: Path
     files: dict[str, Path]
     commit: str | None
-    changed: bool  # since that commit, untracked files among it
+    changed: bool  # whether it differs from that commit, also by untracked files
 
     @property
     def bytes(self) -> int:
@@ -56,7 +57,7 @@ class Packed:
     sha256: str
 
     def input_entry(self) -> dict[str, Any]:
-        """The input as run.json names it."""
+        """The input as in run.json."""
         size = self.file.stat().st_size
         files = [{"name": CODE, "bytes": size, "sha256": self.sha256}]
         said = {"commit": self.tree.commit, "changed": self.tree.changed}
@@ -64,7 +65,7 @@ class Packed:
 
 
 def read(definition: StackDefinition, root: Path) -> Tree | None:
-    """What `definition` ships; None: the image has all. Raises DefinitionError: it is not there, or too large."""
+    """The files that `definition` ships; None if the image has all. Raises DefinitionError: no folder, or too large."""
     if (code := definition.job.parameters.demands.code) is None:
         return None
     folder = root / code.folder
@@ -97,7 +98,7 @@ def read(definition: StackDefinition, root: Path) -> Tree | None:
 
 
 def pack(tree: Tree, root: Path) -> Packed:
-    """The tree's archive, in the project `root`. Raises DefinitionError where a file changes meanwhile."""
+    """The tree's archive, in the project `root`. Raises DefinitionError if a file changes meanwhile."""
     own = root / FOLDER
     own.mkdir(parents=True, exist_ok=True)
     unfinished = own / f"code-{os.getpid()}.tar.gz~"
@@ -113,9 +114,9 @@ def pack(tree: Tree, root: Path) -> Packed:
 
 
 def programs(definition: StackDefinition, root: Path) -> Path | None:
-    """The folder that comes first on the PATH of a command that runs on this machine: of `rehearsal.python`, else of
-    the environment in its code's folder, else of that into which gpufleet was installed beside the user's packages.
-    None: there is none, and the system's programs are its own. Raises GpufleetError.
+    """The folder that comes first on the PATH of a command on this machine: of `rehearsal.python`, else of the
+    environment in its code's folder, else of the one in which gpufleet was installed beside the user's packages. None
+    without one: then it uses the system's programs. Raises GpufleetError.
     """
     if definition.python:
         python = root / definition.python
@@ -127,15 +128,13 @@ def programs(definition: StackDefinition, root: Path) -> Path | None:
         return python.absolute().parent  # not resolved: an environment's interpreter is a link
     code = definition.job.parameters.demands.code
     places = [root / code.folder / name / "bin" for name in ENVIRONMENTS] if code else []
-    if Path(__file__).is_relative_to(sys.prefix):  # not a clone's environment, which is gpufleet's alone
+    if Path(__file__).is_relative_to(sys.prefix):  # except a clone's environment, which is gpufleet's alone
         places.append(Path(os.environ.get("VIRTUAL_ENV", sys.prefix)) / "bin")
     return next((place.absolute() for place in places if (place / "python").exists()), None)
 
 
 def digest(definition: StackDefinition, root: Path) -> str:
-    """The hash that the archive of its code has now, or would have; empty where the image has all, or it cannot be
-    packed.
-    """
+    """The hash that its code's archive has now, or would have; empty if the image has all, or it cannot be packed."""
     try:
         tree = read(definition, root)
         hashing = _Hashing()
@@ -147,7 +146,7 @@ def digest(definition: StackDefinition, root: Path) -> str:
 
 
 def unpack(packed: Packed, folder: Path) -> None:
-    """Unpacks the code as staging does it on a node."""
+    """Unpacks the code as on a node."""
     with tarfile.open(packed.file) as tar:
         tar.extractall(folder, filter="data")
 
@@ -171,7 +170,7 @@ def _write(tree: Tree, target: BinaryIO) -> None:
 
 
 def _add(tar: tarfile.TarFile, name: str, path: Path, folder: Path) -> None:
-    """Without time and owner; of the mode only whether it is a program, as git keeps it."""
+    """Adds a file without time and owner; of the mode only whether it is executable, like git."""
     entry = tarfile.TarInfo(name)
     if path.is_symlink() and (target := _target_inside(path, folder)):
         entry.type = tarfile.SYMTYPE
@@ -185,26 +184,24 @@ def _add(tar: tarfile.TarFile, name: str, path: Path, folder: Path) -> None:
 
 
 def _target_inside(link: Path, folder: Path) -> Path | None:
-    """Where a link leads; None: out of the folder."""
+    """The target of a link; None if it is outside of the folder."""
     target = link.resolve()
     return target if target.is_relative_to(folder.resolve()) else None
 
 
 def files_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Files and links by name: what git tracks or would, where it knows the folder, else all of it; of virtual
-    environments nothing.
-    """
+    """Files and links by name: those that git tracks or would, else all; none of virtual environments."""
     return _named(_repositories(folder))
 
 
 def _repositories(folder: Path, above: str = "") -> Iterator[tuple[str, Path, set[str]]]:
-    """The folder and each repository of its own in it: how names in it begin, where it is, and the names."""
+    """(prefix of names, folder, names) of the folder and of each repository nested in it."""
     listed = git.ask(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     names = {os.fsdecode(name) for name in listed.split(b"\0") if name} if listed else set(_walk(folder))
     environments = tuple(name.removesuffix(_ENVIRONMENT) for name in names if name.endswith(f"/{_ENVIRONMENT}"))
     names = {
         name for name in names if not name.startswith(environments) and not (folder / name / _ENVIRONMENT).exists()
-    }  # a link to an environment is one name
+    }  # a link to an environment is a single name
     yield above, folder, names
     for name in names:
         if (folder / name).is_dir() and not (folder / name).is_symlink():
@@ -219,7 +216,7 @@ def _named(parts: Iterable[tuple[str, Path, set[str]]]) -> Iterator[tuple[str, P
 
 
 def _projects_own(folder: Path, root: Path) -> Callable[[str], bool]:
-    """Whether a name in the folder of code is of the project `root`, which may lie in it or be it."""
+    """Whether a name in the folder of code is a file of the project `root`, which may lie in it or be it."""
     if not root.resolve().is_relative_to(folder.resolve()):
         return lambda name: False
     below = root.resolve().relative_to(folder.resolve()).as_posix()
@@ -236,7 +233,7 @@ def _walk(folder: Path) -> Iterator[str]:
 
 
 def _is_excluded(name: str, patterns: tuple[str, ...]) -> bool:
-    """A pattern is of a whole name, of a folder's above, or of any one part."""
+    """Whether a pattern matches the whole name, a folder above it, or any one part."""
     parts = name.split("/")
     above = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
     return any(fnmatchcase(each, pattern.rstrip("/")) for pattern in patterns for each in (*above, *parts))

@@ -1,6 +1,6 @@
 """A command's inputs: local folders, hashed here and uploaded once, and s3:// prefixes, listed here and read there.
 
-What has been hashed or listed is kept in the project's own folder; nothing is written into the user's.
+Hashes and listings are kept in the project's own folder; nothing is written into the user's.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from gpufleet.job.contract.bucket import INPUTS
 from gpufleet.job.contract.inputs import InputFile
 from gpufleet.job.contract.reading import DoubtError
 
-FOLDER = ".gpufleet"  # of the project; git ignores it
-MOST_FILES = 1000  # of a local folder: each is a resource of the stack, and a billed request
+FOLDER = ".gpufleet"  # in the project; git ignores it
+MOST_FILES = 1000  # in a local folder: each is a resource of the stack, and a billed request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """An input as it is now. `folder` None: in a bucket, and `files` are only counted."""
+    """An input as it is now. `folder` None: it is in a bucket, and `files` are only counted."""
 
     uri: str | None
     folder: Path | None
@@ -37,13 +37,13 @@ class Listed:
     files: tuple[InputFile, ...] = ()
 
     def input_entry(self) -> dict[str, Any]:
-        """The input as run.json names it."""
+        """The input as in run.json."""
         return {"uri": self.uri, "sha256": self.sha256, "files": [asdict(file) for file in self.files]}
 
 
 def read(definition: StackDefinition, root: Path) -> dict[str, Listed]:
-    """The inputs that are there, by name: of a local folder every file that is new or has changed is hashed now, of an
-    s3:// prefix what `listed` has kept. `missing` tells of the others.
+    """The existing inputs, by name: new and changed files of a local folder are hashed now, an s3:// prefix has what
+    `listed` kept. `missing` reports the others.
     """
     found = {name: _hashed(folder, root) for name, folder in _local(definition, root) if not _unfit(folder)}
     for name, uri in _remote(definition):
@@ -53,7 +53,7 @@ def read(definition: StackDefinition, root: Path) -> dict[str, Listed]:
 
 
 def missing(definition: StackDefinition, root: Path) -> Iterator[str]:
-    """What a run cannot begin without, a sentence each."""
+    """Why a run cannot begin, a sentence per input."""
     for name, folder in _local(definition, root):
         if why := _unfit(folder):
             yield f"storage.inputs.{name}, {(definition.storage.inputs or {})[name]}, {why}."
@@ -63,13 +63,13 @@ def missing(definition: StackDefinition, root: Path) -> Iterator[str]:
 
 
 def size(definition: StackDefinition, root: Path) -> int:
-    """Bytes that the stack uploads: of local folders, as far as they are there. Nothing is hashed."""
+    """Bytes that the stack uploads: of local folders, as far as they exist. It hashes nothing."""
     folders = [folder for _, folder in _local(definition, root) if folder.is_dir()]
     return sum(path.stat().st_size for folder in folders for path in files_of(folder).values())
 
 
 def listed(uri: str, root: Path, client: Any) -> Listed:
-    """What lies at an s3:// prefix, asked of S3 and kept for `read`. Raises GpufleetError where nothing does."""
+    """The objects at an s3:// prefix, asked of S3 and kept for `read`. Raises GpufleetError if there are none."""
     bucket, _, path = uri.removeprefix("s3://").partition("/")
     prefix = f"{path.strip('/')}/" if path.strip("/") else ""
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
@@ -95,7 +95,7 @@ def listed(uri: str, root: Path, client: Any) -> Listed:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """The files below a folder by name, in order; links are followed, since whoever uploads does."""
+    """The files below a folder by name, in order; links are followed, as in an upload."""
     found: dict[str, Path] = {}
     seen = set()
     for where, folders, names in os.walk(folder, followlinks=True):
@@ -107,7 +107,7 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 
 def _unfit(folder: Path) -> str:
-    """Why a folder cannot be uploaded, in words that follow its name; or nothing."""
+    """Why a folder cannot be uploaded, as words after its name; or empty."""
     if not folder.is_dir():
         return f"is not there: there is no folder {folder.resolve()}"
     files = files_of(folder)
@@ -127,7 +127,7 @@ def _unfit(folder: Path) -> str:
 
 
 def _hashed(folder: Path, root: Path) -> Listed:
-    """A file whose size and time are those of the last time is believed to be the same."""
+    """The folder with hashes; a file with the same size and time as last time counts as unchanged."""
     record = _record(str(folder.resolve()), root)
     before = (atomic.read_object(record) or {}).get("files") or {}
     found = files_of(folder)

@@ -1,8 +1,8 @@
-"""What git says of a folder, whoever made it: its repository may have come along, in an archive, with its own settings.
+"""Asks git about a folder, safely: its repository may come from a stranger's archive, with its own settings.
 
-Such settings name programs that git runs at a mere look (core.fsmonitor, filters, hooks, what fetches missing objects),
-and no list of them stays complete. So git reads none: it is given a git folder of ours, with next to no config and no
-hooks, in which everything else leads to the repository's own. The settings of whoever runs this are in force.
+Such settings name programs that git runs on a mere look (core.fsmonitor, filters, hooks, fetches of missing objects),
+and no list of them stays complete. So git reads none of them: it gets a git folder of ours, with almost no config and
+no hooks, whose other entries lead to the repository's own. The settings of the calling user apply.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from gpufleet.infra.errors import GpufleetError
 
 WAIT_S = 60
 _NOT_TAKEN = {"HEAD", "commondir", "config", "config.worktree", "gitdir", "hooks", "modules", "worktrees"}
-# What git must know to read the repository, or its files on such a disk: one word each, which runs nothing.
+# Settings that git needs to read the repository, or files on such a disk: one word each, which runs nothing.
 _NEEDED = {"core": ("filemode", "ignorecase", "symlinks", "autocrlf"), "extensions": ("objectformat", "refstorage")}
-_OF_ANOTHER = {  # a hook of the user's may run this, and lead git to its own repository
+_OF_ANOTHER = {  # variables that a user's hook may set, which would lead git to its own repository
     *("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES"),
     *("GIT_COMMON_DIR", "GIT_PREFIX", "GIT_NAMESPACE"),
 }
 
 
 def top(folder: Path) -> Path | None:
-    """The folder with all files of the repository that `folder` lies in; None: it lies in none."""
+    """The folder with all files of the repository around `folder`; None without one."""
     found = _find(folder)
     return None if found is None else found[0]
 
 
 def ask(folder: Path, *words: str) -> bytes | None:
-    """What git answers; None: the folder lies in no repository, there is no git, or git refuses."""
+    """Git's answer; None if the folder is in no repository, there is no git, or git refuses."""
     try:
         return answer(folder, *words)
     except GpufleetError:
@@ -41,15 +41,13 @@ def ask(folder: Path, *words: str) -> bytes | None:
 
 
 def status(folder: Path, *words: str) -> str:
-    """The lines of `git status --porcelain`; none without a repository. It does not look into submodules, which have
-    settings of their own.
-    """
+    """The lines of `git status --porcelain`, without submodules, which have their own settings; none without git."""
     return os.fsdecode(ask(folder, "status", "--porcelain", "--ignore-submodules=dirty", *words) or b"")
 
 
 def answer(folder: Path, *words: str, feed: bytes = b"") -> bytes:
-    """What git answers to the words, with `feed` as its input. Raises GpufleetError with git's own words."""
-    import subprocess  # here: every bill imports this module, and few ask git
+    """Git's answer to the words, with `feed` as its input. Raises GpufleetError with git's own message."""
+    import subprocess  # imported here: every bill imports this module, and few ask git
 
     if shutil.which("git") is None:
         raise GpufleetError("git is not installed, and what it knows of this folder is needed here")
@@ -59,7 +57,7 @@ def answer(folder: Path, *words: str, feed: bytes = b"") -> bytes:
     try:
         with _without_settings(place) as ours:
             own = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER}
-            told = {"GIT_DIR": str(ours), "GIT_WORK_TREE": str(files), "GIT_OPTIONAL_LOCKS": "0"}  # it writes nothing
+            told = {"GIT_DIR": str(ours), "GIT_WORK_TREE": str(files), "GIT_OPTIONAL_LOCKS": "0"}  # git writes nothing
             call = ["git", "-C", str(folder), *words]
             done = subprocess.run(call, input=feed, capture_output=True, env={**own, **told}, timeout=WAIT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -70,10 +68,10 @@ def answer(folder: Path, *words: str, feed: bytes = b"") -> bytes:
 
 
 def _find(folder: Path) -> tuple[Path, Path] | None:
-    """The top of the work tree that the folder lies in, and its git folder, as git looks for them."""
+    """The top of the work tree around the folder, and its git folder, as git finds them."""
     for files in (folder.resolve(), *folder.resolve().parents):
         place = files / ".git"
-        if place.is_file():  # of a submodule, or of another work tree
+        if place.is_file():  # for a submodule, or another work tree
             place = files / _text(place).removeprefix("gitdir:").strip()
         if (place / "HEAD").is_file():
             return files, place
@@ -82,16 +80,16 @@ def _find(folder: Path) -> tuple[Path, Path] | None:
 
 @contextmanager
 def _without_settings(place: Path) -> Iterator[Path]:
-    """A git folder of ours over the one at `place`. Raises OSError."""
+    """Makes a git folder of ours over the one at `place`. Raises OSError."""
     import tempfile
 
-    common = place / (_text(place / "commondir").strip() or ".")  # of several work trees
+    common = place / (_text(place / "commondir").strip() or ".")  # with several work trees
     own, shared = ({each.name: each for each in folder.iterdir()} for folder in (place, common))
     with tempfile.TemporaryDirectory(prefix="gpufleet-git-") as folder:
         for name, path in {**own, **shared, **{name: own[name] for name in own if "index" in name}}.items():
             if name not in _NOT_TAKEN:
                 Path(folder, name).symlink_to(path.resolve())
-        Path(folder, "HEAD").write_text(_text(place / "HEAD"))  # git takes no link for it
+        Path(folder, "HEAD").write_text(_text(place / "HEAD"))  # git accepts no link for it
         Path(folder, "config").write_text(_config(_text(common / "config")))
         yield Path(folder)
 
@@ -105,5 +103,5 @@ def _config(theirs: str) -> str:
 
 
 def _text(path: Path) -> str:
-    """A file's text; empty where there is no file: what is a pipe would make us wait."""
+    """A file's text; empty if it is no regular file: reading a pipe would block."""
     return path.read_text(encoding="utf-8", errors="surrogateescape") if path.is_file() else ""

@@ -1,7 +1,7 @@
-"""A virtual environment over the user's own, for what a command's set-up installs on this machine.
+"""A virtual environment over the user's own, for packages that a command's set-up installs on this machine.
 
-It sees every package and program of theirs, editable installs too. What pip installs, upgrades or removes there stays
-in it: nothing is written into theirs.
+It sees every package and program of theirs, editable installs too. Whatever pip installs, upgrades or removes there
+stays in it: nothing is written into theirs.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ _HEAD = re.compile(
 
 
 def make(python: Path, folder: Path, *, cache: Path) -> Path:
-    """The folder of programs of a new environment in `folder` over the one of the interpreter `python`. What pip
-    downloads is kept in `cache`, for the next one. Raises GpufleetError.
+    """The programs' folder of a new environment in `folder`, over the environment of the interpreter `python`. `cache`
+    keeps pip's downloads for the next one. Raises GpufleetError.
     """
     theirs = _describe(python)
     _run(python, "-m", "venv", "--without-pip", str(folder))
     programs = folder / _PROGRAMS
     own = programs / "python"
-    line = f"import site; any(map(site.addsitedir, {theirs['packages']!r}))\n"  # which reads the .pth files there too
+    # addsitedir reads the .pth files there too
+    line = f"import site; any(map(site.addsitedir, {theirs['packages']!r}))\n"
     (Path(_describe(own)["packages"][0]) / "over.pth").write_text(line, encoding="utf-8")
     _copy_scripts(dict.fromkeys(map(Path, theirs["programs"])), programs)
-    for name in ("pip", "pip3"):  # without them the next on the PATH would be theirs
+    for name in ("pip", "pip3"):  # without them the user's would be next on the PATH
         _write_script(programs / name, own, _PIP)
     if _run(own, "-c", "import importlib.util as u; print(u.find_spec('pip') is None)").strip() == "True":
-        _run(own, "-m", "ensurepip")  # an environment that uv has made has none; Python brings it along
+        _run(own, "-m", "ensurepip")  # an environment made by uv has no pip; Python brings it
     _configure_pip(Path(theirs["prefix"]), folder, cache)
     return programs
 
@@ -60,7 +61,7 @@ def _describe(python: Path) -> dict[str, Any]:
 
 
 def _run(python: Path, *words: str) -> str:
-    """What the program prints. Raises GpufleetError."""
+    """The program's output. Raises GpufleetError."""
     try:
         done = subprocess.run(
             [str(python), *words], capture_output=True, text=True, env=own_environment(os.environ), check=False
@@ -78,8 +79,8 @@ def _run(python: Path, *words: str) -> str:
 
 
 def _copy_scripts(places: Iterable[Path], programs: Path) -> None:
-    """Programs of packages in these folders, for the interpreter in `programs`. Those of another interpreter are found
-    on the PATH as before.
+    """Copies the packages' programs in these folders, for the interpreter in `programs`. Programs of another
+    interpreter are found on the PATH as before.
     """
     own, folders = programs / "python", {place.resolve() for place in places}
     for file in (file for folder in folders for file in sorted(folder.iterdir())):
@@ -96,13 +97,13 @@ def _copy_scripts(places: Iterable[Path], programs: Path) -> None:
 
 
 def _write_script(path: Path, python: Path, body: bytes) -> None:
-    """A program for `python`, in the form that has no limit of length."""
+    """Writes a program for `python`, in a form without a limit of length."""
     path.write_bytes(b"#!/bin/sh\n'''exec' \"" + os.fsencode(python) + b'" "$0" "$@"\n\' \'\'\'\n' + body)
     path.chmod(0o755)
 
 
 def _configure_pip(theirs: Path, folder: Path, cache: Path) -> None:
-    """Keeps the settings of the user's environment, such as an index of their company."""
+    """Copies pip's settings of the user's environment, such as a company's index."""
     settings = configparser.RawConfigParser()
     settings.read(theirs / _CONFIG)
     if not settings.has_section("global"):

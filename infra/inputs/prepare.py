@@ -1,4 +1,4 @@
-"""Makes the dataset that storage.dataset names, and looks at what lies there before a node is paid for."""
+"""Makes the dataset in storage.dataset, and checks an existing one before a node is paid for."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from gpufleet.job.kind.common import Say
 from gpufleet.job.kind.dataset import Dataset, Given
 from gpufleet.job.text import counted
 
-OFTEN = 50  # passes over the data; few are trained beyond: the shipped pretraining makes 8
+OFTEN = 50  # passes over the data; few runs train longer: the shipped pretraining makes 8
 
 
 def prepare_inputs(
     definition: StackDefinition, root: Path, *, text: Path | None, tokenizer: Path | None, say: Say
 ) -> DatasetManifest:
-    """The definition's dataset, as `prepared` gives it, and weights.json in a local folder of base weights; both agree
-    with the file then. Raises GpufleetError.
+    """The definition's dataset, as `prepared` returns it, and weights.json in a local folder of base weights; both then
+    match the file. Raises GpufleetError.
     """
     dataset = definition.job.parameters.dataset
     try:
         if (folder := definition.storage.weights_folder(root)) is not None:
-            dataset.check_weights(folder, say)  # before an hour of tokenising is spent
+            dataset.check_weights(folder, say)  # before an hour of tokenising
     except (ValueError, ImportError) as error:
         raise _as_user_error(error) from error
     made = prepared(definition, root, text=text, tokenizer=tokenizer, say=say)
@@ -43,7 +43,7 @@ def prepare_inputs(
 
 
 def prepare_folders(definition: StackDefinition, root: Path, s3: Any, say: Say) -> None:
-    """Lists and hashes a command's inputs, and says what of its code is shipped. Raises GpufleetError."""
+    """Lists and hashes a command's inputs, and prints what of its code is shipped. Raises GpufleetError."""
     tree = code.read(definition, root)
     if tree is not None:
         changed = " and what was changed since" if tree.changed else ""
@@ -71,7 +71,8 @@ def prepared(
     if name.startswith("s3://"):
         raise GpufleetError(f"storage.dataset is {name}, prepared already; name a local folder to prepare one here")
     dataset = definition.job.parameters.dataset
-    if text is not None and text.exists() and not (text.is_file() or text.is_dir()):  # <(zcat ...), /dev/stdin
+    # for example <(zcat ...), /dev/stdin
+    if text is not None and text.exists() and not (text.is_file() or text.is_dir()):
         raise GpufleetError(f"{text}: a pipe or device, and it is read more than once: write it to a file first")
     if tokenizer is not None and not dataset.takes_tokenizer:
         raise GpufleetError(f"{definition.job.experiment} takes no tokenizer: leave out --tokenizer")
@@ -81,7 +82,7 @@ def prepared(
         if text is None and tokenizer is None and _is_of_a_file(folder, dataset):
             try:
                 return dataset.accept(folder, given)
-            except ValueError as error:  # prepare it again, it says to whoever has just done that
+            except ValueError as error:  # the library's advice, to prepare it again, is useless here
                 raise ValueError(f"{error}: `{_prepare_command(definition)}`") from error
         return dataset.prepare(folder, given)
     except (ValueError, ImportError) as error:
@@ -89,7 +90,7 @@ def prepared(
 
 
 def repeated(config: JobConfig, made: DatasetManifest) -> str:
-    """How often a run of so many steps, not epochs, reads this dataset; nothing where that is below twice."""
+    """How often a run with its length in steps reads this dataset; empty below twice."""
     read = config.dataset.read_by_steps(made)
     if read is None:
         return ""
@@ -102,7 +103,7 @@ def repeated(config: JobConfig, made: DatasetManifest) -> str:
 
 
 def require_another_folder(plain: StackDefinition, rehearsal: StackDefinition, root: Path) -> None:
-    """Raises GpufleetError where generated data would replace what was made from a file of the user's."""
+    """Raises GpufleetError if generated data would replace a dataset made from a user's file."""
     folder = root / plain.storage.dataset
     if plain.storage.dataset != rehearsal.storage.dataset or not _is_of_a_file(folder, plain.job.parameters.dataset):
         return
@@ -114,21 +115,21 @@ def require_another_folder(plain: StackDefinition, rehearsal: StackDefinition, r
 
 
 def _as_user_error(error: ValueError | ImportError) -> GpufleetError:
-    """The error as `prepare` shows it: what is wrong with the data, or the package that is missing."""
+    """The error that `prepare` shows: a mistake in the data, or a missing package."""
     if isinstance(error, ValueError):
         return GpufleetError(str(error))
     return GpufleetError(f"this data needs a package that is missing ({error}): pip install 'gpufleet[job]'")
 
 
 def _is_of_a_file(folder: Path, dataset: Dataset[Any]) -> bool:
-    """Whether the dataset that is there was made from a file or folder of the user's, which is not named again."""
+    """Whether the existing dataset was made from a user's file or folder, which is not named again."""
     if not (folder / DATASET).is_file():
         return False
     return dataset.is_own(str((atomic.read_object(folder / DATASET) or {}).get("source")))
 
 
 def _agrees(definition: StackDefinition, root: Path) -> None:
-    """Raises GpufleetError where the dataset is not what the file's settings ask for: nothing could train on it."""
+    """Raises GpufleetError if the dataset does not match the file's settings: nothing could train on it."""
     if reason := dataset_differs(definition, root):
         raise GpufleetError(
             f"{root / definition.storage.dataset} {reason}: change job.parameters, or prepare it anew,"
@@ -137,5 +138,5 @@ def _agrees(definition: StackDefinition, root: Path) -> None:
 
 
 def _prepare_command(definition: StackDefinition) -> str:
-    """The command that makes a dataset of the user's own file anew."""
+    """The command that makes a dataset of the user's own file again."""
     return f"gpufleet prepare {definition.argument} {definition.job.parameters.dataset.argument(own=True)}".rstrip()

@@ -1,4 +1,4 @@
-"""The prepared dataset that lies in the project, and the definition as it counts."""
+"""Finds the prepared dataset in the project, and the definition with its counts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from gpufleet.job.contract.inputs import DatasetManifest, read_dataset
 
 
 def prepared_dataset(definition: StackDefinition, root: Path) -> DatasetManifest | None:
-    """What the dataset folder under `root` holds; None for one in S3, or that is not there or damaged: not_ready says
-    so.
-    """
+    """The manifest of the dataset folder under `root`; None for one in S3, and a missing or damaged one (not_ready)."""
     folder = definition.storage.dataset_folder(root)
     if folder is None or not folder.is_dir():
         return None
@@ -23,8 +21,8 @@ def prepared_dataset(definition: StackDefinition, root: Path) -> DatasetManifest
 
 
 def as_prepared(definition: StackDefinition, root: Path) -> StackDefinition:
-    """The definition with what the dataset folder under `root` counts instead of what `job.parameters.data` expects; as
-    it is where there is none, or the dataset lies in S3.
+    """The definition with the counts of the dataset folder under `root`, not those that `job.parameters.data` expects;
+    unchanged without one, or for one in S3.
     """
     return counted_by(definition, prepared_dataset(definition, root))
 

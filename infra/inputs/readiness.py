@@ -1,4 +1,4 @@
-"""What has to be there before `pulumi up`: pinned AMI and images, a prepared dataset, base weights, code, inputs."""
+"""Checks what `pulumi up` needs: pinned AMI and images, a prepared dataset, base weights, code, inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpufleet.job.contract.inputs import DATASET, WEIGHTS, other_size, read_data
 
 
 def not_ready(definition: StackDefinition, root: Path) -> list[str]:
-    """What `pulumi up` needs first, one sentence each. Not errors: the bill and the preview work without."""
+    """Needs of `pulumi up` that are missing, a sentence each. They are no errors: bill and preview work."""
     name, sentences = definition.argument, [*definition.fleet.market.not_ready()]
     if definition.fleet.ami == "unpinned":
         sentences.append(f"fleet.ami is unpinned: run `gpufleet doctor {name} --pin`.")
@@ -30,17 +30,17 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
             sentences.append(f"storage.base_weights, {weights}, {reason}")
     sentences += map(str, code_problems(definition, root))
     if definition.storage.inputs:
-        from gpufleet.infra.inputs import folders  # here: most callers have none
+        from gpufleet.infra.inputs import folders  # imported here: most callers have none
 
         sentences += folders.missing(definition, root)
     return sentences
 
 
 def code_problems(definition: StackDefinition, root: Path) -> list[Problem]:
-    """What is wrong with the folder of a command's code: it is not there, is empty or cannot be shipped."""
+    """Problems of the folder of a command's code: it is missing, empty or cannot be shipped."""
     if definition.job.parameters.demands.code is None:
         return []
-    from gpufleet.infra.inputs import code  # here: most callers ship none
+    from gpufleet.infra.inputs import code  # imported here: most callers ship none
 
     try:
         code.read(definition, root)
@@ -50,8 +50,8 @@ def code_problems(definition: StackDefinition, root: Path) -> list[Problem]:
 
 
 def image_problems(definition: StackDefinition) -> list[Problem]:
-    """An image of several nodes without a digest: its tag may move between two pulls. A scenario is there to be priced;
-    whoever runs it hears the same of `not_ready`.
+    """A problem if several nodes have an image without a digest: its tag may move between two pulls. A scenario may
+    have it, because it is priced; whoever runs it gets the same from `not_ready`.
     """
     image = definition.job.image
     if not definition.fleet.is_gang or definition.scenario or "@sha256:" in image:
@@ -62,12 +62,12 @@ def image_problems(definition: StackDefinition) -> list[Problem]:
 
 
 def command(definition: StackDefinition) -> str:
-    """The `gpufleet prepare` that makes its dataset; sources that are files are named by hand."""
+    """The `gpufleet prepare` command that makes its dataset; the user adds sources that are files."""
     return f"gpufleet prepare {definition.argument} {definition.job.parameters.dataset.argument()}".rstrip()
 
 
 def _unlisted(folder: Path) -> str:
-    """Why these weights cannot be declared yet, or nothing."""
+    """Why these weights cannot be declared yet, or empty."""
     if not (folder / WEIGHTS).is_file():
         return f"are not listed in {WEIGHTS}"
     try:
@@ -78,8 +78,8 @@ def _unlisted(folder: Path) -> str:
 
 
 def _unprepared(definition: StackDefinition, folder: Path, root: Path) -> str:
-    """Why the folder is not the prepared dataset that the file asks for, or nothing. Its files are hashed by whoever
-    uploads them, not here.
+    """Why the folder is not the prepared dataset that the file asks for, or empty. The upload hashes its files, not
+    this check.
     """
     if not (folder / DATASET).is_file():
         return "is not prepared"
@@ -93,9 +93,9 @@ def _unprepared(definition: StackDefinition, folder: Path, root: Path) -> str:
 
 
 def dataset_differs(definition: StackDefinition, root: Path) -> str:
-    """How the prepared dataset is another than the file's settings ask for, in words that follow its name; or nothing.
+    """How the prepared dataset differs from the file's settings, as words after its name; or empty.
 
-    The node asks the same before it trains, when its set-up is paid for already. Raises ValueError for a folder that is
+    The node checks the same before it trains, when its set-up is already paid for. Raises ValueError if the folder is
     no prepared dataset.
     """
     config = definition.job.parameters

@@ -1,4 +1,4 @@
-"""Clients that read prices: patient ones, and of AWS alone, since an embedded one makes its prices up."""
+"""Clients that read prices: patient ones, and of the real AWS, because an embedded one invents its prices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AWS = (".amazonaws.com", ".api.aws")
 
 
 def client(service: str, region: str) -> Any:
-    """Adaptive: hundreds of questions in a row meet the API's rate, and botocore then slows down by itself."""
+    """A client with adaptive retries: hundreds of questions in a row reach the API's rate limit."""
     retries: Any = {"mode": "adaptive", "total_max_attempts": 8}
     config = Config(connect_timeout=5, read_timeout=60, retries=retries, user_agent_extra="gpufleet")
     session = boto3.session.Session()
@@ -26,6 +26,6 @@ def client(service: str, region: str) -> Any:
             f"prices come from AWS alone, and {service} would be asked at {host}, whose prices may be made up:"
             " unset AWS_ENDPOINT_URL"
         )
-    if session.get_credentials() is None:  # said as the other commands say it, and before hundreds of questions
+    if session.get_credentials() is None:  # reported in the other commands' words, and before hundreds of questions
         raise NoCredentialsError
     return made

@@ -1,4 +1,4 @@
-"""How old and how complete a catalog's prices are, per region and item. Asks nobody; the date of today is given."""
+"""How old and how complete a catalog's prices are, per region and item. The caller gives today's date."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gpufleet.infra.show.sheet import Column, Sheet, plain
 from gpufleet.infra.text import table, wrap
 
 SCHEMA = 1
-PLACES = Decimal("0.0001")  # that a spot price has: 27.433 is the on-demand price of 27.43298
-SPREAD = 3  # dearest over cheapest zone from which it is said
-ABREAST = 2  # zones of a type on one line: some regions have six
-BESIDE = 4  # regions whose service prices stand beside each other; of more, only how many are known
+PLACES = Decimal("0.0001")  # decimals of a spot price: 27.433 is the on-demand price of 27.43298
+SPREAD = 3  # ratio of the most expensive zone to the cheapest from which it is mentioned
+ABREAST = 2  # zones of a type per line: some regions have six
+BESIDE = 4  # regions whose service prices are shown side by side; for more, only the number of known ones
 
 
 def to_json(catalog: Catalog, regions: Sequence[str], today: date) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def to_json(catalog: Catalog, regions: Sequence[str], today: date) -> dict[str, 
 
 
 def render(catalog: Catalog, regions: Sequence[str], today: date) -> str:
-    """What to_json gives, as text: one region in detail, type by type; several as a table of counts and dates."""
+    """The content of to_json as text: one region in detail, type by type; several as a table of counts and dates."""
     found = to_json(catalog, regions, today)
     days = found["catalog"]["age_days"]
     age = f"{days} days old" if days >= 0 else f"{-days} days in the future: it cannot have been read"
@@ -67,7 +67,7 @@ def render(catalog: Catalog, regions: Sequence[str], today: date) -> str:
 
 
 def doubts(instance: Instance, on_demand: Price | None, spot: Sequence[SpotPrice]) -> Iterator[str]:
-    """What is odd about the prices of one type in one region."""
+    """Oddities in the prices of one type in one region."""
     if not spot:
         return
     low, high = spot[0], spot[-1]
@@ -123,7 +123,7 @@ def _region(catalog: Catalog, region: str, today: date) -> dict[str, Any]:
 
 
 def _launchable(catalog: Catalog, region: str, today: date) -> dict[str, Instance]:
-    """What may be launched there today: not left EC2, and offered in the region or not known to be offered or not."""
+    """Types that may be launched there today: still in EC2, and offered in the region, or not known not to be."""
     return {
         type_: instance
         for type_, instance in catalog.instances.items()
@@ -133,7 +133,7 @@ def _launchable(catalog: Catalog, region: str, today: date) -> dict[str, Instanc
 
 
 def _families(types: Sequence[str], known: Iterable[str]) -> Iterator[str]:
-    """The types, those of a family that lacks every one as `g7.*`."""
+    """The types; a family without any known one is shortened to `g7.*`."""
     whole: dict[str, list[str]] = {}
     for type_ in known:
         whole.setdefault(type_.partition(".")[0], []).append(type_)
@@ -206,5 +206,5 @@ def _items(catalog: Catalog, regions: Sequence[str]) -> list[str]:
 
 
 def _marked(price: Price | None) -> str:
-    """USD; `*` after what was read in no source."""
+    """USD, with `*` if no source states it."""
     return "-" if price is None else f"{price.amount:f}{'*' if price.status == 'inferred' else ''}"

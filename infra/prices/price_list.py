@@ -11,7 +11,7 @@ in the SDK's own example, 2026-11):
 - A term holds from its effectiveDate on. Of several the newest that has begun counts; an announced one is told beside
   it.
 
-Where an answer leaves a choice, there is no price: a guess would look like a fact.
+If an answer is ambiguous, there is no price: a guess would look like a fact.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import Any
 from gpufleet.infra.catalog.items import known_items
 from gpufleet.infra.catalog.regions import known_regions
 
-API_REGION = "us-east-1"  # the Price List answers for every region from here
+API_REGION = "us-east-1"  # there the Price List answers for every region
 
 
 class NoFigure(Exception):
-    """AWS answered, and the answer holds no usable price. `empty`: it lists no such product at all."""
+    """AWS answered, without a usable price. `empty`: it lists no such product at all."""
 
     def __init__(self, why: str, *, empty: bool = False) -> None:
         super().__init__(why)
@@ -39,9 +39,7 @@ class NoFigure(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quote:
-    """A price in the catalog's unit, and the day on which AWS published it. `later`: what it becomes, each from a day
-    on.
-    """
+    """A price in the catalog's unit, and the day on which AWS published it. `later`: its announced values, by day."""
 
     amount: Decimal
     published: str
@@ -57,7 +55,7 @@ ITEMS = known_items()
 
 
 def on_demand(pricing: Any, type_: str, region: str, day: date) -> Quote:
-    """USD per node-hour of a Linux node on `day`. Raises NoFigure, and what botocore raises."""
+    """USD per node-hour of a Linux node on `day`. Raises NoFigure, and botocore's errors."""
     filters = {
         "instanceType": type_,
         "regionCode": region,
@@ -72,7 +70,7 @@ def on_demand(pricing: Any, type_: str, region: str, day: date) -> Quote:
 
 
 def service(pricing: Any, name: str, region: str, day: date) -> Quote:
-    """USD per unit of a service item on `day`. The first tier counts. Raises NoFigure, and what botocore raises."""
+    """USD per unit of a service item on `day`. The first tier counts. Raises NoFigure, and botocore's errors."""
     item, products = ITEMS[name], []
     for prefix in known_regions()[region].usage_prefixes:
         usage_type = prefix + item.usage_type
@@ -101,7 +99,7 @@ def _products(pricing: Any, service_code: str, filters: dict[str, str]) -> Itera
 
 
 def _quote(products: list[dict[str, Any]], units: Mapping[str, Decimal], region: str, day: date) -> Quote:
-    """The one price that all products of the region agree on, on that day, and the ones that are to follow."""
+    """The one price on that day on which all products of the region agree, with announced ones."""
     here = [product for product in products if _region(product) in (region, None)]
     if not here:
         raise NoFigure("the Price List has no such product", empty=True)
@@ -118,7 +116,7 @@ def _quote(products: list[dict[str, Any]], units: Mapping[str, Decimal], region:
 def _changes(
     products: list[dict[str, Any]], units: Mapping[str, Decimal], amount: Decimal, days: Iterable[date]
 ) -> Iterator[tuple[date, Decimal]]:
-    """What `amount` becomes, each from a day on. A change that leaves a choice is not known yet."""
+    """The future values of `amount`, each from a day on. An ambiguous change is left out."""
     for day in days:
         try:
             new = _amount(products, units, day)
@@ -130,7 +128,7 @@ def _changes(
 
 
 def _amount(products: list[dict[str, Any]], units: Mapping[str, Decimal], day: date) -> Decimal:
-    """What all of them agree on, on that day. Raises NoFigure."""
+    """The amount on that day on which all of them agree. Raises NoFigure."""
     tiers = [tier for product in products if (tier := _first_tier(product, day)) is not None]
     if not tiers:
         raise NoFigure("the Price List has the product without a price above 0", empty=True)
@@ -142,7 +140,7 @@ def _amount(products: list[dict[str, Any]], units: Mapping[str, Decimal], day: d
 
 
 def _terms(product: dict[str, Any]) -> dict[date, list[dict[str, Any]]]:
-    """Its on-demand terms by the day from which they hold: the first of the calendar where none is given."""
+    """Its on-demand terms by the day from which they apply: the calendar's first if none is given."""
     found: dict[date, list[dict[str, Any]]] = {}
     for term in product["terms"].get("OnDemand", {}).values():
         begin = str(term.get("effectiveDate") or "")[:10]
@@ -151,7 +149,7 @@ def _terms(product: dict[str, Any]) -> dict[date, list[dict[str, Any]]]:
 
 
 def _first_tier(product: dict[str, Any], day: date) -> tuple[str, Decimal] | None:
-    """(unit, USD) of the lowest tier that costs something on that day; None when nothing does."""
+    """(unit, USD) of the lowest tier with a price on that day; None without one."""
     terms = _terms(product)
     in_force = max((begin for begin in terms if begin <= day), default=None)
     found = [

@@ -1,5 +1,5 @@
-"""A new dated folder of prices, read from AWS figure by figure over those that bills stand on now: what AWS does not
-answer keeps its old figure, date and source, and is named.
+"""Makes a new dated folder of prices, read from AWS figure by figure, on top of those that bills use now: a figure that
+AWS does not answer keeps its value, date and source, and is reported.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from gpufleet.infra.errors import AwsRefused, GpufleetError
 from gpufleet.infra.prices import price_list, spot_history
 from gpufleet.infra.prices.price_list import NoFigure
 
-JUMP = 3  # a price that grew or shrank more than this many times is shown
-PATIENCE = 5  # failed questions in a row, each after botocore's own retries, after which the rest is not asked
+JUMP = 3  # a price that changed by more than this factor is shown
+PATIENCE = 5  # failed questions in a row, each after botocore's own retries, after which no more are asked
 _HOPELESS = (
     "AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "AuthFailure", "InvalidClientTokenId",
     "UnrecognizedClientException", "SignatureDoesNotMatch", "ExpiredToken", "ExpiredTokenException", "RequestExpired",
@@ -32,7 +32,7 @@ _HOPELESS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptFigure:
-    """A figure that could not be read anew. `as_of` is the old one's date, None when there is no old one."""
+    """A figure that could not be read again. `as_of` is the old figure's date, None without one."""
 
     what: str
     why: str
@@ -42,7 +42,7 @@ class KeptFigure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """A price that is more than JUMP times, or less than 1/JUMP of, what it was."""
+    """A price that changed to more than JUMP times, or less than 1/JUMP of, its old value."""
 
     what: str
     old: Price
@@ -51,13 +51,13 @@ class Moved:
 
 @dataclass(slots=True)
 class Refreshed:
-    """What came of one refresh."""
+    """The result of one refresh."""
 
     prices: Prices
     read: int = 0
     kept: list[KeptFigure] = field(default_factory=list)
     moved: list[Moved] = field(default_factory=list)
-    gone: list[str] = field(default_factory=list)  # zones without a spot price any more
+    gone: list[str] = field(default_factory=list)  # zones that have no spot price any more
 
     @property
     def failed(self) -> list[KeptFigure]:
@@ -73,7 +73,7 @@ def refresh(
     ec2_in: Callable[[str], Any],
     now: datetime,
 ) -> Refreshed:
-    """All of `types` and every service item in `regions`. `old` is not changed.
+    """Reads all of `types` and every service item in `regions`. `old` is not changed.
 
     `pricing` is a client of the Price List, `ec2_in` makes a client of EC2 in a region; `now` must be aware.
     """
@@ -115,7 +115,7 @@ def refresh(
 def _spot(
     done: Refreshed, old: Prices, types: list[str], region: str, ec2_in: Callable[[str], Any], now: datetime
 ) -> None:
-    """One question per region: it fails or succeeds for all types at once."""
+    """Asks once per region, which fails or succeeds for all types together."""
     try:
         found = spot_history.read(ec2_in(region), types, now)
     except (exceptions.ClientError, exceptions.BotoCoreError) as error:
@@ -131,7 +131,7 @@ def _spot(
         before = {zone.zone: zone for zone in old.spot.get((type_, region), ())}
         rest = [zone for name, zone in before.items() if name not in {each.zone for each in zones}]
         unnamed = found.unnamed.get(type_, ())
-        for name in unnamed:  # it is one of `rest`, or new: nobody can say which
+        for name in unnamed:  # it is one of `rest`, or new: that cannot be known
             why, oldest = "AWS gives no id for this zone", min((zone.price.as_of for zone in rest), default=None)
             done.kept.append(KeptFigure(what=f"spot price of {type_} in {name}", why=why, as_of=oldest, failed=True))
         if not zones:
@@ -156,7 +156,7 @@ def _spot_price(zone: spot_history.ZonePrice, day: date) -> SpotPrice:
 
 
 class _GivenUp(Exception):
-    """Not asked: an earlier answer holds for this question too."""
+    """Not asked, because an earlier answer applies to this question too."""
 
 
 def _keep(done: Refreshed, what: str, error: Exception, before: Price | None) -> None:
@@ -175,7 +175,7 @@ def _note(done: Refreshed, what: str, before: Price | None, new: Decimal) -> Non
 
 
 def _hopeless(error: Exception) -> bool:
-    """Whether the next question of this kind meets the same: rights, credentials, no way to AWS."""
+    """Whether the next question of this kind would fail alike: rights, credentials, no connection to AWS."""
     if isinstance(error, exceptions.ClientError):
         return error.response.get("Error", {}).get("Code") in _HOPELESS
     return isinstance(error, exceptions.BotoCoreError) and not isinstance(error, exceptions.HTTPClientError)
@@ -201,12 +201,13 @@ def renew(
     now: datetime,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Asks, writes a dated folder in `to`, and says what was not read, what moved, what is gone. 1 when a question
-    failed. Raises AwsRefused when all did.
+    """Asks AWS, writes a dated folder in `to`, and prints figures that were not read, changed much, or disappeared. 1
+    if a question failed. Raises AwsRefused if all did.
     """
     types = [name for name, each in catalog.instances.items() if each.left_ec2 is None or each.left_ec2 >= now.date()]
     old = files.read(SHIPPED)
-    for known in dict.fromkeys((project_prices(Path.cwd()), to)):  # what bills stand on now, wherever the new ones go
+    # the prices that bills use now, wherever the new ones go
+    for known in dict.fromkeys((project_prices(Path.cwd()), to)):
         if found := files.folders(known):
             old = files.newer(old, files.read(found[-1]))
     near = next(path for path in (to.absolute(), *to.absolute().parents) if path.exists())

@@ -1,8 +1,8 @@
 """Spot prices per zone over 7 days (DescribeSpotPriceHistory).
 
-A price in the history holds from its moment until the next one of its zone; the newest before the window comes with
-the answer and holds from its start. So the median is over time, not over changes. Zones are named by id: az1. A zone
-whose id is not known cannot be told from the others, so its prices are left out, and its name is given.
+A price in the history applies until the next one of its zone; the answer includes the newest one before the window,
+which applies from the window's start. So the median is over time, not over changes. Zones are named by id: az1. A zone
+without a known id cannot be told from the others, so its prices are left out, and its name is reported.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class ZonePrice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZoneHistory:
-    """What was read, and by type the names of zones whose id is not known."""
+    """The prices that were read, and by type the names of zones without a known id."""
 
     prices: list[ZonePrice]
     unnamed: Mapping[str, tuple[str, ...]]
 
 
 def read(ec2: Any, types: Iterable[str], now: datetime) -> ZoneHistory:
-    """Every given type in every zone of the client's region that has a price. Raises what botocore raises.
+    """The prices of every given type in every zone of the client's region that has one. Raises botocore's errors.
 
     The type is a filter and not an argument: an argument that the region does not know is an error.
     """
@@ -100,7 +100,7 @@ def _unnamed(rows: Iterable[Mapping[str, Any]], ids: Mapping[str, str]) -> dict[
 
 
 def _median(holds: list[tuple[Decimal, float]]) -> Decimal:
-    """The price below or at which half of the time was spent."""
+    """The price at or below which it was for half of the time."""
     half = sum(seconds for _, seconds in holds) / 2
     spent = 0.0
     for price, seconds in sorted(holds):

@@ -1,1 +1,1 @@
-"""The program: what is decided before the first resource, what is declared, what a node boots with."""
+"""The Pulumi program: decisions before the first resource, the resources, and a node's boot script."""

@@ -1,6 +1,6 @@
-"""An image in a private repository of Amazon ECR: nodes log in to it by their role. Pure.
+"""Images in a private repository of Amazon ECR: nodes log in to it by their role. Pure functions.
 
-It is the only registry that a node logs in to; every other must give the image to anybody who asks.
+Nodes log in to no other registry, which must give the image to anybody.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Repository:
 
 
 def repository(image: str) -> Repository | None:
-    """The private ECR repository of `image`; None for an image of any other registry, ECR's public one among them."""
+    """The private ECR repository of `image`; None for another registry's, also ECR's public one."""
     found = re.match(r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com/([^:@]+)", image)
     return Repository(account=found[1], region=found[2], name=found[3]) if found else None
 
 
 def abroad(image: str, region: str) -> str:
-    """What to know of an image that nodes of `region` pull from another; empty for every other image."""
+    """A warning about an image that nodes of `region` pull from another region; empty for every other image."""
     found = repository(image)
     if found is None or found.region == region:
         return ""

@@ -26,7 +26,7 @@ from gpufleet.job.text import printable
 # Before 3.208 the engine ignores a replacement trigger, and a new run id would start nothing; before 3.226 one may fire
 # by itself, which ends a run (Pulumi's change log).
 ENGINE = ">=3.226.0"
-OVER = "none: the run is over"  # the output in the place of a fleet's id
+OVER = "none: the run is over"  # the output instead of a fleet's id
 
 
 def require() -> None:
@@ -42,7 +42,7 @@ def root_directory() -> Path:
 
 
 def last_update(component: tuple[str, Sequence[str]] | None = None, definition: str = "") -> Previous:
-    """What this Pulumi stack, or a `component` of it (type and names) that runs a `definition`, was before."""
+    """The last state of this Pulumi stack, or of a `component` in it (type, names) that runs a `definition`."""
     stack = f"{pulumi.get_organization()}/{pulumi.get_project()}/{pulumi.get_stack()}"
 
     def invoke(token: str, arguments: dict[str, Any]) -> Mapping[str, Any]:
@@ -56,17 +56,17 @@ def planned(root: Path, name: str, was: Previous, *, scenario: str, tags: Mappin
     """The plan for a run that begins now. Raises GpufleetError."""
     preview = bool(pulumi.runtime.is_dry_run())
     say = lines()
-    with shown_by(lambda what, total, unit: Lines(what, total, unit, say)):  # of hashing, which may take minutes
+    with shown_by(lambda what, total, unit: Lines(what, total, unit, say)):  # for hashing, which may take minutes
         return make(root, name, now=datetime.now(UTC), previous=was, preview=preview, scenario=scenario, tags=tags)
 
 
 def begin(verdict: RunDecision, was: Previous, name: str = "run", parent: pulumi.Resource | None = None) -> None:
     """Keeps in the stack's state which run its resources are for. Raises GpufleetError for a new run if the engine
-    would leave the fleet of the run before as it is. Nothing else is declared by then.
+    would leave the fleet of the run before as it is. It comes before every other resource.
 
     With --run-program the engine writes each new replacement trigger into the state before it compares, so that no
-    trigger replaces anything, and policies change under a fleet that goes on (pulumi/pulumi 20217). This resource has
-    such a trigger too, another one at each attempt to begin a run: if it was not replaced, the fleet would not be.
+    trigger replaces anything, and policies change under a fleet that continues (pulumi/pulumi 20217). This resource has
+    such a trigger too, a new one at each attempt to begin a run: if it was not replaced, the fleet would not be.
     """
     began = f"{verdict.run.id} {verdict.run.began}"
     kept = pulumi.Stash(name, input=began, opts=pulumi.ResourceOptions(parent=parent, replacement_trigger=began))
@@ -85,9 +85,7 @@ def lines(resource: pulumi.Resource | None = None) -> Callable[[str], None]:
 
 
 def say(plan: Plan, resource: pulumi.Resource | None = None, *, also: Iterable[str] = ()) -> None:
-    """Shows the bill, the warnings, and what a destroy will leave (a destroy itself runs no program that
-    could say it).
-    """
+    """Shows the bill, the warnings, and what a destroy will leave (which runs no program that could show it)."""
     lines = answer(
         plan.bill,
         f"gpufleet cost {plan.definition.priced_argument}",

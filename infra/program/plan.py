@@ -49,11 +49,11 @@ class Plan:
     cheaper: Cheaper | None  # options that do the same work for less; None for a run that has begun
     verdict: RunDecision
     archive: archive.Archive
-    dataset: DatasetManifest | None  # None: an s3:// prefix, or not prepared yet
+    dataset: DatasetManifest | None  # None for an s3:// prefix, or before it is prepared
     dataset_folder: Path | None
-    weights: WeightsManifest | None  # base weights; None: none, an s3:// prefix, or not listed yet
+    weights: WeightsManifest | None  # base weights; None without any, for an s3:// prefix, or before they are listed
     weights_folder: Path | None
-    code: code.Packed | None  # a command's; None: it has none, or a preview cannot have it yet
+    code: code.Packed | None  # a command's; None without code, or if a preview cannot have it yet
     inputs: dict[str, folders.Listed]  # the inputs of a command
     run_config: str  # the text of run.json
     warnings: tuple[str, ...]
@@ -117,7 +117,7 @@ def make(
     over = bool(previous.outputs.get("run"))
     try:
         path = find(name, root)
-    except GpufleetError as error:  # a Pulumi stack called dev, say
+    except GpufleetError as error:  # perhaps a Pulumi stack called dev
         raise GpufleetError(f"{error}\n`pulumi config set definition NAME` says which one to run.") from None
     definition = Selected(path=path, scenario=scenario, asked=name).load(now=now, past_deadline=over)
     if tags:
@@ -160,7 +160,7 @@ def make(
         now=now,
     )
     catalog = load_catalog(root, day=now.date())
-    if verdict.continues:  # it is where it is, and new prices leave nothing out
+    if verdict.continues:  # it stays where it is, whatever new prices exclude
         definition = replace(definition, limits=replace(definition.limits, usd_per_hour=None))
         bill, cheaper = bill_of(definition, root, catalog, today=now.date()), None
     else:
@@ -179,7 +179,7 @@ def make(
             late.append(
                 f"{definition.notify.email} gets nothing before it confirms, by the link in AWS's first message."
             )
-    if wrong and not verdict.continues:  # a run that has begun keeps its limits; new prices cannot stop it
+    if wrong and not verdict.continues:  # a begun run keeps its limits; new prices cannot stop it
         raise DefinitionError(str(definition.source), wrong)
     return Plan(
         now=now,
@@ -204,8 +204,8 @@ def make(
 
 
 def input_entry(place: str, manifest: InputManifest | None) -> dict[str, Any]:
-    """A dataset or base weights as run.json names them. `uri` None: the files lie under inputs/<sha256>/ of the run's
-    own bucket. No files for an s3:// prefix, where a list of its own names them.
+    """A dataset or base weights as in run.json. `uri` None: the files lie under inputs/<sha256>/ of the run's own
+    bucket. `files` is empty for an s3:// prefix, where a list of its own names them.
     """
     if manifest is None:
         return {"uri": place if place.startswith("s3://") else None, "sha256": None, "files": []}
@@ -213,9 +213,7 @@ def input_entry(place: str, manifest: InputManifest | None) -> dict[str, Any]:
 
 
 def _weights(folder: Path) -> WeightsManifest | None:
-    """The list of base weights in the folder; None without one. S3 checks what is uploaded against what the node
-    expects.
-    """
+    """The list of base weights in the folder; None without one. S3 checks the upload against the node's hashes."""
     try:
         return read_weights(folder)
     except ValueError:

@@ -1,5 +1,5 @@
-"""The Pulumi project in which runs are declared, a user's or a rehearsal's: its Pulumi.yaml, and its program of two
-lines. The repository's own Pulumi.yaml says the same of `infra/`, and adds what `pulumi new` asks.
+"""The Pulumi project of runs, a user's or a rehearsal's: its Pulumi.yaml, and its program of two lines. The
+repository's own Pulumi.yaml is the same for `infra/`, with the questions of `pulumi new`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import gpufleet
 
 gpufleet.program()
 '''
-NAMES = ("Pulumi.yaml", "Pulumi.yml", "Pulumi.json")  # by which the engine finds a project
+NAMES = ("Pulumi.yaml", "Pulumi.yml", "Pulumi.json")  # files by which the engine finds a project
 
 
 def pulumi_yaml(name: str, options: Mapping[str, str], main: str = PROGRAM) -> str:
@@ -50,8 +50,8 @@ config:
 
 
 def files(folder: Path, name: str, options: Mapping[str, str]) -> dict[Path, str]:
-    """Both files of a project in `folder`, the program in a folder of its own: Python looks there first for all that is
-    imported, and beside it may lie an `infra` or a `gpufleet` of somebody else's.
+    """Both files of a project in `folder`, the program in its own folder: Python looks there first for imports, and
+    beside it a user may have an `infra` or a `gpufleet`.
     """
     return {folder / NAMES[0]: pulumi_yaml(name, options), folder / PROGRAM / "__main__.py": PROGRAM_TEXT}
 
@@ -62,12 +62,12 @@ def name_for(folder: Path) -> str:
 
 
 def python_of(folder: Path, repository: Path) -> dict[str, str]:
-    """The options for the Python that has gpufleet: uv's or poetry's where their lock file lies in the `folder` or
-    above it, else the environment in which this runs, if it lies in the `repository`, else `python3` of PATH.
+    """The options for the Python that has gpufleet: uv's or poetry's if their lock file lies in the `folder` or above
+    it, else this environment, if it lies in the `repository`, else `python3` of PATH.
     """
     for place in (folder, *folder.parents):
         for tool in ("uv", "poetry"):
-            if (place / f"{tool}.lock").is_file() and shutil.which(tool):  # the engine asks both for both
+            if (place / f"{tool}.lock").is_file() and shutil.which(tool):  # the engine needs both for both
                 return {"toolchain": tool}
     prefix = Path(sys.prefix).resolve()
     if sys.prefix != sys.base_prefix and prefix.is_relative_to(repository.resolve()):

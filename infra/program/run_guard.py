@@ -1,16 +1,16 @@
-"""Decides whether this update begins a run, continues one, or finds it over, by its id. Pure: no pulumi, no clock.
+"""Decides whether this update begins a run, continues one, or finds it over, by its id. It imports no pulumi, and reads
+no clock.
 
-A fleet takes its settings once, when it is created. So two kinds of change must not go unnoticed:
+A fleet takes its settings only when it is created. So two kinds of change must not go unnoticed:
 
 - the definition file says something else under the same run id: an error, before the first resource;
 - job code or prices have changed since the run began: the run keeps what it began with, and a warning says so.
 
-A digest tells whether the file says something else. It depends on the version that took it (DIGESTS).
+A digest shows whether the file has changed. It depends on the version that computed it (DIGESTS).
 
-What the last successful `up` recorded comes from the stack's own output `run`. A run is over, its fleet no longer
-declared, when `valid_until` has passed or its fleet has gone from the stack (the run ended it, somebody deleted it, AWS
-expired it): a fleet is made once per run id. Into a block, whose fleet replaces no node, it is made
-again while that lasts.
+The record of the last successful `up` is the stack's own output `run`. A run is over, its fleet no longer declared,
+when `valid_until` has passed or its fleet has gone from the stack (the run ended it, somebody deleted it, AWS expired
+it): a fleet is made once per run id. A fleet into a block, which replaces no node, is made again while the block lasts.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from gpufleet.job.contract.bucket import input_key
 from gpufleet.job.text import stamp
 
 # Versions with digests of their own. A digest has every key that its version knew, and each later key that is not at
-# its default. The empty one, of checkouts before 0.1.0, leaves out the most, and new runs take it.
+# its default. The empty one, of checkouts before 0.1.0, omits the most, and new runs use it.
 DIGESTS = ("", "0.1.0")
 
-# Timer of a boot that does not know yet what the run has spent (job/node/allowance.py): as long after the limit.
+# For the timer of a boot that does not know yet what the run has spent (job/node/allowance.py): added to the limit.
 TIMER_MARGIN = timedelta(minutes=2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """The stack output `run`: what the run began with."""
+    """The stack output `run`: the state with which the run began."""
 
     id: str
     digest: str  # over everything in the definition that a fleet takes only at creation
-    dataset: str  # sha256 of the prepared dataset; empty for an s3:// prefix. Of a command's inputs one after the other
-    code: str  # sha256 of the job archive, and after it of a command's code
+    # sha256 of the prepared dataset; empty for an s3:// prefix. For a command, its inputs' hashes one after the other
+    dataset: str
+    code: str  # sha256 of the job archive, followed by that of a command's code
     weights: str  # sha256 of the base weights' list; empty without any, or for an s3:// prefix
     began: str  # UTC, as valid_until
     valid_until: str  # UTC, whole seconds, Z: the provider compares this text, and any other spelling means a new fleet
@@ -53,11 +54,11 @@ class Previous:
     """The state of the stack after its last update."""
 
     outputs: Mapping[str, Any]  # empty before the first update
-    fleets: frozenset[str] = frozenset()  # the run that each of its fleets is tagged with; empty for one without tag
+    fleets: frozenset[str] = frozenset()  # the run in each of its fleets' tags; empty without a tag
     fleet_ids: frozenset[str] = frozenset()
-    objects: frozenset[str] = frozenset()  # keys in the bucket, but for those that wait for their deletion
+    objects: frozenset[str] = frozenset()  # keys in the bucket, without those waiting to be deleted
     region: str = ""  # where its resources are
-    other: str = ""  # of a component: another one of the stack, which ran this definition
+    other: str = ""  # for a component: another one of the stack, which ran this definition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +85,7 @@ def judge(
 
     Raises DefinitionError: another file or region than the stack's; same run id with another digest, or kept for less
     than its fleet may live, or in a stack whose fleet is another run's; the id of an earlier run, or of one that an
-    `up` cut short has begun, or whose place it was about to take; a new run past its deadline.
+    aborted `up` has begun or was about to replace; a new run past its deadline.
     """
     _stays(definition, previous)
     run_id, recorded = definition.run.id, _record(previous.outputs.get("run"))
@@ -137,7 +138,7 @@ def _continued(
     previous: Previous,
     now: datetime,
 ) -> RunDecision:
-    """The decision for a recorded run, which goes on or is over; `asked` is the file's record under the same id."""
+    """The decision for a recorded run, which continues or is over; `asked` is the file's record under the same id."""
     run_id = recorded.id
     if previous.fleets and not previous.fleets & {run_id, ""}:
         others = " and ".join(sorted(previous.fleets))
@@ -147,7 +148,7 @@ def _continued(
             "was cut short, or `refresh --run-program` wrote the record. Leave the stack as it is until "
             f"{others} is done, or give run.id a new value, whose fleet takes that one's place.",
         )
-    # A folder of inputs that is gone says nothing about the run; `up` asks for it elsewhere.
+    # A missing folder of inputs proves nothing about the run; `up` asks for it elsewhere.
     other_inputs = (asked.dataset and asked.dataset != recorded.dataset) or (
         asked.weights and asked.weights != recorded.weights
     )
@@ -197,9 +198,9 @@ def _continued(
 
 
 def _stays(definition: StackDefinition, previous: Previous) -> None:
-    """A stack keeps its file and its region. Both are in the names and places of all that it has: under another name
-    bucket and role go from under a node, and the provider moves nothing to another region (pulumi-aws, pull request
-    5656: destroy, then up).
+    """Raises DefinitionError if a stack's file or region changed. Both are in the names and places of everything it
+    has: under another name a node would lose its bucket and role, and the provider moves nothing to another region
+    (pulumi-aws, pull request 5656: destroy, then up).
     """
     name, region = str(previous.outputs.get("definition") or ""), previous.region
     hint = (
@@ -221,8 +222,8 @@ def _replaced(objects: frozenset[str], recorded: RunRecord) -> bool:
 
 
 def creation_digest(definition: StackDefinition, *, version: str = DIGESTS[0]) -> str:
-    """sha256, as hexadecimal digits, over what a fleet, its template and its run config take from the definition, as
-    `version` took it: without keep and estimate, and without the keys that came after it while they have their default.
+    """sha256, as hexadecimal digits, over the parts of the definition that a fleet, its template and its run config
+    use, as `version` computed it: without keep and estimate, and without later keys that have their default.
     """
     kinds, zones = definition.fleet.instance_types, definition.fleet.zones
     job, fleet = _digested(definition.job, version), _digested(definition.fleet, version)
@@ -243,7 +244,7 @@ def creation_digest(definition: StackDefinition, *, version: str = DIGESTS[0]) -
 
 
 def _digested(value: Any, version: str) -> Any:
-    """The value as asdict gives it, without fields that are newer than `version` and at their default."""
+    """The value as asdict gives it, without fields that are newer than `version` and have their default."""
     if is_dataclass(value):
         counted = {}
         for key in fields(value):
@@ -251,7 +252,7 @@ def _digested(value: Any, version: str) -> Any:
             if own == key.default:
                 if key.metadata.get("added", "") > version:
                     continue
-                own = key.default  # 6.0 as 6
+                own = key.default  # for example 6.0 as 6
             counted[key.name] = _digested(own, version)
         return counted
     if isinstance(value, dict):
@@ -260,7 +261,7 @@ def _digested(value: Any, version: str) -> Any:
 
 
 def timer_seconds(definition: StackDefinition) -> int:
-    """Seconds after boot when the node ends itself, whatever the job says."""
+    """Seconds after boot when the node ends itself, whatever the job does."""
     hours = definition.fleet.market.timer_hours(definition.limits.max_hours)
     return int(hours * 3600) + int(TIMER_MARGIN.total_seconds())
 
@@ -268,7 +269,7 @@ def timer_seconds(definition: StackDefinition) -> int:
 def _ended(
     definition: StackDefinition, recorded: RunRecord | None, fleets: frozenset[str], now: datetime
 ) -> tuple[str, ...]:
-    """A warning that a new run's fleet replaces another one. Whether that still has a node is not known here."""
+    """A warning that a new run's fleet replaces another one. Whether that one still has a node is not known here."""
     expired = recorded.id if recorded and datetime.fromisoformat(recorded.valid_until) <= now else ""
     return tuple(
         f"Run {definition.run.id}'s fleet takes the place of run {each}'s. If {each} still trains, `pulumi up` ends "

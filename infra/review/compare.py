@@ -1,10 +1,9 @@
-"""What changed between two commits, in dollars and by setting; and that for programs.
+"""The changes between two commits, in dollars and by setting; also as an object for programs.
 
-Both sides are priced with the code that runs, each with its own commit's prices and measurements. The
-difference of a stack is taken apart from BASE to HEAD: the prices first, then what was measured, then each changed key
-in the file's order, applied on top of those before. A key that cannot stand alone waits for the next ones; what never
-stands alone is one step together. So the steps of a stack sum to its difference exactly, and a key's dollars depend on
-the keys above it.
+The running code prices both sides, each with its own commit's prices and measurements. The difference of a stack is
+split up from BASE to HEAD: first the prices, then the measurements, then each changed key in the file's order, applied
+on top of those before. A key that cannot be applied alone waits for the next ones; keys that never can form one step
+together. So the steps of a stack sum to its difference exactly, and a key's dollars depend on the keys above it.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from gpufleet.infra.review.policy import Broken, Policy, broken, facts, held_to
 from gpufleet.infra.risk.hazard import Hazards
 from gpufleet.infra.show.sheet import plain
 
-ASIDE = ("rehearsal", "scenarios")  # sections that no bill of the stack itself reads
+ASIDE = ("rehearsal", "scenarios")  # sections that the stack's own bill does not use
 Path_ = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Known:
-    """What a commit knows: its prices, and what was measured."""
+    """A commit's prices and measurements."""
 
     catalog: Catalog
-    measured: str  # a name for the content of calibrations/, receipts/ and traces/
-    folder: Path = field(compare=False)  # with them in it
+    measured: str  # a hash of calibrations/, receipts/ and traces/
+    folder: Path = field(compare=False)  # the folder that contains them
     hazards: Hazards = field(compare=False)  # learned from receipts and traces
 
 
@@ -60,13 +59,13 @@ class StackAtCommit:
 
     @property
     def usd(self) -> Quantiles | None:
-        """To finish: a run that a limit stops is cheap and not done."""
+        """The bill's USD to finish: a run that a limit stops is cheap but not done."""
         return self.bill.chosen.needed_usd if self.bill else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostStep:
-    """Part of a difference: these settings, and what p50 and p90 of the bill did."""
+    """Part of a difference: these settings, and their effect on the bill's p50 and p90."""
 
     keys: tuple[str, ...]
     before: str
@@ -83,8 +82,8 @@ class StackReview:
     base: StackAtCommit | None
     head: StackAtCommit | None
     steps: tuple[CostStep, ...] = ()
-    aside: tuple[str, ...] = ()  # changed sections that enter no bill
-    over_cap: str = ""  # p90 passes limits.max_usd
+    aside: tuple[str, ...] = ()  # changed sections that no bill uses
+    over_cap: str = ""  # a sentence if p90 passes limits.max_usd
     refused: tuple[str, ...] = ()  # why `up` would refuse it
     policy: tuple[Broken, ...] = ()
     age: str = ""
@@ -102,17 +101,17 @@ class StackReview:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Review:
-    """Everything a reviewer is told. No clock in it."""
+    """Everything that a review contains. It reads no clock."""
 
     base: str  # hashes
     head: str
     base_prices: str
     head_prices: str
     stacks: tuple[StackReview, ...]
-    folder: str = ""  # of the project in its repository
+    folder: str = ""  # the project's, in its repository
     notes: tuple[str, ...] = ()
     rules: bool = False  # whether there is a policy
-    policy_uncommitted: bool = False  # HEAD has none, the folder that is worked in does
+    policy_uncommitted: bool = False  # HEAD has none, but the working folder does
 
     @property
     def exit_code(self) -> int:
@@ -124,14 +123,14 @@ class Review:
 
 @dataclass(slots=True)
 class Pricer:
-    """Prices definition texts as files of a folder of its own. Loading needs a moment: HEAD's."""
+    """Prices definition texts as files of its own folder. Loading needs a moment: HEAD's."""
 
     now: datetime
     folder: Path
     rules: Policy
 
     def side(self, name: str, text: bytes, known: Known) -> StackAtCommit:
-        """The stack `name` as `text` says."""
+        """The stack `name` with `text` as its file."""
         try:
             tree = read(decode(text))
         except UnreadableError as error:
@@ -157,7 +156,7 @@ class Pricer:
             return StackAtCommit(tree=tree, errors=(str(error).replace(f"{self.folder}/", "stacks/"),))
 
     def bill(self, name: str, tree: Mapping, known: Known) -> Bill | None:
-        """The bill of a tree that no file holds; None where it does not load or has no price."""
+        """The bill of a tree without a file; None if it does not load or has no price."""
         entries = {key: node for key, node in tree.entries.items() if key not in ASIDE}
         return self.side(name, dump(replace(tree, entries=entries)).encode(), known).bill
 
@@ -206,7 +205,7 @@ def _attribute(
     assert head.bill is not None
     old, new = known
     tree, now, bill = base.tree, old, base.bill
-    waits: list[str] = []  # what the stack of BASE cannot be priced with
+    waits: list[str] = []  # the stack of BASE cannot be priced with these
     for key, step, before, after in (
         ("prices", replace(old, catalog=new.catalog), _named(old.catalog), _named(new.catalog)),
         ("measurements", new, "", ""),
@@ -244,8 +243,8 @@ def _step(keys: tuple[str, ...], before: str, after: str, old: Bill, new: Bill) 
 
 
 def _changes(base: Mapping, head: Mapping) -> list[tuple[Path_, Node | None, Node | None]]:
-    """(path, before, after) of every value that differs: HEAD's order, then what HEAD has no more. A section without
-    keys (`estimate:`) is nothing of its own where the other side has keys in it: these come or go instead.
+    """(path, before, after) of every value that differs: in HEAD's order, then values that HEAD lacks. A section
+    without keys (`estimate:`) does not count if the other side has keys in it: these are added or removed instead.
     """
     old, new = dict(_leaves(base)), dict(_leaves(head))
     found = [
@@ -274,7 +273,7 @@ def _leaves(tree: Mapping, above: Path_ = ()) -> Iterator[tuple[Path_, Node]]:
 
 
 def _with_value(tree: Mapping, path: Path_, node: Node | None) -> Mapping:
-    """The tree with one value set, or taken out with the sections that it leaves empty."""
+    """The tree with one value set, or removed with the sections that become empty."""
     entries, key = dict(tree.entries), path[0]
     if len(path) == 1:
         if node is None:
@@ -292,7 +291,7 @@ def _with_value(tree: Mapping, path: Path_, node: Node | None) -> Mapping:
 
 
 def _plain(node: Node | None) -> Any:
-    """What is written, without where and in which quotes. A key without a value is not a missing key."""
+    """The value as written, without its place and quotes. A key without a value differs from a missing key."""
     if isinstance(node, Scalar):
         return ("", None) if node.is_null else node.text
     if isinstance(node, Items):

@@ -1,6 +1,6 @@
-"""A review as Markdown for a pull-request comment: the same review, the same bytes.
+"""A review as Markdown for a pull-request comment: equal reviews give equal bytes.
 
-Whatever comes out of a file is written as code, so that a value can neither break the table nor call somebody.
+All text from files is written as code, so that a value can neither break the table nor mention anybody.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from gpufleet.infra.bill.limits import AS_COUNTED
 from gpufleet.infra.review.compare import Review, StackAtCommit, StackReview
 from gpufleet.infra.show.sheet import Column, Sheet
 
-MARKER = "<!-- gpufleet-cost-review{} -->"  # a workflow finds its own comment by this line; with the project's folder
+MARKER = "<!-- gpufleet-cost-review{} -->"  # a workflow finds its own comment by this line, with the project's folder
 _LONGEST = 80  # characters of a value
 LIMIT = 65_536  # characters of a comment, GitHub's REST API (2026-11)
-_KEPT = 512  # of them for the sentence that says what was cut
+_KEPT = 512  # of them for the sentence about what was cut
 
 
 def render(review: Review) -> str:
-    """The whole comment, its marker first; what GitHub would refuse for its length is cut at a line, and says so.
+    """The whole comment, its marker first; one that is too long for GitHub is cut at a line, and says so.
 
-    The verdict and the table of stacks stand before anything that grows with the number of changed settings.
+    The verdict and the table of stacks precede everything that grows with the number of changed settings.
     """
     lines = list(_lines(review))
     if sum(len(line) + 1 for line in lines) <= LIMIT:
@@ -79,9 +79,9 @@ def _lines(review: Review) -> Iterator[str]:
 
 
 def _totals(stacks: Sequence[StackReview]) -> tuple[Decimal, Decimal, list[str]]:
-    """Sum of p50 at BASE and at HEAD, and the stacks left out: a commit has them and no bill of them.
+    """Sums of p50 at BASE and at HEAD, and the stacks left out because a commit has no bill of them.
 
-    Without that, a stack that breaks would look like money saved.
+    Otherwise a broken stack would look like saved money.
     """
     unknown = [stack.name for stack in stacks if any(side and not side.bill for side in (stack.base, stack.head))]
     known = [stack for stack in stacks if stack.name not in unknown]
@@ -199,7 +199,7 @@ def _keys(keys: Sequence[str]) -> str:
 
 
 def _speed(stack: StackReview) -> str:
-    """Where one side stands on a measurement and the other does not."""
+    """A line if only one side uses a measurement."""
     bills = [side.bill for side in (stack.base, stack.head) if side and side.bill]
     if len(bills) < 2 or bills[0].calibrated == bills[1].calibrated:
         return ""
@@ -218,7 +218,7 @@ def _signed(amount: Decimal, digits: int = 2) -> str:
 
 
 def _code(text: str, *, whole: bool = False) -> str:
-    """The text as Markdown code on one line, shortened unless `whole`; nothing in it ends the code or the cell."""
+    """The text as Markdown code on one line, shortened unless `whole`; it cannot end the code or the cell."""
     if not text:
         return ""
     flat = " ".join(text.replace("`", "'").split())

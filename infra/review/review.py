@@ -1,7 +1,7 @@
-"""The review of two commits of a project: what each knows, its stacks, and what has changed between them.
+"""The review of two commits of a project: each one's data, its stacks, and the changes between them.
 
-Of a commit only what a bill stands on is read, from git's own store, and no checkout is touched: stacks, policy, prices
-and what was measured (calibrations, receipts, traces).
+It reads only what a bill uses, from git's own store, and touches no checkout: stacks, policy, prices and measurements
+(calibrations, receipts, traces).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def review_commits(project: Path, base: str, head: str, rules: Path | None = Non
     with tempfile.TemporaryDirectory(prefix="gpufleet-diff-") as scratch:
         folders = [Path(scratch) / side for side in ("BASE", "HEAD")]
         links = [_extract(project, commit, folder) for commit, folder in zip(hashes, folders, strict=True)]
-        if links[1]:  # what it leads to would be run, and would be in no review
+        if links[1]:  # its target would be run, and would be in no review
             raise GpufleetError(
                 f"HEAD has {links[1][0]} as a link, which a review does not follow: commit the file itself"
             )
-        if not any(map(_texts, folders)):  # a check that runs in another folder would hold whatever changes
+        if not any(map(_texts, folders)):  # a check in the wrong folder would always pass
             raise GpufleetError(
                 f"neither commit has a definition file in stacks/ of {project}: run this inside the project"
             )
@@ -78,7 +78,7 @@ def review_commits(project: Path, base: str, head: str, rules: Path | None = Non
 
 
 def _known(folder: Path, catalog: Catalog, hazards: Hazards) -> Known:
-    """What the extracted commit in `folder` knows."""
+    """The data of the extracted commit in `folder`."""
     digest = hashlib.sha256()
     measured = (path for kind in (calibration.FOLDER, receipts.FOLDER, TRACES) for path in (folder / kind).rglob("*"))
     for path in sorted(path for path in measured if path.is_file()):
@@ -105,8 +105,8 @@ _REGULAR = ("100644", "100755")  # no links, no submodules
 
 
 def _commit_hash(project: Path, name: str) -> str:
-    """The full hash of a commit. Raises GpufleetError when this clone does not have it, or git cannot say."""
-    git.answer(project, "rev-parse", "--git-dir")  # it says why where there is no git, or no repository
+    """The full hash of a commit. Raises GpufleetError if this clone does not have it, or git cannot answer."""
+    git.answer(project, "rev-parse", "--git-dir")  # reports a missing git, or repository
     words = ("--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
     try:
         return git.answer(project, "rev-parse", *words).decode().strip()
@@ -117,13 +117,13 @@ def _commit_hash(project: Path, name: str) -> str:
 
 
 def _made_at(project: Path, commit: str) -> datetime:
-    """When the commit was made, UTC: the only clock of a review."""
+    """The commit's time, UTC: the only clock of a review."""
     said = git.answer(project, "log", "-1", "--no-show-signature", "--format=%ct", commit)
     return datetime.fromtimestamp(int(said), UTC)
 
 
 def _uncommitted(project: Path, head: str) -> list[str]:
-    """What a bill stands on and is changed in the folder that is worked in; nothing where another commit lies there."""
+    """Files behind a bill that are changed in the working folder; empty if another commit is checked out."""
     if head != _commit_hash(project, "HEAD"):
         return []
     top, prefix = _place(project)
@@ -134,15 +134,16 @@ def _uncommitted(project: Path, head: str) -> list[str]:
 
 
 def _place(project: Path) -> tuple[Path, str]:
-    """Where the repository's files begin, and how the names of the project's begin there."""
+    """The repository's top folder, and the prefix of the project's names in it."""
     top = git.top(project) or project
     prefix = project.resolve().relative_to(top).as_posix()
     return top, "" if prefix == "." else f"{prefix}/"
 
 
 def _extract(project: Path, commit: str, folder: Path) -> list[str]:
-    """Writes what a bill of the commit stands on into `folder`, laid out as in the project. Gives the paths that are
-    links there: they are not followed."""
+    """Writes the commit's files behind a bill into `folder`, laid out as in the project. Returns the paths that are
+    links there: they are not followed.
+    """
     top, prefix = _place(project)
     listed = git.answer(top, "ls-tree", "-r", "-z", "--full-tree", commit).decode("utf-8", "backslashreplace")
     blobs: dict[str, str] = {}
@@ -166,10 +167,10 @@ def _extract(project: Path, commit: str, folder: Path) -> list[str]:
 
 
 def _catalog_of(folder: Path, day: date) -> tuple[Catalog, str]:
-    """The prices of an extracted commit as they are in force on that day, and a sentence when it is not quite them.
+    """The prices of an extracted commit in force on that day, and a sentence if they are not exactly those.
 
-    A commit's own shipped catalog counts where this version can read it, else this version's. A broken prices/ folder
-    is an error: GpufleetError.
+    A commit's own shipped catalog counts if this version can read it, else this version's. Raises GpufleetError for a
+    broken prices/ folder.
     """
     own = folder / "infra" / "catalog"
     if not own.is_dir():

@@ -1,4 +1,4 @@
-"""The review of pull requests as a GitHub workflow: gpufleet-review.yml beside this, for one project."""
+"""The review of pull requests as a GitHub workflow: fills in gpufleet-review.yml for one project."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 TEMPLATE = Path(__file__).with_name("gpufleet-review.yml")
-# What a review stands on; of gpufleet's own repository its code too, with which both sides are priced.
+# Files behind a review; for gpufleet's own repository also its code, which prices both sides.
 READ = ("stacks/**", "prices/**", "calibrations/**", "receipts/**", "traces/**", "policy.yaml")
 CODE = ("infra/**", "job/**")
 CHECK = "  # CHECK: gpufleet came from a file here; name where CI can get it"
 
 
 def workflow(folder: str, install: str) -> str:
-    """The workflow's text. `folder`: the project's in its repository, `.` where it is that; `install`: what pip is
-    told.
-    """
+    """The workflow's text. `folder`: the project's in its repository, or `.`; `install`: pip's argument."""
     own = (*READ, *(CODE if install.endswith(" -e .") else ()))
     paths = ", ".join(json.dumps(each if folder == "." else f"{folder}/{each}") for each in own)
     values = {"PATHS": paths, "FOLDER": folder, "GPUFLEET": install}
@@ -26,8 +24,8 @@ def workflow(folder: str, install: str) -> str:
 
 
 def installation(project: Path) -> str:
-    """What pip is told to install this gpufleet elsewhere, by what it kept of where it came from (PEP 610). Ends with
-    CHECK where that is a place of this machine.
+    """pip's argument to install this gpufleet elsewhere, from pip's own record of its source (PEP 610). It ends with
+    CHECK if the source is a place on this machine.
     """
     try:
         found = distribution("gpufleet")

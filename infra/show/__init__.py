@@ -1,1 +1,1 @@
-"""Tables of figures for people and programs, each column written down once."""
+"""Tables of figures for people and programs, with each column defined once."""

@@ -1,4 +1,4 @@
-"""A table whose columns are written down once: text for a terminal, HTML, Markdown and JSON come from the same ones."""
+"""A table whose columns are defined once: text for a terminal, HTML, Markdown and JSON use the same ones."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from gpufleet.infra import text
 
 
 class Column(NamedTuple):
-    """One figure of a thing: a row of a table, an object for programs."""
+    """One column: a figure of a row's object, or a key for programs."""
 
-    key: str  # its name for programs, by which a table asks for it
-    head: str | None = None  # above it, for people; None: the key
-    unit: str = ""  # of a number, which stands flush right; empty: text
-    digits: int | Callable[[Any], str] = str  # decimals, or how else people read the value
-    of: Callable[[Any], Any] | None = None  # its value in a thing, None where nobody knows; None: its attribute `key`
+    key: str  # its name for programs, by which a table selects it
+    head: str | None = None  # the heading for people; None: the key
+    unit: str = ""  # for a number, which is right-aligned; empty: text
+    digits: int | Callable[[Any], str] = str  # decimals, or a function that formats the value for people
+    of: Callable[[Any], Any] | None = None  # its value for an object, None if not known; None: the attribute `key`
     places: int = 4  # decimals of a float for programs
 
     def value(self, thing: Any) -> Any:
         return (self.of or attrgetter(self.key))(thing)
 
     def text(self, thing: Any) -> str:
-        """The value for people; `-` for what is not known."""
+        """The value for people; `-` if not known."""
         value = self.value(thing)
         if value is None:
             return "-"
@@ -39,13 +39,13 @@ class Sheet:
 
     columns: Sequence[Column]
     rows: list[tuple[str, ...]]
-    spare: Sequence[str] = ()  # keys of columns that a terminal too narrow for all goes without, the first ones first
+    spare: Sequence[str] = ()  # keys of columns that a narrow terminal omits, the first ones first
 
     @classmethod
     def build(
         cls, columns: Sequence[Column], things: Iterable[Any], *more: tuple[str, ...], spare: Sequence[str] = ()
     ) -> Sheet:
-        """A row for each thing, and then `more`."""
+        """A row for each object, followed by `more`."""
         return cls(columns, [*(tuple(column.text(thing) for column in columns) for thing in things), *more], spare)
 
     @property
@@ -54,7 +54,7 @@ class Sheet:
 
     @property
     def right(self) -> list[int]:
-        """The columns that stand flush right."""
+        """The right-aligned columns."""
         return [at for at, column in enumerate(self.columns) if column.unit]
 
     def text(self) -> Iterator[str]:
@@ -71,12 +71,12 @@ class Sheet:
 
 
 def record(columns: Iterable[Column], thing: Any) -> dict[str, Any]:
-    """The thing as an object for programs."""
+    """The object for programs."""
     return {column.key: plain(column.value(thing), digits=column.places) for column in columns}
 
 
 def plain(value: Any, *names: str, digits: int = 4) -> Any:
-    """`value` as JSON holds it: decimals as strings, floats to so many digits, dates as ISO 8601; of an object these
+    """`value` for JSON: decimals as strings, floats with so many digits, dates as ISO 8601; for an object these
     attributes, or all that it has.
     """
     match value:

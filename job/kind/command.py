@@ -144,7 +144,7 @@ class CommandCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How the command reports its step: by regular expressions on its output with the groups in GROUPS, or by a file of
+    """How the command reports its step: by regular expressions on its output with the groups step, loss and others, or by a file of
     JSON lines.
     """
 

@@ -1,7 +1,8 @@
-"""User-data of a node: a header of variables for job/node, then `node.sh`, which starts it, without most comments.
+"""A node's user-data: a header of variables for job/node, then `node.sh`, which starts it, without most comments.
 
-Pure. No secrets: every process on a node can read its user-data. Nothing is interpolated into the body of the script;
-values appear in the header only, quoted. As long as a definition and AWS allow, they fit EC2's limit (a test counts).
+Pure functions. It has no secrets: every process on a node can read its user-data. Nothing is interpolated into the
+script's body; values appear only in the header, quoted. The longest values that a definition and AWS allow fit EC2's
+limit (a test counts).
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program.run_guard import timer_seconds
 
-ROOT_DEVICE = "/dev/xvda"  # of Amazon Linux 2023 AMIs, the Deep Learning Base AMI among them
-_OPTIONAL = ("JOB_IMAGE", "NOTIFY", "FALLBACK")  # not set where they say nothing
+ROOT_DEVICE = "/dev/xvda"  # the root device of Amazon Linux 2023 AMIs, among them the Deep Learning Base AMI
+_OPTIONAL = ("JOB_IMAGE", "NOTIFY", "FALLBACK")  # omitted if empty
 DATA_DEVICE = "/dev/sdf"  # the launch template's name for the data volume; AL2023 links it to its /dev/nvme* name
 
 
 def known(definition: StackDefinition) -> dict[str, Any]:
-    """What of the header the definition says, as `render` takes it."""
+    """The header's values that the definition gives, for `render`."""
     disk = definition.storage.data
     return {
         "stack": definition.name,
@@ -55,14 +56,14 @@ def render(
     container_options: str,
     data_volume: str | None,
 ) -> str:
-    """The script. `timer_seconds` after boot the node ends its run, whatever job and supervisor do, and sooner once it
-    knows what the run has spent. `schedule`: GROUP/NAME of what ends the fleet by itself, which the node moves.
-    `notify`: JSON of whom the node tells (resources/notices.py), empty: nobody. `fallback`: whether a second fleet
-    stands by, on demand.
+    """The script. `timer_seconds` after boot the node ends its run, whatever job and supervisor do, and earlier once it
+    knows what the run has spent. `schedule`: GROUP/NAME of the schedule that ends the fleet by itself, which the node
+    moves. `notify`: JSON of whom the node tells (resources/notices.py); empty: nobody. `fallback`: whether a second
+    fleet stands by, on demand.
 
-    `image`: the supervisor's; `job_image`: of a command of the user's own, which has a container to itself, else empty.
-    `device`: "cuda" or "cpu". `container_options`: words for `docker run`. `data_volume`: None, "blank" (formatted when
-    nothing is on it) or "snapshot" (never formatted).
+    `image`: the supervisor's; `job_image`: a user's command's, which has its own container, else empty. `device`:
+    "cuda" or "cpu". `container_options`: options for `docker run`. `data_volume`: None, "blank" (formatted when nothing
+    is on it) or "snapshot" (never formatted).
     """
     if data_volume not in (None, "blank", "snapshot"):
         raise ValueError(f"data_volume: {data_volume!r} is not one of None, 'blank', 'snapshot'")
@@ -93,5 +94,5 @@ def render(
 
 
 def _body() -> str:
-    """node.sh without the comments beside its commands: they are for its readers."""
+    """node.sh without the comments between its commands, which are for people."""
     return re.sub(r"^ +# .*\n| +# .*$", "", (Path(__file__).parent / "node.sh").read_text("utf-8"), flags=re.MULTILINE)

@@ -1,9 +1,9 @@
-"""The fallback to on demand: a second fleet, at a capacity of 0, and a schedule that sets it to 1 once the deadline
-could not be kept otherwise. A node that trains moves its hour (job/node/switch.py), so it fires when none does.
+"""The fallback to on demand: a second fleet, with a capacity of 0, and a schedule that sets it to 1 once the deadline
+could not be met otherwise. A training node moves its hour (job/node/switch.py), so it fires when none trains.
 
-Whoever may move the hour may give the schedule any target that its role may do, and ModifyFleet has no condition on
-the number of nodes. So the role may only start a state machine, whose steps are written here: that fleet to 1
-(docs/decisions/2026-11-26-fallback.md). A node that has been taken over gains nothing by it.
+A process that may move the hour can give the schedule any target that its role may do, and ModifyFleet has no condition
+on the number of nodes. So the role may only start a state machine, whose steps are written here: that fleet to 1
+(docs/decisions/2026-11-26-fallback.md). A compromised node gains nothing by it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpufleet.infra.program.resources.machine import AGAIN, MODIFY_FLEET, PUBLIS
 from gpufleet.infra.program.resources.stop import FleetStop, one_time
 from gpufleet.job.contract.aws import SWITCH
 
-PAUSE_S, LONGEST_S = 900, 7 * 86_400  # then, between two tries; and until it gives up
+PAUSE_S, LONGEST_S = 900, 7 * 86_400  # between two tries; until it gives up
 
 
 class FallbackSwitch(pulumi.ComponentResource):
@@ -41,9 +41,9 @@ class FallbackSwitch(pulumi.ComponentResource):
         permissions_boundary: pulumi.Input[str] | None = None,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`fleet`: on demand, at 0. `stop`: its group and role are the schedule's too. `at`: when to switch with
-        nothing done. `enabled`: whether the limits pay for all of the work on demand; where not, a node enables it once
-        they pay for the rest. `topic_arn`: where people are told; empty: nowhere.
+        """`fleet`: the on-demand one, at 0. `stop`: its group and role are also this schedule's. `at`: when to switch
+        with no work done. `enabled`: whether the limits pay for all of the work on demand; if not, a node enables it
+        once they pay for the rest. `topic_arn`: for messages to people; empty: none.
         """
         super().__init__("gpufleet:infra:FallbackSwitch", name, None, opts)
         machine = state_machine(
@@ -87,8 +87,8 @@ class FallbackSwitch(pulumi.ComponentResource):
 
 
 def steps(fleet: str, topic_arn: str = "", run: str = "") -> dict[str, Any]:
-    """The state machine: that fleet to 1, with nothing of its input in it. AWS may refuse it for long, for capacity of
-    its own services or a right that is gone: people are told once, and it goes on trying until the run's fleets go.
+    """The state machine: sets that fleet to 1, and uses nothing of its input. AWS may refuse it for long, for lack of
+    capacity in its services or of a right: it sends one message, and goes on trying until the run's fleets are gone.
     """
     asked = {"FleetId": fleet, "TargetCapacitySpecification": {"TotalTargetCapacity": 1}}
     switch = {"Type": "Task", "Resource": MODIFY_FLEET, "Parameters": asked, "Retry": [AGAIN], "End": True}

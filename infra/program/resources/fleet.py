@@ -1,9 +1,9 @@
 """The launch template and the fleet of a run's nodes: every option that could leave a GPU running is stated here.
 
-What AWS may refuse is made before the fleet that launches nodes, but for what needs that one's id. An object of the
-bucket says that a state knows of the fleet: the engine writes it last of all and deletes it before the fleet. A node
-that looks for its own in vain ends its fleet (job/node), so an `up` that was refused or cut short leaves no node for
-long. All that a node needs for that goes after the template: once any of it is gone, nothing launches.
+Resources that AWS may refuse are made before the fleet that launches nodes, except for those that need its id. An
+object in the bucket shows that a state knows of the fleet: the engine writes it last and deletes it before the fleet. A
+node that does not find its own ends its fleet (job/node), so an `up` that was refused or cut short leaves no node for
+long. Everything that a node needs for that is deleted after the template: once a part of it is gone, nothing launches.
 
 Nothing updates a fleet in place: the provider's update resends capacity and template, which would relaunch a finished
 run. A new run id replaces it, old one first. `on_demand_options` is left out on purpose: for a maintain fleet the
@@ -31,7 +31,8 @@ from gpufleet.job.contract.bucket import fleet_key
 
 class FleetComponent(pulumi.ComponentResource):
     """The launch template, and the fleet at 0 that stands by for a run that is not over. `declare_fleet` adds the one
-    that keeps a node, or several, alive until the run is over, `declare_known` what tells its nodes that it is known.
+    that keeps a node, or several, alive until the run is over, `declare_known` the object that shows nodes that it is
+    known.
     """
 
     template: aws.ec2.LaunchTemplate
@@ -54,8 +55,8 @@ class FleetComponent(pulumi.ComponentResource):
         depends_on: Sequence[pulumi.Resource],
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`pools`: (type, zone) of what each fleet may launch. `depends_on`: all a node needs at boot, and what AWS may
-        refuse. Template and fleets name little of it.
+        """`pools`: (type, zone) that each fleet may launch. `depends_on`: everything that a node needs at boot, and
+        that AWS may refuse. Template and fleets themselves name little of it.
         """
         super().__init__("gpufleet:infra:Fleet", name, None, opts)
         label = named(tags(definition), f"gpufleet-{definition.name}-{definition.run.id}")
@@ -66,21 +67,22 @@ class FleetComponent(pulumi.ComponentResource):
             update_default_version=True,
             iam_instance_profile=aws.ec2.LaunchTemplateIamInstanceProfileArgs(arn=profile_arn),
             **_attached(definition, security_group_id),
-            instance_initiated_shutdown_behavior="terminate",  # `stop` would leave the disks billed
+            instance_initiated_shutdown_behavior="terminate",  # `stop` would leave billed disks
             metadata_options=aws.ec2.LaunchTemplateMetadataOptionsArgs(
                 http_endpoint="enabled",
                 http_tokens="required",
-                # A container on a bridge network is one hop further: a command's, which has no role unless it asks.
+                # A container on a bridge network is one hop further: a command's, which has no role unless it asks for
+                # it.
                 http_put_response_hop_limit=2 if definition.job.parameters.demands.node_role else 1,
                 instance_metadata_tags="enabled",  # the node reads its fleet's id there
             ),
             block_device_mappings=disks(definition),
-            # Nothing else: what the fleet's service-linked role may not tag, network interfaces among them, makes every
-            # launch fail, and volumes of spot nodes in a maintain fleet cannot be tagged from a template.
+            # Only the instance: resources that the fleet's service-linked role may not tag, such as network interfaces,
+            # make every launch fail, and volumes of spot nodes in a maintain fleet cannot be tagged from a template.
             tag_specifications=[aws.ec2.LaunchTemplateTagSpecificationArgs(resource_type="instance", tags=label)],
             tags=label,
             **definition.fleet.market.template_arguments(),
-            # A run that goes on keeps its code, and the hops that this code needs.
+            # A run that continues keeps its code, and the hops that this code needs.
             opts=pulumi.ResourceOptions(
                 parent=self,
                 depends_on=list(depends_on),
@@ -96,8 +98,8 @@ class FleetComponent(pulumi.ComponentResource):
 
     def declare_fleet(self, depends_on: Sequence[pulumi.Resource]) -> aws.ec2.Fleet:
         """Declares the fleet that launches nodes."""
-        # Ignored on a fleet that exists. One that has to be made again for a run that has begun already (the run
-        # deleted it, and a refresh has just found out) starts nothing; but where fleets replace no node.
+        # Ignored on an existing fleet. If it is made again for a run that has begun (the run deleted it, and a refresh
+        # has just noticed), it starts nothing; except if fleets replace no node.
         market = self._definition.fleet.market
         target = 0 if self._frozen and market.replaces else self._definition.nodes
         return self._fleet(f"{self._name}-fleet", market, target, depends_on)
@@ -148,12 +150,12 @@ class FleetComponent(pulumi.ComponentResource):
                     "targetCapacitySpecification.totalTargetCapacity",
                     "launchTemplateConfigs",
                     "tags",
-                    # What AWS answers may be spelled otherwise, and a difference here would replace a fleet.
+                    # AWS's answer may have another spelling, and a difference here would replace a fleet.
                     "targetCapacitySpecification",
                     "spotOptions",
                     "onDemandOptions",
                     "excessCapacityTerminationPolicy",
-                    "validFrom",  # as onDemandOptions: not declared, but the provider takes it from AWS's answer
+                    "validFrom",  # like onDemandOptions: not declared, but the provider takes it from AWS's answer
                 ],
                 custom_timeouts=pulumi.CustomTimeouts(delete=market.delete_timeout),
             ),
@@ -170,10 +172,10 @@ def _attached(definition: StackDefinition, group: pulumi.Input[str]) -> dict[str
 def interfaces(
     definition: StackDefinition, group: pulumi.Input[str]
 ) -> list[aws.ec2.LaunchTemplateNetworkInterfaceArgs]:
-    """What each of several nodes has: its first network card, with a public address, or all of them without. The subnet
-    is the override's. As AWS lays them out since 2026 (EC2 User Guide, efa-acc-inst-types): device 0 of the first card
-    is a plain interface and device 1 its EFA, each further card has its EFA as device 0. An address can only be given
-    to one interface: over one card that is both.
+    """The network interfaces of each of several nodes: its first card, with a public address, or all cards without one.
+    The subnet is the override's. They follow AWS's layout since 2026 (EC2 User Guide, efa-acc-inst-types): device 0 of
+    the first card is a plain interface and device 1 its EFA, each further card has its EFA as device 0. Only a single
+    interface can have an address: with one card it is both.
     """
     kind = load_catalog().instances[definition.fleet.instance_types[0]]
     every, on_first = definition.fleet.cards == "all", kind.efa_cards == kind.network_cards

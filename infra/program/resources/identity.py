@@ -83,8 +83,8 @@ class Identity(pulumi.ComponentResource):
             policy=pulumi.Output.all(bucket_arn, self.log_group.arn, schedule_arn, stop_role_arn, topic_arn).apply(
                 lambda arns: json.dumps({"Version": "2012-10-17", "Statement": node_statements(definition, *arns)})
             ),
-            # Another run gets a policy of its own, and the old one goes after the old fleet. Changed in place it would
-            # cut a node off while `up` still uploads, or for good where that fails: it could not even end its fleet.
+            # Another run gets its own policy, and the old one is removed after the old fleet. Changed in place it would
+            # cut a node off during the upload, or for good if `up` fails: it could not even end its fleet.
             opts=pulumi.ResourceOptions(parent=self, replacement_trigger=definition.run.id),
         )
         self.profile = aws.iam.InstanceProfile(f"gpufleet-{definition.name}", role=role.name, tags=labels, opts=child)
@@ -100,8 +100,8 @@ def node_statements(
     stop_role_arn: str,
     topic_arn: str = "",
 ) -> list[dict[str, Any]]:
-    """Everything a node may do. `schedule_arn` and `stop_role_arn`: of what ends its fleet; `topic_arn`: where it tells
-    of the run, empty: nowhere.
+    """Everything a node may do. `schedule_arn` and `stop_role_arn`: of what ends its fleet; `topic_arn`: for its
+    messages, empty: none.
     """
     run, group = definition.run.id, schedule_arn.rpartition("/")[0]
     others = [*([SILENCE] if topic_arn else []), *(SWITCH for _ in definition.fleet.market.stands_by)]
@@ -154,7 +154,7 @@ def node_statements(
             "Resource": f"{log_group_arn}:*",
         },
         {
-            "Sid": "OwnFleet",  # its history tells AWS's hand from the owner's, which are charged otherwise
+            "Sid": "OwnFleet",  # its history shows whether AWS or the owner ended a node, which are charged differently
             "Effect": "Allow",
             "Action": ["ec2:DeleteFleets", "ec2:DescribeFleetHistory", "ec2:TerminateInstances"],
             "Resource": [f"arn:aws:ec2:{definition.fleet.region}:*:{kind}/*" for kind in ("fleet", "instance")],
@@ -162,7 +162,8 @@ def node_statements(
                 "StringEquals": {f"aws:ResourceTag/{key}": value for key, value in own_tags(definition).items()}
             },
         },
-        *([] if definition.fleet.market.replaces else [with_its_nodes()]),  # its fleet is deleted with them alone
+        # such a fleet is only deleted together with them
+        *([] if definition.fleet.market.replaces else [with_its_nodes()]),
         {
             "Sid": "MoveTheHour",
             "Effect": "Allow",
@@ -218,15 +219,13 @@ def _private_images(repositories: list[ecr.Repository]) -> list[dict[str, Any]]:
     arns = [each.arn for each in repositories]
     log_in, pull = "ecr:GetAuthorizationToken", ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"]
     return [
-        {"Sid": "LogInToEcr", "Effect": "Allow", "Action": log_in, "Resource": "*"},  # it knows no resource
+        {"Sid": "LogInToEcr", "Effect": "Allow", "Action": log_in, "Resource": "*"},  # this action has no resource
         {"Sid": "PrivateImage", "Effect": "Allow", "Action": pull, "Resource": arns[0] if len(arns) == 1 else arns},
     ]
 
 
 def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
-    """The right to read the job's secrets and no others. AWS's own keys decrypt for whoever may read; a customer key is
-    named.
-    """
+    """The right to read the job's secrets and no others. AWS's own keys need no right; a customer key is named."""
     region, key = definition.fleet.region, definition.account.kms_key
     named = [*definition.job.parameters.demands.secrets.values(), *filter(None, [definition.notify.webhook])]
     parameters = [each.removeprefix("ssm:") for each in named if each.startswith("ssm:")]

@@ -14,7 +14,8 @@ from gpufleet.infra.program.resources.tags import tags
 
 # AWS SDK integrations (Step Functions guide, 2026-11)
 MODIFY_FLEET, PUBLISH = "arn:aws:states:::aws-sdk:ec2:modifyFleet", "arn:aws:states:::aws-sdk:sns:publish"
-AGAIN = {"ErrorEquals": ["States.ALL"], "IntervalSeconds": 10, "MaxAttempts": 8, "BackoffRate": 2.0}  # 42 minutes
+# retries for 42 minutes
+AGAIN = {"ErrorEquals": ["States.ALL"], "IntervalSeconds": 10, "MaxAttempts": 8, "BackoffRate": 2.0}
 
 
 def state_machine(

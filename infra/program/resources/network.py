@@ -1,9 +1,10 @@
-"""Where nodes run: a VPC of their own, one public subnet per zone, S3 without a NAT, nothing reachable from outside. Or
-in the VPC that the file names, whose subnets and routes stay as they are; the nodes' security group is the stack's.
+"""The network of nodes: a VPC of their own, one public subnet per zone, S3 without a NAT, nothing reachable from
+outside. Or the VPC that the file names, whose subnets and routes stay unchanged; the nodes' security group is always
+the stack's.
 
-Public subnets because a NAT gateway costs more than a small GPU's disk; nothing listens, and the security group has no
-ingress rule at all, but where several nodes of one run talk to each other. Over all of their network cards they do it
-from a private subnet behind a NAT gateway: AWS gives no public address to a node with several interfaces.
+Subnets are public because a NAT gateway costs more than a small GPU's disk; nothing listens, and the security group has
+no ingress rule, except between several nodes of one run. Over all of their network cards those nodes use a private
+subnet behind a NAT gateway: AWS gives no public address to a node with several interfaces.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from gpufleet.infra.definition.model import StackDefinition, is_zone_id
 from gpufleet.infra.program.resources.tags import named, tags
 
 VPC_CIDR = ipaddress.IPv4Network("10.0.0.0/16")
-# Gateway endpoints allow everything by default. Stated: image layers and packages come from other people's buckets too.
+# Gateway endpoints allow everything by default. It is stated, because image layers and packages come from other
+# people's buckets too.
 OPEN_POLICY = json.dumps(
     {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Principal": "*", "Action": "*", "Resource": "*"}]}
 )
@@ -82,9 +84,7 @@ class Network(pulumi.ComponentResource):
         self.register_outputs({"vpc_id": vpc_id})
 
     def _between_nodes(self, name: str, label: dict[str, str], child: pulumi.ResourceOptions) -> list[pulumi.Resource]:
-        """All traffic within the group. EFA asks for both rules: without the one outwards nodes do not reach each other
-        within a subnet either.
-        """
+        """Allows all traffic within the group. EFA needs both rules: without the outbound one nodes are cut off."""
         group = self.security_group.id
         found: list[pulumi.Resource] = []
         for way, rule in (("in", aws.vpc.SecurityGroupIngressRule), ("out", aws.vpc.SecurityGroupEgressRule)):
@@ -163,8 +163,8 @@ class Network(pulumi.ComponentResource):
         outward: aws.ec2.Route,
         child: pulumi.ResourceOptions,
     ) -> list[pulumi.Resource]:
-        """The zone's nodes in a private subnet, and what must exist before one boots. A destroy takes the NAT gateway
-        before its address and the route outwards: AWS would refuse these.
+        """The zone's nodes in a private subnet, and what must exist before one boots. A destroy removes the NAT gateway
+        before its address and the outbound route, which AWS would refuse to remove first.
         """
         label = named(tags(definition), f"gpufleet-{definition.name}-{zone}-inner")
         inner = aws.ec2.Subnet(
@@ -204,8 +204,8 @@ def _place(zone: str) -> dict[str, Any]:
 
 def subnet_cidr(zone: str, *, inner: bool = False) -> str:
     """A /20 by the zone's letter, so that adding a zone never moves the others: us-east-2b is always 10.0.16.0/20, and
-    10.0.144.0/20 for its private one. A zone given by id, use2-az2, has a /22 of what the letters a to f leave free,
-    since a change from names to ids makes the new subnets before it deletes the old.
+    10.0.144.0/20 for its private one. A zone given by id, use2-az2, has a /22 in the range that the letters a to f
+    leave free, because a change from names to ids makes the new subnets before it deletes the old.
     """
     half = list(VPC_CIDR.subnets(new_prefix=17))[inner]
     if is_zone_id(zone):

@@ -1,7 +1,7 @@
 """Messages about a run: a topic with an e-mail subscription, a rule that passes on AWS's events about the fleet, and a
-schedule that fires when nothing has trained for long. A node that trains moves it (job/node/notices.py).
+schedule that fires when nothing has trained for long. A training node moves the schedule (job/node/notices.py).
 
-A subscription holds once the person has confirmed it, by a link in AWS's first message: nothing else can.
+A subscription is active once the person has confirmed it, by a link in AWS's first message: there is no other way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from gpufleet.infra.program.resources.tags import tags
 from gpufleet.job.contract.aws import SILENCE
 
 PUBLISH = "arn:aws:scheduler:::aws-sdk:sns:publish"  # a universal target (Scheduler User Guide, read 2026-11-26)
-# A node lost without a notice, and what keeps a fleet from launching any (EC2 Fleet event types, read 2026-11-26).
+# Events of a node lost without a notice, and of reasons that keep a fleet from launching (EC2 Fleet event types, read
+# 2026-11-26).
 TOLD_OF_FLEET = (
     "terminated",
     "iamFleetRoleInvalid",
@@ -31,8 +32,8 @@ TOLD_OF_FLEET = (
 
 
 class NoticesComponent(pulumi.ComponentResource):
-    """The topic, its subscription and policy and, with a moment, the schedule, all before a node boots, as `ready` has
-    them. `declare_for` adds what needs the fleet.
+    """The topic, its subscription and policy and, with a moment, the schedule, all before a node boots (`ready`).
+    `declare_for` adds what needs the fleet.
     """
 
     topic: aws.sns.Topic
@@ -47,8 +48,8 @@ class NoticesComponent(pulumi.ComponentResource):
         silent_from: datetime | None,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`stop`: its group and role are the silence schedule's too. `silent_from`: when silence begins; None: the run
-        is over. The schedule waits for no upload: AWS takes no hour that has passed.
+        """`stop`: its group and role are also the silence schedule's. `silent_from`: when silence begins; None: the run
+        is over. The schedule does not wait for uploads, because AWS refuses an hour that has passed.
         """
         super().__init__("gpufleet:infra:Notices", name, None, opts)
         self._name, self._definition, self._stop = name, definition, stop
@@ -79,13 +80,13 @@ class NoticesComponent(pulumi.ComponentResource):
         self.register_outputs({})
 
     def told_node(self) -> pulumi.Output[str]:
-        """What a node is told of it, as JSON."""
+        """The node's settings for messages, as JSON."""
         notify = self._definition.notify
         told = {"silent_s": int(notify.silent_hours * 3600), "webhook": notify.webhook or ""}
         return pulumi.Output.json_dumps({"topic": self.topic.arn, **told})
 
     def declare_for(self, fleets: Sequence[aws.ec2.Fleet]) -> list[pulumi.Resource]:
-        """The rule on the fleets' events, and where it passes them on."""
+        """The rule on the fleets' events, and its target."""
         definition = self._definition
         rule = aws.cloudwatch.EventRule(
             f"gpufleet-{definition.name}",
@@ -117,7 +118,8 @@ class NoticesComponent(pulumi.ComponentResource):
             f"Nothing has trained for {silent:g} hours in run {definition.run.id} of {definition.name}: AWS has no "
             f"capacity, a node hangs, or the run cannot begin. What it does now: gpufleet status {definition.name}"
         )
-        subject = f"gpufleet {definition.name}, run {definition.run.id}: nothing trains"  # SNS takes 100 of ASCII
+        # SNS takes 100 ASCII characters
+        subject = f"gpufleet {definition.name}, run {definition.run.id}: nothing trains"
         return one_time(
             f"{self._name}-silence",
             name=SILENCE,
@@ -141,7 +143,7 @@ def _may_publish(topic_arn: str) -> dict[str, Any]:
 
 
 def _events_may_publish(topic_arn: str) -> dict[str, Any]:
-    """EventBridge, in the name of this account's rules alone. Who acts with a role of the account needs no policy."""
+    """The right of EventBridge to publish, for this account's rules alone. The account's own roles need no policy."""
     account = topic_arn.split(":")[4]
     return {
         "Version": "2012-10-17",

@@ -1,9 +1,9 @@
-"""The stop that no process of the run carries: a schedule of EventBridge Scheduler, which ends the fleet and its nodes.
+"""The stop outside of the run's own processes: a schedule of EventBridge Scheduler, which ends the fleet and its nodes.
 
-Its hour is the fleet's expiry until a node moves it, within the run's means alone (job/node/allowance.py). To move it a
-node must pass the role that the schedule acts with (UpdateSchedule replaces everything), so that role can end this
-run's fleet and nodes, and nothing else: whoever has taken over a node gains nothing by it. Other switches of a run
-belong into the same group, each with a role as harmless.
+Its hour is the fleet's expiry until a node moves it, only within the run's means (job/node/allowance.py). To move it a
+node must pass the role that the schedule uses (UpdateSchedule replaces everything), so that role can end this run's
+fleet and nodes, and nothing else: a compromised node gains nothing by it. A run's other switches belong into the same
+group, each with a role as harmless.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ import pulumi_aws as aws
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program.resources.tags import own_tags, tags
 
-SCHEDULE = "stop"  # within its group
+SCHEDULE = "stop"  # its name within its group
 SERVICE = "scheduler.amazonaws.com"
 END_FLEET = "arn:aws:scheduler:::aws-sdk:ec2:deleteFleets"  # a universal target (Scheduler User Guide, 2026-11-27)
 
 
 class FleetStop(pulumi.ComponentResource):
-    """Group and role of the schedule, which must exist before a node boots, as `ready` has them. `declare_for` adds the
-    schedule itself.
-    """
+    """The schedule's group and role, which must exist before a node boots (`ready`). `declare_for` adds it."""
 
     group: aws.scheduler.ScheduleGroup
     role: aws.iam.Role
@@ -65,7 +63,7 @@ class FleetStop(pulumi.ComponentResource):
         self.register_outputs({})
 
     def declare_for(self, fleets: Sequence[aws.ec2.Fleet], valid_until: str) -> aws.scheduler.Schedule:
-        """The schedule that ends these fleets. Its hour is a node's to move, so no later `up` puts it back."""
+        """The schedule that ends these fleets. Nodes move its hour, so no later `up` puts it back."""
         ids = pulumi.Output.all(*(each.id for each in fleets))
         return one_time(
             f"{self._name}-schedule",
@@ -76,7 +74,7 @@ class FleetStop(pulumi.ComponentResource):
             target=END_FLEET,
             input=ids.apply(lambda each: json.dumps({"FleetIds": each, "TerminateInstances": True})),
             depends_on=self.ready,
-            # With the fleets: another run's, and one that was made again, whose hour may have passed.
+            # Replaced with the fleets: another run's, or one made again, whose hour may have passed.
             trigger=ids.apply(lambda each: " ".join([self._definition.run.id, *each])),
             parent=self,
         )
@@ -96,9 +94,7 @@ def one_time(
     parent: pulumi.Resource,
     enabled: bool = True,
 ) -> aws.scheduler.Schedule:
-    """A schedule of `stop`'s group and role that fires once. Its hour is a node's to move: no later `up` puts it back,
-    unless `trigger` has another value.
-    """
+    """A one-time schedule of `stop`'s group and role. Nodes move its hour: `up` resets it only if `trigger` changes."""
     return aws.scheduler.Schedule(
         resource,
         name=name,
@@ -128,20 +124,20 @@ def one_time(
 
 
 def trust(group_arn: str) -> dict[str, Any]:
-    """Who may act with the role: the service, for this group (Scheduler User Guide, confused deputy prevention)."""
+    """The role's trust policy: the service, for this group (Scheduler User Guide, confused deputy prevention)."""
     principal, of_group = {"Service": SERVICE}, {"ArnEquals": {"aws:SourceArn": group_arn}}
     allow = {"Effect": "Allow", "Principal": principal, "Action": "sts:AssumeRole", "Condition": of_group}
     return {"Version": "2012-10-17", "Statement": [allow]}
 
 
 def schedule_arn(group_arn: str) -> str:
-    """The schedule's, within a group."""
+    """The schedule's ARN, within a group."""
     return f"{group_arn.replace(':schedule-group/', ':schedule/')}/{SCHEDULE}"
 
 
 def stop_statements(definition: StackDefinition) -> list[dict[str, Any]]:
-    """Everything the schedule may do. Whether DeleteFleets asks for the right to terminate each node, or for that to
-    terminate without naming one, AWS's pages do not say: a request that names an instance is the first statement's.
+    """Everything the schedule may do. AWS's pages do not say whether DeleteFleets needs the right to terminate each
+    node, or to terminate without naming one: the first statement covers requests that name an instance.
     """
     region = definition.fleet.region
     own = {f"aws:ResourceTag/{key}": value for key, value in own_tags(definition).items()}
@@ -158,7 +154,7 @@ def stop_statements(definition: StackDefinition) -> list[dict[str, Any]]:
 
 
 def with_its_nodes() -> dict[str, Any]:
-    """The right to terminate that names no instance."""
+    """The right to terminate without naming an instance."""
     return {
         "Sid": "WithItsNodes",
         "Effect": "Allow",

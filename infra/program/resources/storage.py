@@ -1,4 +1,4 @@
-"""The bucket of a stack and what `up` puts into it: job archive, run config, dataset.
+"""The bucket of a stack and the objects that `up` puts into it: job archive, run config, dataset.
 
 Kept or not is one choice for bucket, public-access block, encryption, policy and lifecycle together: a bucket retained
 alone would lose its policy and its expiry on destroy, in silence.
@@ -20,20 +20,21 @@ from gpufleet.infra.program.resources.tags import tags
 from gpufleet.infra.progress import Lines
 from gpufleet.job.contract import bucket
 
-# Parts of an upload that died are invisible in listings and billed like objects.
+# Parts of an aborted upload do not appear in listings but are billed like objects.
 ABORT_UPLOADS_AFTER_DAYS = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Upload:
-    """A local file or a small text to be an object. `name` labels the resource, `key` the object."""
+    """A local file or a small text for one object. `name` labels the resource, `key` the object."""
 
     name: str
-    earlier: tuple[str, ...] = ()  # names that the resource had: it is not called after its parent, so these are stated
+    earlier: tuple[str, ...] = ()  # the resource's former names, stated because it is not named after its parent
     key: str
     file: Path | None = None
     text: str | None = None
-    belongs_to_run: bool = False  # a record of the run: stays in a kept bucket, expires with the run's own objects
+    # a record of the run: it stays in a kept bucket, and expires with the run's other objects
+    belongs_to_run: bool = False
 
 
 class StorageComponent(pulumi.ComponentResource):
@@ -52,7 +53,7 @@ class StorageComponent(pulumi.ComponentResource):
         frozen: bool,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`runs`: every run id whose objects must expire. `frozen`: the run has begun, its uploads stay as they are."""
+        """`runs`: every run id whose objects must expire. `frozen`: the run has begun, its uploads stay unchanged."""
         super().__init__("gpufleet:infra:Storage", name, None, opts)
         keep = definition.storage.keep
         labels = tags(definition)
@@ -95,7 +96,8 @@ class StorageComponent(pulumi.ComponentResource):
             opts=follows,
         )
         settings: list[pulumi.Resource] = [closed, encryption, policy]
-        if keep.lifecycle == "own":  # the provider waits in vain for rules to be as declared where others add to them
+        # if others add rules, the provider would wait in vain for exactly the declared ones
+        if keep.lifecycle == "own":
             expiry = aws.s3.BucketLifecycleConfiguration(
                 f"{name}-expiry",
                 bucket=self.bucket.bucket,
@@ -110,8 +112,8 @@ class StorageComponent(pulumi.ComponentResource):
         self.register_outputs({"bucket": self.bucket.bucket})
 
     def _show(self, uploads: Sequence[Upload], objects: Sequence[aws.s3.BucketObjectv2]) -> None:
-        """How far the upload is, as objects come to be: the engine itself tells of each only that it is created. The
-        last line says that it is over, since it stays on the screen.
+        """Shows the upload's progress, as objects are created: the engine itself only reports each one. The last line
+        says that it is done, because it stays on the screen.
         """
         sizes = [upload.file.stat().st_size if upload.file else 0 for upload in uploads]
         say = lines(self)
@@ -133,7 +135,7 @@ class StorageComponent(pulumi.ComponentResource):
                 aliases=[pulumi.Alias(name=each) for each in upload.earlier],
                 retain_on_delete=upload.belongs_to_run,
                 # A run's nodes check these objects' hashes at every boot. New code or prices wait for a new run id.
-                # contentBase64: of runs that began when the archive was declared so.
+                # contentBase64: for runs that began when the archive was declared so.
                 ignore_changes=["key", "source", "contentBase64", "content"] if frozen else None,
             ),
         )
@@ -144,7 +146,7 @@ def _count(shown: Lines, size: int, etag: str) -> None:
 
 
 def tls_only(bucket_arn: pulumi.Input[str]) -> dict[str, object]:
-    """Deny everyone, the owner too, any request that is not encrypted on the wire."""
+    """Denies everyone, the owner too, any request that is not encrypted in transit."""
     return {
         "Version": "2012-10-17",
         "Statement": [

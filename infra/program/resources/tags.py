@@ -9,7 +9,7 @@ STACK_TAG, RUN_TAG, OWNER_TAG = OWN_TAGS
 
 
 def own_tags(definition: StackDefinition) -> dict[str, str]:
-    """The three tags by which the other commands, the sweep and the node's own rights find what belongs to a run."""
+    """The three tags by which the other commands, the sweep and the node's own rights find a run's resources."""
     return {
         STACK_TAG: definition.name,
         RUN_TAG: definition.run.id,

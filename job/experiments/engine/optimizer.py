@@ -173,7 +173,7 @@ def update_plainly(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """The same as narrow_kernel.Launch in torch operations, one parameter after the other."""
+    """Does what narrow_kernel.Launch does in torch operations, one parameter after the other."""
     for weight, average, square, gradient, counter in zip(*tensors, gradients, counters, strict=True):
         g = gradient.float() * scale
         m = torch.lerp(average.float(), g, 1 - betas[0])
