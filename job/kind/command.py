@@ -144,8 +144,8 @@ class CommandCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How the command reports its step: by regular expressions on its output with the groups step, loss and others, or by a file of
-    JSON lines.
+    """How the command reports its step: by regular expressions on its output with groups such as `step` and `loss`, or
+    by a file of JSON lines.
     """
 
     format: FormatName | None = None
