@@ -35,15 +35,15 @@ GROUPS = {
         "diff": "the cost review of a change: two commits' stacks side by side in dollars, bounds and rules held or"
         " broken",
         "prices": "how old and complete the known prices are; prices refresh reads them anew from AWS",
-        "calibrate": "measure some hundred steps of the real job on this machine, for the bill to stand on",
-        "replay": "whether the bill's stated interval held on availability traces of spot nodes",
+        "calibrate": "measure a few hundred steps of the real job on this machine, for the bill",
+        "replay": "whether the bill's range held on availability traces of spot nodes",
     },
     "Try it without an account": {
         "rehearse": "the whole run on this machine, against an embedded AWS",
         "cloud": "start the embedded AWS alone, for your own pulumi, boto3 or aws",
     },
     "Launch it": {
-        "canary": "the first run on an account, for less than half a dollar: what AWS does against what is assumed",
+        "canary": "the first run on an account, for less than half a dollar: it checks the assumptions about AWS",
         "prepare": "what a run reads: your folders and prefixes hashed, a ready-made job's tokens made",
         "doctor": "check the account: credentials, quotas, roles, offers, AMI, image; --pin writes AMI and image"
         " digest",
@@ -73,9 +73,9 @@ _TO_DO = {
     errno.EROFS: "That disk can only be read: run this in a copy of the project that can be written.",
     errno.EACCES: "Give yourself the right to it, then run it again.",
     errno.EPERM: "Give yourself the right to it, then run it again.",
-    errno.EEXIST: "Something else stands where a folder has to be: move it away, then run it again.",
-    errno.ENOTDIR: "A file stands where a folder has to be: move it away, then run it again.",
-    errno.EISDIR: "A folder stands where a file has to be: move it away, then run it again.",
+    errno.EEXIST: "A file or link has the name of a folder that is needed: move it away, then run it again.",
+    errno.ENOTDIR: "A file has the name of a folder that is needed: move it away, then run it again.",
+    errno.EISDIR: "A folder has the name of a file that is needed: move it away, then run it again.",
 }
 DESCRIPTION = (
     "Train on rented AWS GPUs with the bill known before anything exists: your own script in any container, or a"

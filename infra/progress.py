@@ -120,9 +120,7 @@ class Lines:
 
 def argument(parser: argparse.ArgumentParser) -> None:
     """Adds --quiet."""
-    parser.add_argument(
-        "-q", "--quiet", action="store_true", help="no bar and no word on the way: the answer, warnings, errors"
-    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress: only the answer, warnings and errors")
 
 
 def say(args: argparse.Namespace, to: Callable[[str], None] = print) -> Callable[[str], None]:

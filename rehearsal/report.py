@@ -59,11 +59,11 @@ def duration_check(seconds: float) -> Promise:
 def closing(checks: Sequence[Promise], seconds: float) -> str:
     """The last line when no promise was broken: what was not shown, and which times miss their bar."""
     if unshown := [f"{check.name}: {check.figure}" for check in checks if not check.shown]:
-        return f"NOT SHOWN, after {seconds:.0f} s: {'; '.join(unshown)}. All else held."
+        return f"NOT SHOWN, after {seconds:.0f} s: {'; '.join(unshown)}. Everything else held."
     slow = [f"{check.name}, {check.figure}" for check in checks if not check.held]
     if not slow:
         return f"Everything held, in {seconds:.0f} s."
-    return f"Everything held but the time, {seconds:.0f} s in all. Slower than its bar: {'; '.join(slow)}."
+    return f"Everything held except the time, {seconds:.0f} s in all. Slower than its bar: {'; '.join(slow)}."
 
 
 def summary(evidence: Evidence, checks: Sequence[Promise]) -> dict[str, Any]:

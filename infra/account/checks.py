@@ -112,7 +112,7 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     state = str(reservation["State"])
     if reservation.get("ReservationType") != "capacity-block":
         fix = "Write fleet.capacity: on-demand: nodes use a reservation that is open by themselves."
-        yield Check("block", f"{name} is another reservation than a block", "problem", fix)
+        yield Check("block", f"{name} is a reservation of another kind than a Capacity Block", "problem", fix)
         return
     if state not in ("active", "scheduled", "payment-pending"):
         fix = "Name another block, or write another fleet.capacity."
@@ -138,7 +138,7 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
         room = (
             f"{name} has {counted(total, 'instance')}, {free} of them free or its own; the run wants {definition.nodes}"
         )
-        fix = "End what runs in it (what has ended counts for minutes more), or write fewer fleet.nodes."
+        fix = "End other instances in it (ended ones count for some minutes more), or lower fleet.nodes."
         yield Check("block", room, "problem", fix)
     elif not wrong:
         what = (
@@ -260,7 +260,7 @@ def _bucket_key(key: str, definition: StackDefinition, kms: Any) -> Check:
         for action in ("kms:Decrypt", "kms:GenerateDataKey")
     ]
     if all(delegated):
-        return Check("bucket key", f"{key} is yours, and its policy leaves it to IAM who may use it")
+        return Check("bucket key", f"{key} is yours, and its policy lets IAM policies decide who may use it")
     return Check(
         "bucket key",
         f"cannot tell whether nodes may use {key} for the bucket: its policy does not leave that to IAM",

@@ -43,7 +43,7 @@ def pin(definition: StackDefinition, ssm: Any, say: Callable[[str], None] = prin
     for key, value in {"fleet.ami": ami, **{f"job.{key}": image for key, image in images.items()}}.items():
         say(f"  pinned  {key}: {value}" if before[key] != value else f"  pinned  {key}: {value} (as before)")
     if definition.fleet.ami not in ("unpinned", ami):
-        say("          A run that is up keeps what it began with: give run.id a new value before the next `pulumi up`.")
+        say("          A running run keeps the old values: give run.id a new value before the next `pulumi up`.")
 
 
 def _pinned(image: str, login: str | None = None) -> str:

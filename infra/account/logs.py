@@ -86,7 +86,7 @@ class Reader:
             )
         return (
             f"run {run} has printed nothing yet. A node first boots, pulls the image and stages its data: "
-            f"`gpufleet status {name}` says how far it is, `gpufleet logs {name} --boot` what ended nodes did."
+            f"`gpufleet status {name}` shows its progress, `gpufleet logs {name} --boot` what ended nodes did."
         )
 
     def boot(self) -> int:

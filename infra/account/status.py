@@ -89,7 +89,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, schedu
         why = "is at 0" if resting else f"has {len(nodes)} of {counted(wants(fleets[0]), 'node')} and replaces none"
         yield f"next        the fleet {why}: gpufleet wait {definition.argument} says how the run goes on"
     if ended and not done and not any(aws.owner_of(node) in ("", folder.owner) for node in nodes):
-        yield f"next        nothing goes on with it: gpufleet results {definition.run_argument} brings what it left"
+        yield f"next        the run does not continue: gpufleet results {definition.run_argument} brings what it left"
     if done:
         yield f"done        {done.reason}, {done.at}. {done.detail}".rstrip()
         after = "" if definition.is_earlier_run else f"; pulumi destroy; gpufleet sweep {definition.argument}"
@@ -102,7 +102,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, schedu
 def headline(lines: Sequence[str]) -> str:
     """The answer that stands above a report's lines: how the run ended or what it is doing, and what it has spent."""
     texts = {line[:12].strip(): line[12:] for line in reversed(lines[1:])}  # the first of each kind
-    state = texts.get("done") or texts.get("progress") or "a node is there, and has not told of itself yet"
+    state = texts.get("done") or texts.get("progress") or "a node runs, but has not reported yet"
     if texts["node"] == "none" and "done" not in texts:
         state = f"no node; last {texts['progress']}" if "progress" in texts else "no node"
     spent = "" if "spent" not in texts else f", {texts['spent'].replace('$', '')} USD spent"
@@ -256,7 +256,7 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
         yield f"gpu         {', '.join(said)}"
     yield f"spent       ${beat.spent_usd or 0:.4f} of ${definition.limits.max_usd}"
     if beat.ceiling_s:
-        yield f"            {beat.ceiling_s / 3600:.2f} h of it at the on-demand price: AWS tells no spot price"
+        yield f"            {beat.ceiling_s / 3600:.2f} h of it at the on-demand price: AWS gives no spot price"
 
 
 def _checkpoints(folder: RunFolder) -> Iterator[str]:

@@ -72,13 +72,13 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
     for title, group in (
         ("Not looked at, so it may be there and cost:", unseen),
         (f"Kept on purpose (storage.keep of {definition.source.name}):", [left for left in mine if left.asked_for]),
-        ("Billed, and nobody asked for it:", billed),
+        ("Billed, and not kept by the definition:", billed),
         ("Still there, free of charge:", free),
         (
             "Not the stack's, but in its VPC, which stays as long as they do; they may be billed. Ask whose they are:",
             foreign,
         ),
-        ("Perhaps ours: no tag says so:", [left for left in mine if not left.ours]),
+        ("Perhaps this stack's: they have no tags:", [left for left in mine if not left.ours]),
         (f"Of a stack of the same name and another owner than {definition.run.owner}: ask before removing it:", theirs),
     ):
         if group:
@@ -92,7 +92,7 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
         )
     where = f"{definition.name} in {definition.fleet.region}"
     own = " of its own" if foreign else ""
-    nothing = f"nothing billable{own} is " + ("in sight, of what could be looked at." if unseen else "left over.")
+    nothing = f"nothing billable{own} is " + ("among the things that AWS shows." if unseen else "left over.")
     summary = f"{_monthly(billed)} nobody asked for." if billed else nothing
     summary += f" {counted(len(free), 'part')} free of charge still there." if free else ""
     summary += f" {counted(len(foreign), 'part')} of others in its VPC, perhaps billed." if foreign else ""

@@ -76,7 +76,7 @@ def warnings(basis: BillBasis, bill: Bill) -> Iterator[str]:
     if basis.dataset_bytes is None and config.dataset_kind and not definition.storage.dataset.startswith("s3://"):
         yield "the size of the dataset is assumed from what job.parameters.data says of it"
     if definition.account.vpc:
-        yield "not priced: what account.vpc has of its own, NAT gateways and endpoints and their traffic"
+        yield "not priced: account.vpc's own NAT gateways and endpoints, with their traffic"
     if definition.account.kms_key:
         yield "not priced: account.kms_key and the requests to it"
 
@@ -85,7 +85,7 @@ def _several(definition: StackDefinition, bill: Bill) -> Iterator[str]:
     """What is not known of nodes that train together."""
     nodes, endless = definition.nodes, batch.is_endless(definition.job.parameters)
     if not endless and not bill.chosen.option.instance.has_efa(definition.fleet.cards):
-        yield "nodes of this type have no EFA on these cards: they talk over TCP, whose speed nobody has measured"
+        yield "nodes of this type have no EFA on these cards: they use TCP, whose speed nobody has measured"
     if not endless and bill.market.is_interrupted:
         yield f"that {nodes} nodes are interrupted {gang(nodes):.1f} times as often as one is an assumption"
     if definition.storage.data and definition.storage.data.snapshot:

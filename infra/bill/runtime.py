@@ -289,7 +289,7 @@ def _step_ms(
         if sizes[index].counts == "epochs":
             what, ways = "an epoch", f"write {told.key}"
         raise GpufleetError(
-            f"{instance.type}: nobody has said how long {what} takes on its GPU{peak}: {ways}:"
+            f"{instance.type}: it is not known how long {what} takes on its GPU{peak}: {ways}:"
             f" {{{instance.gpu.name}: ...}}"
         )
     if config.device == "cpu":

@@ -90,7 +90,7 @@ def _python(options: dict[str, str]) -> str:
     """Where the engine finds the Python of these options, and problems to fix."""
     if options["toolchain"] != "pip":
         return f"the environment of {options['toolchain']}.lock"
-    lacks = "" if find_spec("pip") else "; CHECK: it has no pip, which the engine asks what is installed: add it"
+    lacks = "" if find_spec("pip") else "; CHECK: it has no pip, which the engine needs to list packages: add it"
     if "virtualenv" in options:
         return options["virtualenv"] + lacks
     if Path(shutil.which("python3") or "").parent == Path(sys.executable).parent:

@@ -25,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds an optional STACK."""
     parser.add_argument("stack", metavar="STACK", nargs="?", help="only the runs of this stack")
     parser.add_argument("--all", action="store_true", help="every run, with what each cause added")
-    parser.add_argument("--aws", action="store_true", help="beside them what AWS charged, from Cost Explorer")
+    parser.add_argument("--aws", action="store_true", help="with AWS's own charges beside them, from Cost Explorer")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"No receipt{of} yet: `gpufleet results STACK` keeps the one of a run that has ended.")
         return 1
     total = receipts.grade(known)
-    none = f"{counted(len(known), 'receipt')}, and none counts: none is of a real run that came to its end."
+    none = f"{counted(len(known), 'receipt')}, and none counts: a receipt counts if its real run came to its end."
     print("\n".join(summary(total)) if total else none)
     shown = known if args.all else sorted(known, key=lambda each: each.at)[-SHOWN:]
     print("\n".join(table(shown, CAUSES if args.all else {})))

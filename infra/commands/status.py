@@ -12,7 +12,7 @@ from gpufleet.infra.commands import stack
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     stack.argument(parser, earlier_runs=True)
-    parser.add_argument("--all", action="store_true", help="every attempt and all that the run has told")
+    parser.add_argument("--all", action="store_true", help="every attempt, and everything that the run has reported")
 
 
 def run(args: argparse.Namespace) -> int:

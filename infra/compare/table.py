@@ -108,7 +108,7 @@ def answer(found: Comparison, command: str, today: date) -> Iterator[str]:
         own = [row for row in found.listed if row.scenario == found.scenario]
         same = [row for row in able for mine in own if (row.place, row.capacity) == (mine.place, mine.capacity)]
         own = [row for row in same or own if row.usd is not None]
-        least = "costs least" if best is able[0] else "costs least of what keeps the limits"
+        least = "costs least" if best is able[0] else "is the cheapest option within the limits"
         yield from wrap(f"{name}: {_figures(best)}, {least}{_against(best, own)}.")
         yield from sheet(able[:SHOWN], columns.ANSWER, found.own_frontier).text()
         yield from wrap("* nothing is cheaper and sooner; less: how likely it costs less than the file's own fleet")

@@ -207,7 +207,7 @@ def check_account(account: Account, fleet: Fleet, findings: Findings) -> None:
 
 def _notify(notify: Notify, findings: Findings) -> None:
     if notify != Notify() and notify.email is None:
-        hint = "What no node can tell, no capacity or a node that hangs, AWS tells by e-mail alone."
+        hint = "If no node can send a message (no capacity, or a node that hangs), AWS does, but only by e-mail."
         findings.add("notify.email", "an e-mail address, once anything of notify is set", hint)
 
 
@@ -217,10 +217,10 @@ def _base_weights(s: StackDefinition, findings: Findings) -> None:
         return
     if not config.sizes().base_weights:
         if named:
-            hint = f"{s.job.experiment} starts from no weights: take the key out."
+            hint = f"{s.job.experiment} starts without base weights: remove the key."
             findings.add("storage.base_weights", "nothing in this experiment", hint)
     elif not named and config.dataset.is_own(""):  # a node would report it after its paid set-up
-        hint = f"{s.job.experiment} starts from a model, and only generated data from random weights."
+        hint = f"{s.job.experiment} starts from a model; only with generated data it starts from random weights."
         findings.add("storage.base_weights", PLACE, hint)
 
 
@@ -253,7 +253,7 @@ def _place_problem(place: str, *, anywhere: bool = False) -> str:
         return "Only s3:// addresses are read; a local folder has no colon."
     path = PurePosixPath(place)
     if anywhere and place.startswith("~"):
-        return "No shell reads this, so ~ is no home: write it relative to the project, as in ../my-model, or in full."
+        return "No shell expands ~ here: write the path relative to the project, as in ../my-model, or in full."
     if not anywhere and (path.is_absolute() or ".." in path.parts or not path.parts or place.startswith("~")):
         return "Write it relative to the project, as in data/tinystories."
     if not place.isprintable():  # no system accepts NUL; the others make two names look alike, or break a line in two
@@ -269,7 +269,7 @@ def _limits(limits: Limits, findings: Findings, now: datetime, past_deadline: bo
     if due <= now and not past_deadline:
         findings.add("limits.deadline", f"a time after now, {stamp(now)}", "Move it, and give the run a new id.")
     elif due > now + timedelta(days=366):
-        findings.add("limits.deadline", "a time within a year: it is what stops the fleet when everything else failed")
+        findings.add("limits.deadline", "a time within a year: it stops the fleet if everything else fails")
 
 
 def _check_keep(s: StackDefinition, findings: Findings, now: datetime) -> None:

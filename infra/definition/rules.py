@@ -77,7 +77,7 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Fleet, "ami"): Rule(
         pattern=r"unpinned|ami-([0-9a-f]{8}|[0-9a-f]{17})",
         allowed="unpinned, or a literal ami-...",
-        hint="Write unpinned, then gpufleet doctor --pin; a maintain fleet resolves no parameters.",
+        hint="Write unpinned, then run gpufleet doctor --pin: a maintain fleet cannot look up a parameter.",
     ),
     (Disk, "size_gib"): Rule(minimum=1, maximum=65_536, unit="GiB"),
     (Disk, "iops"): Rule(minimum=3_000, maximum=80_000, unit="operations/s"),
@@ -99,7 +99,7 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Account, "kms_key"): Rule(
         pattern=r"arn:aws:kms:[a-z0-9-]+:[0-9]{12}:key/[A-Za-z0-9-]+",
         allowed="a key's ARN, such as arn:aws:kms:us-east-2:111122223333:key/...",
-        hint="An alias is none: the nodes' rights name the key itself.",
+        hint="An alias does not work: the nodes' rights name the key itself.",
     ),
     (Vpc, "id"): Rule(pattern=r"vpc-([0-9a-f]{8}|[0-9a-f]{17})", allowed="vpc-... of the fleet's region"),
     (Vpc, "subnets"): Rule(

@@ -121,7 +121,7 @@ def several_nodes(fleet: Fleet, config: JobConfig, findings: Findings, catalog: 
         findings.add("fleet.gather_minutes", "none, of one node or in a Capacity Block", "Nobody is asked again there.")
     if not fleet.is_gang:
         if fleet.cards == "all":
-            findings.add("fleet.cards", "one, where fleet.nodes is 1", "A single node has nobody to talk to.")
+            findings.add("fleet.cards", "one, where fleet.nodes is 1", "A single node communicates with no other.")
         return
     for key, names in (("zones", fleet.zones), ("instance_types", fleet.instance_types)):
         if len(names) > 1:

@@ -73,7 +73,7 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
     if (several := for_several(typed, found.coded.get("num_nodes", ("1", ""))[0])) is not None:
         typed, writer.nodes = several.command, several.nodes or 2
         writer.place.environment |= several.environment
-        writer.known("your command is for several nodes: it has their words, which each node fills for itself")
+        writer.known("your command is for several nodes: the file has placeholders for each node's own values")
     typed, type_, type_check = writer.processes(typed)
     written = writer.switched_on(writer.told_where(typed))
     lines = [
@@ -402,7 +402,7 @@ class _Writer:
                 own = "; ".join(f"{each.where} looks for {each.value}" for each in self.found.names_own.values())
                 place.workdir = f"  workdir: '{{checkpoints}}'   # CHECK: it saves where it starts ({where})"
                 place.workdir += f", and {own}: linked there"
-                self.unknown(f"which files of its own it looks for where it starts: job.workdir ({own})")
+                self.unknown(f"which of its own files it opens by a relative path: job.workdir ({own})")
                 links = f"ln -sfn {' '.join(f'{{code}}/{each}' for each in self.found.names_own)} . && "
             if not start.through and not start.is_module:
                 there = {each for each in typed.split() if each[0] not in "-/{" and (self.found.folder / each).exists()}

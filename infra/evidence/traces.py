@@ -73,7 +73,7 @@ def read(path: Path) -> Trace:
     except (ValueError, csv.Error) as error:
         raise GpufleetError(f"{path}: no trace: {error}. The formats are in `gpufleet docs risk`.") from None
     if not found.up_from_h.size:
-        raise GpufleetError(f"{path}: no node could be had in any of its {found.hours:.0f} h; nothing can be replayed")
+        raise GpufleetError(f"{path}: no node was available in any of its {found.hours:.0f} h; nothing can be replayed")
     return found
 
 

@@ -50,7 +50,7 @@ def answer(folder: Path, *words: str, feed: bytes = b"") -> bytes:
     import subprocess  # imported here: every bill imports this module, and few ask git
 
     if shutil.which("git") is None:
-        raise GpufleetError("git is not installed, and what it knows of this folder is needed here")
+        raise GpufleetError("git is not installed, but is needed here to list the files of this folder")
     if (found := _find(folder)) is None:
         raise GpufleetError(f"not a git repository: {folder.resolve()}, nor is any folder above it")
     files, place = found

@@ -118,7 +118,7 @@ def make(
     try:
         path = find(name, root)
     except GpufleetError as error:  # perhaps a Pulumi stack called dev
-        raise GpufleetError(f"{error}\n`pulumi config set definition NAME` says which one to run.") from None
+        raise GpufleetError(f"{error}\n`pulumi config set definition NAME` chooses the one to run.") from None
     definition = Selected(path=path, scenario=scenario, asked=name).load(now=now, past_deadline=over)
     if tags:
         definition = tagged(definition, tags)

@@ -260,7 +260,7 @@ def _nodes(run: RunResults) -> Iterator[str]:
     varies = longest >= SHORT_S and charts.steady([kept]) is None
     waits = charts.lines([kept], x="step", y="s", from_zero=True) if varies else ""
     drawn = charts.lanes(names, bars, marks, x=f"{unit} since the first launch")
-    yield page.charts([("Nodes over time", drawn), ("What each save kept training waiting", waits)])
+    yield page.charts([("Nodes over time", drawn), ("How long each save delayed training", waits)])
     kinds = dict.fromkeys([*(bar.kind for bar in bars), *(kind for _, _, kind in marks)])
     yield page.key({kind: charts.KINDS[kind] for kind in kinds}) if drawn else ""
     most = f"less than {SHORT_S:g} s" if longest < SHORT_S else f"{longest:.2g} s at most"

@@ -48,7 +48,7 @@ def review_commits(project: Path, base: str, head: str, rules: Path | None = Non
         try:
             old, old_note = _catalog_of(folders[0], now.date())
         except GpufleetError:
-            old, old_note = new, "its prices cannot be read; HEAD's stand in"
+            old, old_note = new, "its prices cannot be read; HEAD's are used instead"
         notes = [f"{side}: {note}" for side, note in (("BASE", old_note), ("HEAD", new_note)) if note]
         if rules is None and _bytes(folders[0] / "policy.yaml") != _bytes(folders[1] / "policy.yaml"):
             notes.append("**policy.yaml itself changes**; the rules here are HEAD's.")
@@ -56,7 +56,7 @@ def review_commits(project: Path, base: str, head: str, rules: Path | None = Non
         try:
             hazards = learn(observations(folders[0]))
         except GpufleetError:
-            notes.append("BASE: its traces cannot be read; HEAD's hazards stand in")
+            notes.append("BASE: its traces cannot be read; HEAD's hazards are used instead")
         known_old = _known(folders[0], old, hazards)
         if left_out := len(receipts.read(folders[1])[1]):
             notes.append(f"HEAD: damaged receipts, left out: {left_out}; `gpufleet receipts` says which and why")
@@ -181,7 +181,7 @@ def _catalog_of(folder: Path, day: date) -> tuple[Catalog, str]:
     except (GpufleetError, KeyError, ValueError, TypeError, AttributeError, OSError):
         return load_catalog(
             folder, shipped=SHIPPED, day=day
-        ), "its shipped catalog has another form; this version's stands in"
+        ), "its shipped catalog has another form; this version's is used instead"
 
 
 def _contents(top: Path, blobs: list[str]) -> list[bytes]:

@@ -292,7 +292,7 @@ class Host:
             return None
         since = now if since is None else since
         if start.leaving is None and now - since > LEFTOVER_S and not self.checkpoints.saving():
-            say("processes that the command has left behind are ended")
+            say("processes that still run after the command are ended")
             self._kill()
         return since
 
@@ -360,7 +360,7 @@ class Host:
             return
         until = self.clock() + self.config.exit.hold_minutes * 60
         minutes, clock = self.config.exit.hold_minutes, time.strftime("%H:%M", time.gmtime(until))
-        text = f"{why}; the node is held for {minutes:g} min, until {clock} UTC: gpufleet shell looks into it"
+        text = f"{why}; the node is held for {minutes:g} min, until {clock} UTC: gpufleet shell opens a shell on it"
         self.alarm("held", text)
         said_at = self.clock()
         while self.clock() < until and not (self.workdir / STOP).exists():

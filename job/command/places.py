@@ -203,7 +203,7 @@ class WatchedContainer(NodeContainer):
                 answer += part
             return json.loads(answer)
         except OSError as error:
-            raise GoneError(f"nobody watches its processes any more: {error}") from None
+            raise GoneError(f"its processes are not watched any more: {error}") from None
 
 
 class GuardedProcesses:

@@ -320,13 +320,13 @@ class StepReader:
         if ahead < 0:
             if self._history and -ahead > (self.interval or 1):
                 self._say_once(
-                    "back", f"steps go back without a restart, from {self.step:,} to {step:,}: kept out", self._note
+                    "back", f"steps go back without a restart, from {self.step:,} to {step:,}: ignored", self._note
                 )
             return False
         far = JUMP * (self.interval or 0)
         if len(self._gaps) >= 3 and ahead > far and not 0 <= step - (self._doubted or step + 1) <= far:
             self._say_once(
-                "jump", f"steps jump from {self.step:,} to {step:,}: kept out unless they go on from there", self._note
+                "jump", f"steps jump from {self.step:,} to {step:,}: ignored unless others follow", self._note
             )
             self._doubted = step
             return False

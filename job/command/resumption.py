@@ -35,7 +35,7 @@ class ResumeCheck:
     ) -> None:
         """`checkpoint` has the files that were put back; `counting` is what its commit has kept about the lines."""
         self.verdict: Verdict = "not shown"
-        self.why = "it has told nothing and saved nothing yet"
+        self.why = "it has printed no step and saved nothing yet"
         self._config, self._restored, self._checkpoint, self._counting = config, restored, checkpoint, counting
         self._interval, total = counting.interval or 1, config.total
         # A count from 0 ends one lower. No line comes after the last one due.

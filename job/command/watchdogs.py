@@ -75,7 +75,7 @@ class StartWatch:
         late = now - max(committed_at, self._began) >= max(ASK_S, LATE * every) and step_at >= now - every
         if late and not self._late_told:
             minutes = (now - max(committed_at, self._began)) / 60
-            self._warn(f"no whole checkpoint for {minutes:.0f} min, {LATE} times its interval")
+            self._warn(f"no complete checkpoint for {minutes:.0f} min, {LATE} times its interval")
         self._late_told = late
 
     def _busy(self) -> float | None:

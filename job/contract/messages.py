@@ -62,7 +62,7 @@ def await_start(workdir: Path) -> int:
     parent = os.getppid()
     while (start := Start.read(workdir)) is None:
         if os.getppid() != parent:
-            sys.exit("nobody is left to say when to begin")
+            sys.exit("the process that would start it is gone")
         time.sleep(LOOK_S)
     return start.rung
 

@@ -34,5 +34,5 @@ def refusal(name: str) -> str:
         return str(error)
     *folders, file = name.casefold().split("/")
     if any(each.startswith(".") for each in (*folders, file.removeprefix(METADATA))) or _RUN_UNASKED.fullmatch(file):
-        return f"is {reading.show(name)}: git, shells, editors or tests run or obey what is called so"
+        return f"is {reading.show(name)}: git, shells, editors or tests run or obey files of that name"
     return ""

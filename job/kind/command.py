@@ -644,17 +644,15 @@ class CommandConfig(JobConfig):
                 " it begins that anew, and nothing shows whether it resumes. Make a stack of each"
             )
         if not self.saves:
-            yield "job.checkpoint is none: a loss repeats all that was trained before it, and is priced so"
+            yield "job.checkpoint is none: a loss repeats all training before it, and the bill counts that"
             return
         if self.demands.interval:
             yield (
-                "job.checkpoint.every is not said: a loss is priced as if it repeated an hour, and only your script"
-                " knows how often it saves"
+                "job.checkpoint.every is missing: only your script knows how often it saves, so the bill assumes"
+                " that a loss repeats an hour"
             )
         if self.checkpoint.size_gb is None:
-            yield (
-                "job.checkpoint.size_gb is not said: uploads, storage and whether a notice saves are priced as nothing"
-            )
+            yield ("job.checkpoint.size_gb is missing: the bill counts uploads and storage as nothing")
         if not self.resume.args and not self.resume.env and self.checkpoint.format in (None, "file"):
             yield (
                 "job.resume is empty: the command is the same on a new node, so it must look for a checkpoint in"

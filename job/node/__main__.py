@@ -191,7 +191,7 @@ class NodeRun:
             self._stand_down()
         self.record = replace(self.record, capacity=self.hand_over.market)
         if self.hand_over.took_over:
-            self.notices.tell("on spot it would miss its deadline: it goes on on demand")
+            self.notices.tell("on spot it would miss its deadline: it continues on demand")
         if self.hand_over.fleet:
             self.allowance.fleets = [self.hand_over.fleet]  # what is spent on spot must not end the one on demand
             self._leave_if_over()  # what the others have left by now counts
@@ -349,12 +349,12 @@ class NodeRun:
         self._leave(reason)
 
     def _stand_down(self) -> NoReturn:
-        """Ends this spot node, because the run goes on on demand, and its fleet if it still exists."""
+        """Ends this spot node, because the run continues on demand, and its fleet if it still exists."""
         self._ended = True
         self._upload_log()
         if (fleet := self._find_fleet()) is not None:
             delete_fleet(fleet)
-        self._leave("the run goes on on demand")
+        self._leave("the run continues on demand")
 
     def _crash(self, reason: str, code: int = AttemptExit.CRASHED, *, why: str = "") -> NoReturn:
         """Records a failed attempt; the fleet then makes the next node, unless three attempts in a row made no

@@ -107,7 +107,7 @@ class Allowance:
             self._stands = hour
             say(f"AWS ends the fleet at {iso(hour)}, unless a node moves that hour")
         else:
-            say("the hour at which AWS ends the fleet cannot be moved: it stands")
+            say("the hour at which AWS ends the fleet cannot be moved and stays")
         return moved
 
     def _meter_told(self, now: float) -> Spent | None:

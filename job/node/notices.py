@@ -97,7 +97,7 @@ class Notices:
             *NOT_REACHED,
         )
         if sent.code != 0:
-            say("nobody could be told by e-mail")
+            say("no message could be sent by e-mail")
         if self._webhook and not self._post(f"{words} {more}"):
             say("the webhook has not taken the message")
 
@@ -107,7 +107,7 @@ class Notices:
             try:
                 self._look()
             except OSError as error:  # a full disk perhaps: only this thread moves the hour of silence
-                say(f"nobody could be told: {error}")
+                say(f"no message could be sent: {error}")
 
     def _look(self) -> None:
         alarm, spent = Alarm.read(self._folder), Spent.read(self._folder)

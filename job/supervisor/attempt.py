@@ -480,7 +480,7 @@ class Supervisor:
             return self._finish(ends.FINISHED)
         if code == TrainerExit.FATAL:
             fatal = Fatal.read(self.workdir)
-            lost = "the reason is in job.log; no disk took fatal.json"
+            lost = "the reason is in job.log; fatal.json could not be written"
             return self._finish(ends.FAILED, f"{fatal.error}: {fatal.detail}" if fatal else lost)
         if code not in (TrainerExit.FINISHED, TrainerExit.STOPPED) and (lost := self.lost or self._lost()):
             return self._crashed(f"node refused: a GPU is lost, {lost}", code=AttemptExit.REFUSED)
@@ -542,7 +542,7 @@ class Supervisor:
             try:
                 self._insist(until, act)
             except OSError as error:
-                self.say(f"the end of the run is not told: {error}")
+                self.say(f"the end of the run could not be recorded: {error}")
 
     def _interrupted(self) -> int:
         """Publishes what time allows, then records the interruption."""

@@ -96,7 +96,7 @@ class Meter:
             return None
         price = f"${spent.usd_per_hour} an hour"
         if self._at_ceiling:
-            return f"AWS tells no spot price: compute counts at its ceiling, {price}, until it does"
+            return f"AWS gives no spot price: compute counts at its ceiling, {price}, until it does"
         return f"AWS tells the spot price, {price}: counted from the launch on"
 
     def spent(self, now: float, others_until: float | None = None) -> Spending:

@@ -163,7 +163,7 @@ def _lines(run: RunFile, attempts: Sequence[Attempt], objects: Mapping[str, int]
     """Every line of the bill with its actual amount."""
     used = _total(hours(attempt.seconds) for attempt in attempts)
     at_ceiling = _total(hours(attempt.ceiling_s) for attempt in attempts)
-    note = f"{at_ceiling:.4f} h at the on-demand price: AWS told no spot price" if at_ceiling else ""
+    note = f"{at_ceiling:.4f} h at the on-demand price: AWS gave no spot price" if at_ceiling else ""
     compute = _total(attempt.compute_usd for attempt in attempts)
     found = [_line(line.name, line.amount, compute, note) for line in run.estimate.of_kind("compute")]
     hourly = run.estimate.of_kind("hourly")

@@ -288,7 +288,7 @@ def test_whether_it_goes_on_stands_in_one_of_three_words(
 def test_what_is_not_shown_is_never_all_that_held() -> None:
     line = report.closing([own.resumes([observed("not shown", "a line would show it")])], 80.0)
     assert line == (
-        "NOT SHOWN, after 80 s: goes on from its checkpoint: not shown: a line would show it. All else held."
+        "NOT SHOWN, after 80 s: goes on from its checkpoint: not shown: a line would show it. Everything else held."
     )
 
 

@@ -82,7 +82,7 @@ class CompileCache:
             except Exception as error:  # noqa: BLE001 - unpickling raises anything
                 problem = f"{type(error).__name__}: {error}"
         if problem is not None:
-            self._session.say(f"{self._path.name} is of no use, graphs are compiled again: {problem}")
+            self._session.say(f"{self._path.name} cannot be used, graphs are compiled again: {problem}")
 
     def _write(self) -> None:
         saved = torch.compiler.save_cache_artifacts()

@@ -90,7 +90,7 @@ class SpikeGuard:
         if val_loss is None:
             if self._above < 2 * self._config.in_a_row:
                 return None
-            raise LossSpikeError(f"diverged: {seen}; there is no validation loss to ask")
+            raise LossSpikeError(f"diverged: {seen}; there is no validation loss to confirm it")
         if not self._in_range(val_loss):
             known = "none was evaluated before" if self._lowest is None else f"{self._lowest:.4f} was the best"
             raise LossSpikeError(f"diverged: {seen}; the validation loss is {val_loss:.4f}, {known}")

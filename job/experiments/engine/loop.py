@@ -169,7 +169,7 @@ class Loop:
         now = {**device.determinism(self.session.device), "ranks": self.world.size}
         differing = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if now[key] != then.get(key)]
         if differing:
-            self.session.say(f"not bit for bit the same from here: {'; '.join(differing)}")
+            self.session.say(f"from here the run no longer repeats bit for bit: {'; '.join(differing)}")
         for what, was, given in (
             ("dataset", found.commit.dataset.get("sha256"), self._manifest.sha256),
             ("base weights", found.commit.base_weights, self._base_weights),

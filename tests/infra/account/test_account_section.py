@@ -66,7 +66,7 @@ def test_all_of_it_loads_and_a_file_without_it_has_none(stack: Path) -> None:
         ({"tags": {"aws:x": "x"}}, "account.tags.aws:x", "not Name"),
         ({"tags": {f"t{n}": "x" for n in range(8)}}, "account.tags", "at most 7"),
         ({"permissions_boundary": "boundary"}, "account.permissions_boundary", "a policy's ARN"),
-        ({"kms_key": "alias/mine"}, "account.kms_key", "An alias is none"),
+        ({"kms_key": "alias/mine"}, "account.kms_key", "An alias does not work"),
         ({"kms_key": KEY.replace("us-east-2", "us-west-2")}, "account.kms_key", "a key of us-east-2"),
         ({"vpc": {"id": VPC}}, "account.vpc.subnets", "a subnet-... for each of fleet.zones"),
         ({"vpc": {"subnets": SUBNETS}}, "account.vpc.id", "vpc-... of the fleet's region"),
@@ -103,7 +103,7 @@ def test_what_it_costs_elsewhere_is_said_as_not_priced(stack: Path, tmp_path: Pa
     plain = bill_of(definition(stack), tmp_path, load_catalog())
     found = bill_of(with_account(stack, vpc={"id": VPC, "subnets": SUBNETS}, kms_key=KEY), tmp_path, load_catalog())
     network, key = sorted(set(found.warnings) - set(plain.warnings), reverse=True)
-    assert network.startswith("not priced: what account.vpc has of its own")
+    assert network.startswith("not priced: account.vpc's own NAT gateways")
     assert key.startswith("not priced: account.kms_key")
     assert found.usd == plain.usd
 

@@ -66,7 +66,7 @@ def in_use(cloud: Cloud) -> None:
         (changed(zone="us-east-2b"), ["fleet.zones says us-east-2a, "], "Write us-east-2b."),
         (moved, ["fleet.block.start says 2026-", "fleet.block.end says 2026-"], "Write 2026-"),
         (ended, ["is expired"], "Name another block"),
-        (in_use, ["has 1 instance, 0 of them free or its own; the run wants 1"], "End what runs in it"),
+        (in_use, ["has 1 instance, 0 of them free or its own; the run wants 1"], "End other instances in it"),
     ],
     ids=["none", "type", "zone", "dates", "over", "in use"],
 )
@@ -94,7 +94,7 @@ def test_more_nodes_than_it_has_and_another_kind_of_reservation_are_problems(
             return {"CapacityReservations": [{**told["CapacityReservations"][0], "ReservationType": "default"}]}
 
     (found,) = checks.block(in_block, Other())
-    assert found.found == f"{RESERVED} is another reservation than a block"
+    assert found.found == f"{RESERVED} is a reservation of another kind than a Capacity Block"
 
 
 def test_doctor_takes_the_run_s_own_nodes_for_no_others(cloud: Cloud, in_block: StackDefinition) -> None:

@@ -125,7 +125,7 @@ def test_a_run_whose_fleet_is_gone_before_its_end_leaves_a_receipt(
     cloud.tick()
     assert main(["status", "small-growth"]) == 0
     said = capsys.readouterr().out
-    assert ("nothing goes on with it: gpufleet results small-growth" in said) is (end == "destroyed")
+    assert ("the run does not continue: gpufleet results small-growth" in said) is (end == "destroyed")
     assert main(["results", "small-growth"]) == 0
     said = capsys.readouterr().out
     assert "receipt of small-growth r1: fleet-gone, its fleet was deleted or has expired, and it has no node" in said

@@ -44,7 +44,7 @@ def test_sweep_walks_from_a_running_node_to_its_untagged_disk(
     assert found["fleet"].bills
     assert main(["sweep", "small-growth"]) == 1
     said = capsys.readouterr().out
-    assert "Billed, and nobody asked for it:" in said
+    assert "Billed, and not kept by the definition:" in said
     assert re.search(r"aws ec2 terminate-instances --instance-ids i-\w+ --region us-east-2\n", said)
     assert re.search(r"aws ec2 delete-fleets .* --region us-east-2\n", said)
     assert "it can launch a node at any time" in said
@@ -53,7 +53,7 @@ def test_sweep_walks_from_a_running_node_to_its_untagged_disk(
 def test_a_fleet_that_waits_for_a_node_is_a_leftover_though_it_costs_nothing_yet(stack: StackDefinition) -> None:
     waiting = leftovers.Left(kind="fleet", id="fleet-1", note="active, wants 1", launches=True)
     said = list(sweep.table(stack, [waiting]))
-    assert said[0] == "Billed, and nobody asked for it:"
+    assert said[0] == "Billed, and not kept by the definition:"
     assert said[-1].endswith(": $0.00 a month nobody asked for. A fleet can launch a node at any time.")
 
 
@@ -170,7 +170,7 @@ def test_a_right_that_is_missing_hides_no_node_and_is_not_taken_for_nothing(
     assert title == "Not looked at, so it may be there and cost:"
     assert re.fullmatch(r" +volumes +AWS does not let you call DescribeVolumes: .*", volumes)
     assert re.fullmatch(r" +roles +AWS does not let you call ListRoles: .*", roles)
-    assert last == "small-growth in us-east-2: nothing billable is in sight, of what could be looked at."
+    assert last == "small-growth in us-east-2: nothing billable is among the things that AWS shows."
     declare_fleet(cloud)
     cloud.tick()
     cloud.deny("DescribeFleets")
@@ -201,7 +201,7 @@ def test_a_loose_disk_like_ours_is_shown_but_not_claimed(
     other = ec2.create_volume(Size=101, **make)["VolumeId"]
     assert main(["sweep", "small-growth"]) == 0
     said = capsys.readouterr().out
-    assert "Perhaps ours: no tag says so:" in said
+    assert "Perhaps this stack's: they have no tags:" in said
     assert volume in said
     assert other not in said
 

@@ -60,7 +60,7 @@ def test_the_first_line_of_status_answers_and_details_are_under_all(
     cloud.tick()
     (node,) = cloud.instances()
     assert main(["status", "small-growth"]) == 0
-    assert ": a node is there, and has not told of itself yet\n" in capsys.readouterr().out
+    assert ": a node runs, but has not reported yet\n" in capsys.readouterr().out
     put(cloud, bucket, f"heartbeat/{node.id}.jsonl", BEAT)
     put(cloud, bucket, f"attempts/{node.id}.json", {"instance": node.id, "type": "g5.2xlarge", "booted_at": "12:00"})
     assert main(["status", "small-growth"]) == 0
@@ -110,7 +110,7 @@ def test_status_says_how_much_of_the_dollars_is_at_the_ceiling_of_an_untold_spot
 ) -> None:
     declare_fleet(cloud)
     put(cloud, declare_bucket(cloud), "heartbeat/i-1.jsonl", {"ts": "2026-11-21T12:08:00Z", "ceiling_s": "900.000"})
-    assert stated(stack)[""] == "0.25 h of it at the on-demand price: AWS tells no spot price"
+    assert stated(stack)[""] == "0.25 h of it at the on-demand price: AWS gives no spot price"
 
 
 def test_status_tells_who_trains_together_who_waits_and_what_the_leader_says(

@@ -117,7 +117,7 @@ COMMANDS: dict[str, tuple[Callable[[OwnProject], tuple[str, ...]], int, str]] = 
     "cost": (lambda mine: ("cost", "mine", "--all"), 0, r"g5\.2xlarge train [\d.]+ 500\.0"),
     "cost --json": (lambda mine: ("cost", "mine", "--json"), 0, '"step_ms": 500.0'),
     "compare": (lambda mine: ("compare", "mine", "--all"), 0, "mine: train [0-9.]+ h on one GPU scenario"),
-    "replay": (lambda mine: ("replay", mine.trace(), "mine"), 0, "The stated interval held"),
+    "replay": (lambda mine: ("replay", mine.trace(), "mine"), 0, "The bill's range held"),
     "diff, and the rules": (_diff, 1, r"max_usd_per_run.*p90 is .*`job\.work\.steps` \| `20000` \| `40000`"),
     "receipts": (_receipts, 0, r"mine r1 finished 1\.0000 1\.1000 .*inside"),
 }

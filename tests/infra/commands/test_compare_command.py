@@ -144,7 +144,7 @@ def test_the_first_line_names_what_costs_least_and_ten_rows_follow_and_what_to_d
     first = f"sft-h100, h100-optimized: {keeps['type']} {keeps['capacity']}, about "
     assert lines[0].startswith(first)
     said = " ".join(" ".join(lines).split())
-    assert "costs least of what keeps the limits; the file's p5.4xlarge on demand costs about " in said
+    assert "is the cheapest option within the limits; the file's p5.4xlarge on demand costs about " in said
     take = f"write fleet.instance_types: [{keeps['type']}] and fleet.capacity: {keeps['capacity']} into sft-h100.yaml"
     assert take in said
     (rule,) = (at for at, line in enumerate(lines) if line.startswith("-"))

@@ -36,14 +36,14 @@ def test_a_usual_zone_holds_and_a_terrible_one_does_not(tmp_path: Path, capsys: 
     usual = written(tmp_path, markov(0.15, seed=1, zone="usual"))
     assert main(["replay", usual, STACK, "--work-hours", "8"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "The stated interval held" in said
+    assert "The bill's range held" in said
     assert "Plan with the bill's p90." in said
     assert "8.00 h of work" in said
     terrible = written(tmp_path, markov(3.0, seed=1, zone="terrible"))
     assert main(["replay", terrible, STACK, "--work-hours", "8"]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "The stated interval did not hold" in said
-    assert "Do not plan with it where nodes are taken as here" in said
+    assert "The bill's range did not hold" in said
+    assert "Do not plan with it if nodes are interrupted as here" in said
 
 
 def test_a_calm_zone_shows_the_interval_wider_than_it_has_to_be_and_says_what_that_means(
@@ -52,9 +52,9 @@ def test_a_calm_zone_shows_the_interval_wider_than_it_has_to_be_and_says_what_th
     calm = written(tmp_path, markov(0.03, seed=1, zone="calm"))
     assert main(["replay", calm, STACK, "--work-hours", "8"]) == 0
     printed = capsys.readouterr().out
-    assert max(map(len, printed.partition("The stated")[2].splitlines())) <= 100
+    assert max(map(len, printed.partition("The bill's range")[2].splitlines())) <= 100
     said = " ".join(printed.split())
-    assert "It is wider than it has to be: bills spread less here than it says, so its p90 is on the safe side." in said
+    assert "It is wider than needed: replayed bills vary less than it says, so its p90 is on the safe side." in said
     assert "Later bills learn from traces kept in traces/" in said
     assert "From that many independent runs the true share is likely between 9" in said
 

@@ -169,7 +169,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "an input at home": (
         {"storage": {"inputs": {"text": "~/text"}}},
         "line 9, storage.inputs.text: '~/text' is not accepted; allowed: a folder, as seen from the project's, or"
-        " s3://bucket/prefix. No shell reads this, so ~ is no home: write it relative to the project, as in"
+        " s3://bucket/prefix. No shell expands ~ here: write the path relative to the project, as in"
         " ../my-model, or in full.",
     ),
     "an input's name": (

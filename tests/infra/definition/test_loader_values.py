@@ -265,7 +265,7 @@ REFUSED = [
     ("run", "id: " + "r" * 33, "run.id", "1 to 32", "", "a long run id"),
     ("run", "owner: 'aws:me'", "run.owner", "not starting with aws:", "", "a reserved tag"),
     ("estimate", "step_ms: [30, 60]", "estimate.step_ms", "3 numbers (ms)", "", "a phase missing"),
-    ("storage", "base_weights: data/x", "storage.base_weights", "nothing", "take the key out", "weights nobody reads"),
+    ("storage", "base_weights: data/x", "storage.base_weights", "nothing", "remove the key", "weights nobody reads"),
     ("fleet", "instance_types: [g55.2xlarge]", "fleet.instance_types[0]", "g5.*", "Nearest: g5.2xlarge.", "family"),
     ("estimate", "efficiency: 45", "estimate.efficiency", "from 0.001 to 1", "", "per cent"),
     ("rehearsal", "interruptions: {notice_s: 0}", "rehearsal.interruptions.notice_s", "from 1 to 120", "", "no notice"),

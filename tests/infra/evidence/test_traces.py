@@ -66,7 +66,7 @@ def test_the_examples_of_the_documentation_can_be_read(tmp_path: Path) -> None:
         ("a.json", '{"gap_s": 0, "available": [1]}', "gap_s is 0; allowed: seconds above 0"),
         ("a.json", '{"gap_s": 60, "available": []}', "at least one"),
         ("a.json", '{"gap_s": 60, "available": [-1]}', "0 or more"),
-        ("a.json", '{"gap_s": 60, "available": [0, 0]}', "no node could be had"),
+        ("a.json", '{"gap_s": 60, "available": [0, 0]}', "no node was available"),
         ("a.json", '{"gap_s": 60, "available": [1], "start": "yesterday"}', "start is 'yesterday'; allowed: a date"),
         ("a.json", '{"gap_s": "60s", "available": [1]}', "gap_s is '60s'; allowed: seconds above 0"),
         ("a.json", '{"gap_s": 60, "available": [1, "x"]}', "available is not a list of numbers"),

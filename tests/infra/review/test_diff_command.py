@@ -139,7 +139,7 @@ def test_shipped_prices_of_another_form_are_replaced_by_this_versions_and_it_say
     head = project.commit({"infra/catalog/spot.csv": None})
     code, out = run(capsys, base, head)
     assert code == 0
-    assert "- BASE: its shipped catalog has another form; this version's stands in" in out
+    assert "- BASE: its shipped catalog has another form; this version's is used instead" in out
 
 
 def test_added_and_removed_stacks_count_whole(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
@@ -352,4 +352,4 @@ def test_prices_that_a_change_repairs_do_not_stop_its_review(
     base = project.commit({"stacks/growth.yaml": STACK, "prices/2026-11-21/on_demand.csv": "x\n"})
     code, out = run(capsys, base, project.commit({"prices/2026-11-21/on_demand.csv": None}))
     assert code == 0
-    assert "- BASE: its prices cannot be read; HEAD's stand in" in out
+    assert "- BASE: its prices cannot be read; HEAD's are used instead" in out

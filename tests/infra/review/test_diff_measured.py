@@ -123,7 +123,7 @@ def test_traces_of_a_commit_are_its_own_and_a_broken_one_is_an_error_of_head_onl
         review_commits(project.folder, good, bad)
     code, out = run(capsys, bad, good)
     assert code == 0
-    assert "- BASE: its traces cannot be read; HEAD's hazards stand in" in out
+    assert "- BASE: its traces cannot be read; HEAD's hazards are used instead" in out
     (step,) = reviewed(capsys, bad, good)[1]["growth"]["steps"]
     assert step["keys"] == ["measurements"]
     assert Decimal(step["p50"]) < 0

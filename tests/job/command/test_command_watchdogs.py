@@ -76,7 +76,7 @@ def test_checkpoints_that_do_not_come_are_told_and_end_nothing(
     assert not watched.said
     assert watched.minutes(60, step_at=True, output_at=True) == ""
     (said,) = watched.said
-    assert said == f"warning: no whole checkpoint for {minutes} min, 3 times its interval"
+    assert said == f"warning: no complete checkpoint for {minutes} min, 3 times its interval"
 
 
 def test_a_silent_command_is_stuck_unless_a_gpu_works_or_a_file_grows(

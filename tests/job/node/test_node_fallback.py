@@ -52,7 +52,7 @@ def test_a_node_on_demand_ends_the_fleet_on_spot_and_trains_once_its_nodes_are_g
     outcome = on_demand.boot()
 
     assert on_demand.has(FALLBACK)
-    assert "on spot it would miss its deadline: it goes on on demand" in (on_demand.world / "told").read_text()
+    assert "on spot it would miss its deadline: it continues on demand" in (on_demand.world / "told").read_text()
     assert on_demand.stored(f"attempts/{INSTANCE}.json")["capacity"] == "on-demand"
     assert deleted(outcome.calls)[0] == OTHER
     told = [call for call in outcome.calls if call.startswith((DELETE, RUN)) or "--filters" in call]
@@ -99,7 +99,7 @@ def test_a_node_on_spot_that_boots_late_ends_its_fleet_and_leaves(spot: StubNode
     outcome = spot.boot()
     assert outcome.calls_starting(RUN) == []
     assert deleted(outcome.calls) == [FLEET]  # not the one on demand
-    assert "shutting down: the run goes on on demand" in outcome.log
+    assert "shutting down: the run continues on demand" in outcome.log
     assert not spot.has(f"attempts/{INSTANCE}.json")
     assert not spot.has("done.json")
 

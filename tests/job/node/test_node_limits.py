@@ -51,7 +51,7 @@ def test_a_schedule_that_cannot_be_moved_is_said_and_keeps_no_job_from_running(n
     outcome = node.boot()
 
     assert outcome.calls_starting(RUN, SHUTDOWN) == [RUN, SHUTDOWN]
-    assert "the hour at which AWS ends the fleet cannot be moved: it stands" in outcome.log
+    assert "the hour at which AWS ends the fleet cannot be moved and stays" in outcome.log
 
 
 def test_a_lost_node_does_not_give_the_next_one_a_timer_of_its_own(node: StubNode) -> None:

@@ -179,7 +179,7 @@ def test_a_crash_is_told_with_its_reason(node: StubNode) -> None:
 def test_what_cannot_be_told_is_said_and_keeps_nothing_from_ending(node: StubNode) -> None:
     node.fails("sns", "scheduler")
     outcome = node.boot()
-    assert "nobody could be told by e-mail" in outcome.log
+    assert "no message could be sent by e-mail" in outcome.log
     assert "the schedule that tells of silence cannot be disabled" in outcome.log
     assert node.stored("done.json")["reason"] == "finished"
 

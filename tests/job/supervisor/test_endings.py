@@ -279,7 +279,7 @@ def test_a_fatal_trainer_whose_reason_no_disk_took_points_to_its_log(tmp_path: P
     bench = Bench(tmp_path)
     assert bench.attempt(script={4: lambda trainer: 65}).run() == 70
     done = bench.json("done.json")
-    assert (done["reason"], done["detail"]) == ("failed", "the reason is in job.log; no disk took fatal.json")
+    assert (done["reason"], done["detail"]) == ("failed", "the reason is in job.log; fatal.json could not be written")
 
 
 @pytest.mark.parametrize("code", [1, -9, 75])

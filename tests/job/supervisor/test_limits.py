@@ -69,10 +69,10 @@ def test_an_untold_spot_price_is_counted_at_its_ceiling_and_said_in_log_heartbea
 
     assert bench.attempt(script={2: slow, 4: slow, 6: slow}).run() == 0
     assert bench.json("done.json")["reason"] == "max_usd"
-    assert "AWS tells no spot price: compute counts at its ceiling, $1.2120 an hour" in bench.said
+    assert "AWS gives no spot price: compute counts at its ceiling, $1.2120 an hour" in bench.said
     (beats,) = [bench.store.get_bytes(entry.key) or b"" for entry in bench.store.entries("heartbeat/")]
     assert all(float(beat["ceiling_s"]) > 0 for beat in atomic.objects(beats))
-    assert "AWS told no spot price" in bench.json("receipt.json")["lines"][0]["note"]
+    assert "AWS gave no spot price" in bench.json("receipt.json")["lines"][0]["note"]
 
 
 def test_a_spot_price_that_aws_tells_later_is_counted_from_the_launch_on(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_dear_hour_is_price(run: RunFile) -> None:
 
 def test_hours_at_the_ceiling_of_an_untold_spot_price_are_said_beside_compute(run: RunFile) -> None:
     made = build(run, attempt(1800, rate="1.212", ceiling_s=Decimal(900)), attempt(1800))
-    assert made["lines"][0]["note"] == "0.2500 h at the on-demand price: AWS told no spot price"
+    assert made["lines"][0]["note"] == "0.2500 h at the on-demand price: AWS gave no spot price"
     assert build(run, attempt(1800))["lines"][0]["note"] == ""
 
 

@@ -183,7 +183,7 @@ class Harness:
         same = (torch.equal(_bits(a), _bits(b)) for a, b in zip(self._contents(), self.inputs, strict=True))
         reply["changed"] = not all(same)
         if self.fences.broken or (self.ops is not None and self.ops.fences.broken):
-            return {"error": "it writes beyond what it was given or has made"}, []
+            return {"error": "it writes beyond its inputs and its own memory"}, []
         shape, dtype = list(found.shape), str(found.dtype).removeprefix("torch.")
         return {**reply, "shape": shape, "dtype": dtype}, [wire.raw(found)]
 

@@ -158,7 +158,7 @@ def test_a_damaged_or_foreign_file_is_named_and_replaced(session: Session, harm:
     words = start(session)
     assert misses() == before + 2
     assert words[0] is not None
-    assert f"{compiled_graphs(session).name} is of no use, graphs are compiled again" in said(session)
+    assert f"{compiled_graphs(session).name} cannot be used, graphs are compiled again" in said(session)
     assert len(compiled_graphs(session).read_bytes()) == pytest.approx(len(whole), rel=0.1)
     before = misses()
     start(session)

@@ -144,7 +144,7 @@ def test_a_trainer_told_to_wait_begins_at_the_rung_it_is_told(tmp_path: Path, mo
 def test_a_trainer_that_waits_ends_with_whoever_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parents = iter([7, 7, 1])
     monkeypatch.setattr("gpufleet.job.contract.messages.os.getppid", lambda: next(parents))
-    with pytest.raises(SystemExit, match="nobody is left"):
+    with pytest.raises(SystemExit, match="start it is gone"):
         await_start(tmp_path)
 
 
@@ -460,7 +460,7 @@ def test_a_resume_says_which_facts_of_determinism_differ(tmp_path: Path, capsys:
     assert world.train(workdir, StopAt(workdir, 1)) == 75
     said = capsys.readouterr().out
     threads = f"threads was 96, is {torch.get_num_threads()}"
-    assert f"not bit for bit the same from here: {threads}; ranks was 2, is 1\n" in said
+    assert f"from here the run no longer repeats bit for bit: {threads}; ranks was 2, is 1\n" in said
 
 
 def test_bf16_state_trains_and_resumes_bit_for_bit(tmp_path: Path) -> None:

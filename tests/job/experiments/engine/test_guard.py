@@ -126,7 +126,7 @@ def test_without_a_validation_loss_twice_as_many_losses_are_needed() -> None:
     assert guard.judge(None, 130) is None
     for at in range(131, 141):
         guard.see(9.0, at)
-    with pytest.raises(LossSpikeError, match=r"20 logged losses in a row .* there is no validation loss to ask"):
+    with pytest.raises(LossSpikeError, match=r"20 logged losses in a row .* there is no validation loss to confirm it"):
         guard.judge(None, 140)
 
 
