@@ -250,9 +250,10 @@ class CommandCheckpoints:
         for each in found:
             self._watch(each, now)
         self._watched = {each.key: self._watched[each.key] for each in found if each.key in self._watched}
-        alive = self._alive()
-        gone, self._before = bool(self._before - set(alive)), set(alive)
+        alive = set(self._alive())
         writing = self._writing([each.found for each in self._watched.values()]) if self._watched else set()
+        # One that ends while it is looked at counts as gone now and at the next look: it may have had a file open.
+        gone, self._before = bool((self._before | alive) - set(self._alive())), alive
         for watched in (self._watched[each.key] for each in reversed(found) if each.key in self._watched):
             ready = self._is_ready(watched, writing, now, gone=gone, latest=found[-1].number)
             if ready and self._copying is None:

@@ -41,6 +41,7 @@ from gpufleet.job.supervisor.publish import commits
 from gpufleet.job.supervisor.rendezvous import Rendezvous
 from gpufleet.job.supervisor.store import ABSENT, ANY, Entry, MissingError, RefusedError, StoreError, TakenError
 from gpufleet.job.supervisor.world import Outside
+from tests.dates import skip_where_the_clock_is_moved
 from tests.job import command_world, runs
 from tests.job.supervisor_world import NodeDeath
 
@@ -543,6 +544,7 @@ class Town:
         **changes: Any,
     ) -> None:
         """`parts`: each node leaves a part of a checkpoint, as ranks of a command do."""
+        skip_where_the_clock_is_moved("remembers every lock of a town's threads, whose clock is the town's own")
         self.folder, self.nodes, self.last, self.saves_every, self.parts = folder, nodes, last, saves_every, parts
         steps = {"dense": last, "moe": 0, "grown": 0, "train": last}  # the last phase is a command's
         rows = [{"phase": name, "step_ms": 100.0, "steps": count} for name, count in steps.items()]

@@ -222,6 +222,26 @@ def test_a_file_whose_writer_died_counts_only_where_a_cut_would_show(
     assert (disk.committed()[-1:] == [6]) is (content != b"{")
 
 
+@pytest.mark.parametrize("seen_open", [True, False])
+def test_a_process_that_ends_amid_a_look_leaves_its_file_in_doubt(tmp_path: Path, seen_open: bool) -> None:
+    """It ends after the look at processes, before or after the look at open files."""
+    disk = WatchedDisk(tmp_path, each=["a-{step}.bin"])
+    path = disk.write("a-5.bin", b"not a zip")
+    disk.open = {(path.stat().st_dev, path.stat().st_ino)}
+    disk.wait(3)
+
+    def ends(pids: object) -> set[tuple[int, int]]:
+        was, disk.open = disk.open, set()
+        disk.alive = []
+        return was if seen_open else disk.open
+
+    disk.found._writing = ends
+    disk.wait(1)
+    disk.wait(70)
+    disk.found.end(by_itself=False)
+    assert disk.committed() == []
+
+
 def test_a_process_that_ends_after_its_save_was_seen_closed_raises_no_doubt(tmp_path: Path) -> None:
     disk = WatchedDisk(tmp_path, each=["a-{step}.bin"])
     disk.write("a-5.bin")
@@ -548,7 +568,7 @@ def test_only_what_was_begun_after_the_signal_is_a_save_that_the_signal_caused(
     disk.wait(70)
     disk.found.reason = "stop"
     if when == "amid the look":
-        began, look = time.time(), disk.found.find
+        began, look = disk.write("clock").stat().st_mtime, disk.found.find
 
         def look_while_it_saves() -> list[FoundCheckpoint]:
             seen = look()
