@@ -15,9 +15,10 @@ from gpufleet.rehearsal import environment, scratch
 from gpufleet.rehearsal import fis as fis  # moto's service, with notices
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine
+from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.node import NodeRunner
 
-NOTICE_S = 120.0  # as AWS gives; a test of something else waits less long
+HABITS = Habits(relaunch_s=1.0)  # a notice as long as AWS gives; a test of something else waits less long
 
 
 def flight(

@@ -35,12 +35,13 @@ from werkzeug.serving import BaseWSGIServer, make_server
 
 from gpufleet.infra.definition.model import Account
 from gpufleet.job.contract import environment
-from gpufleet.rehearsal import account
+from gpufleet.rehearsal import account, habits
 from gpufleet.rehearsal.actions import FLEETS
 from gpufleet.rehearsal.clock import Clock, SystemClock
 from gpufleet.rehearsal.controller import FleetController
 from gpufleet.rehearsal.environment import past_proxies
 from gpufleet.rehearsal.gate import NODE_KEY, SECRET, USER_KEY, Gate
+from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.imds import Imds
 from gpufleet.rehearsal.launch import CloudInstance, Launcher, Reservation
 from gpufleet.rehearsal.schedules import Schedules
@@ -60,9 +61,7 @@ class Cloud:
         clock: Clock | None = None,
         launch: Callable[[CloudInstance], None] | None = None,
         end: Callable[[CloudInstance], None] | None = None,
-        notice_s: float = 120.0,
-        relaunch_delay_s: float = 5.0,
-        retry_s: float = 30.0,
+        habits: Habits | None = None,
         region: str = "us-east-2",
         port: int = 0,
     ) -> None:
@@ -78,9 +77,7 @@ class Cloud:
             self.clock,
             on_launch=self._launched,
             on_end=self._ended,
-            notice_s=notice_s,
-            relaunch_delay_s=relaunch_delay_s,
-            retry_s=retry_s,
+            habits=habits or Habits(),
         )
         self.schedules = Schedules(self.account, self.fleets, self._tags_of)
         self.endpoint = ""
@@ -112,7 +109,8 @@ class Cloud:
         logging.getLogger("moto").setLevel(logging.CRITICAL)
         FLEETS[self.account] = self.fleets
         account.seed(self.account)
-        self._server = make_server("127.0.0.1", self._port, self._gate, threaded=True, request_handler=_QuietHandler)
+        app = habits.renaming(self._gate, self.fleets.habits.codes)
+        self._server = make_server("127.0.0.1", self._port, app, threaded=True, request_handler=_QuietHandler)
         self.endpoint = self._gate.endpoint = f"http://127.0.0.1:{self._server.server_port}"
         self._seed(self.region)
         self._start(functools.partial(self._server.serve_forever, poll_interval=0.05))
@@ -172,7 +170,7 @@ class Cloud:
         return list(self.fleets.instances.values())
 
     def interrupt(self, instance_id: str) -> None:
-        """Interrupts the instance: it gets the notice now, and ends after the fleets' `notice_s`."""
+        """Interrupts the instance: it gets the notice now, and ends after `notice_s` of the habits."""
         self.fleets.notice(instance_id)
 
     def kill(self, instance_id: str) -> None:

@@ -21,6 +21,7 @@ from moto.ec2.models import ec2_backends
 
 from gpufleet.rehearsal.clock import Clock
 from gpufleet.rehearsal.fleet import CloudFleet, Event
+from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.launch import CloudInstance, Launcher, LaunchFailedError, Pool
 
 HISTORY_PAGE = 1000  # records in an answer (EC2 API reference, DescribeFleetHistory, 2026-11-23)
@@ -37,17 +38,13 @@ class FleetController:
         *,
         on_launch: Callable[[CloudInstance], None],
         on_end: Callable[[CloudInstance], None],
-        notice_s: float,
-        relaunch_delay_s: float,
-        retry_s: float,
+        habits: Habits,
     ) -> None:
         self.launcher = launcher
         self.clock = clock
         self.on_launch = on_launch
         self.on_end = on_end
-        self.notice_s = notice_s
-        self.relaunch_delay_s = relaunch_delay_s
-        self.retry_s = retry_s
+        self.habits = habits
         self.expired_state = "deleted"  # or "active": nobody has verified which one AWS gives an expired fleet
         self.fleets: dict[str, CloudFleet] = {}
         self.instances: dict[str, CloudInstance] = {}
@@ -68,6 +65,7 @@ class FleetController:
                 target=int(capacity.get("TotalTargetCapacity") or 0),
                 excess=str(request.get("ExcessCapacityTerminationPolicy") or "termination"),
             )
+            fleet.next_launch = now + timedelta(seconds=self.habits.launch_s)
             self.fleets[fleet.id] = fleet
             self._event(fleet, "fleetRequestChange", "submitted")
             if fleet.type != "instant":
@@ -133,16 +131,20 @@ class FleetController:
         with self.lock:
             self.tick()
             named = [self._get(region, fleet_id) for fleet_id in request.get("FleetIds") or []]
-            wanted = named or [fleet for fleet in self.fleets.values() if fleet.type != "instant"]
-            return {"Fleets": [fleet.data(self.living(fleet.id)) for fleet in wanted if fleet.region == region]}
+            wanted = named or [fleet for fleet in self._listed(region) if fleet.type != "instant"]
+            return {"Fleets": [fleet.data(self.living(fleet.id)) for fleet in wanted]}
+
+    def _listed(self, region: str) -> list[CloudFleet]:
+        """The region's fleets that are not too new for lists."""
+        shown = self.clock.now() - timedelta(seconds=self.habits.shown_s)
+        return [fleet for fleet in self.fleets.values() if fleet.region == region and fleet.created <= shown]
 
     def described_tags(self, region: str) -> list[dict[str, str]]:
         """The tags of fleets as DescribeTags gives them."""
         with self.lock:
             return [
                 {"Key": key, "Value": value, "ResourceId": fleet.id, "ResourceType": "fleet"}
-                for fleet in self.fleets.values()
-                if fleet.region == region
+                for fleet in self._listed(region)
                 for key, value in fleet.tags.items()
             ]
 
@@ -233,7 +235,7 @@ class FleetController:
             if not self.launcher.running(node.id):
                 node.ended_at = now
                 self._event(fleet, "instanceChange", "terminated", instance_id=node.id)
-                fleet.next_launch = now + timedelta(seconds=self.relaunch_delay_s)
+                fleet.next_launch = now + timedelta(seconds=self.habits.relaunch_s)
                 self.on_end(node)
 
     def _expire(self, fleet: CloudFleet, now: datetime) -> None:
@@ -273,7 +275,7 @@ class FleetController:
             except LaunchFailedError as failure:
                 for kind, sub_type, description in failure.events:
                     self._event_once(fleet, kind, sub_type, description)
-                fleet.next_launch = now + timedelta(seconds=self.retry_s)
+                fleet.next_launch = now + timedelta(seconds=self.habits.retry_s)
                 return
             self._launched(fleet, node)
 
@@ -304,7 +306,7 @@ class FleetController:
         return self.launcher.launch(fleet.region, fleet.id, fleet.spot, pools, now)
 
     def _settle(self, fleet: CloudFleet, now: datetime) -> None:
-        if self.living(fleet.id):
+        if self.living(fleet.id) or now - fleet.history[-1].at < timedelta(seconds=self.habits.deleted_s):
             return
         over = fleet.expired and fleet.state == "active" and self.expired_state == "deleted"
         if fleet.type == "instant" and fleet.state == "deleted_terminating":
@@ -331,7 +333,7 @@ class FleetController:
     def _notify(self, node: CloudInstance, now: datetime) -> None:
         if node.ended_at or node.terminate_at:
             return
-        node.notice_at, node.terminate_at = now, now + timedelta(seconds=self.notice_s)
+        node.notice_at, node.terminate_at = now, now + timedelta(seconds=self.habits.notice_s)
         self._event(self.fleets[node.fleet_id], "instanceChange", "termination_notified", instance_id=node.id)
 
     def _get(self, region: str, fleet_id: str) -> CloudFleet:

@@ -40,6 +40,7 @@ from gpufleet.rehearsal import block, environment, evidence, images, own, pace, 
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, Result
 from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal
+from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.node import NodeRunner
 from gpufleet.rehearsal.timeline import Timeline, say
 from gpufleet.rehearsal.undisturbed import Until
@@ -198,7 +199,7 @@ def _attempt(
             notice_s = float(definition.interruptions.notice_s)
             stack.enter_context(own.secret_values(definition))
             cloud = stack.enter_context(
-                Cloud(project, region=definition.fleet.region, notice_s=notice_s, relaunch_delay_s=RELAUNCH_S)
+                Cloud(project, region=definition.fleet.region, habits=Habits(notice_s=notice_s, relaunch_s=RELAUNCH_S))
             )
             cloud.has(definition.account, definition.job.parameters.demands.secrets)
             if (reservation := block.bought(definition)) is not None:

@@ -296,7 +296,7 @@ class Watch:
                 self.runner.hold(instance)
                 view.held_until = time.monotonic() + HELD_S
             self.cloud.interrupt(instance.id)
-            seconds = self.cloud.fleets.notice_s
+            seconds = self.cloud.fleets.habits.notice_s
             self._tell(
                 "notice",
                 f"{view.name}: AWS will take it back in {seconds:.0f} s ({where})",

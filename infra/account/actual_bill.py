@@ -115,12 +115,18 @@ def line_of(service: str, usage_type: str) -> str:
     return next((name for name, pattern in _LINES if re.search(pattern, usage_type)), f"{service}, {usage_type}")
 
 
-def compared(receipt: Receipt, charges: Charged, today: date) -> Iterator[str]:
-    """The lines of the receipt next to AWS's charges, and reasons for the differences."""
+def by_line(receipt: Receipt) -> dict[str, Decimal]:
+    """A receipt's USD by the lines that charges are told apart by."""
     counted = dict[str, Decimal]()
     for line in receipt.lines:
         name = _MERGED.get(line.name, line.name)
         counted[name] = counted.get(name, Decimal(0)) + line.actual
+    return counted
+
+
+def compared(receipt: Receipt, charges: Charged, today: date) -> Iterator[str]:
+    """The lines of the receipt next to AWS's charges, and reasons for the differences."""
+    counted = by_line(receipt)
     yield f"{receipt.stack}, run {receipt.run}, counted until {receipt.at}:"
     if not charges.usd:
         late = "AWS tells a day later" if today <= date.fromisoformat(receipt.at[:10]) + timedelta(days=DELAY) else ""

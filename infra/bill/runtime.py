@@ -351,7 +351,8 @@ def _setup_s(
     instance: Instance, estimate: Estimate, calibration: Calibration | None, speeds: Speeds | None
 ) -> tuple[float, bool]:
     """Seconds from launch to first step, and whether they were measured. A probe measures only the trainer's part, a
-    receipt of this job all of it. Receipts of an earlier version of the stack are better than the assumption.
+    receipt of this job all of it. Receipts of an earlier version of the stack are better than the assumption, and so is
+    the account's canary.
     """
     if estimate.setup_minutes is not None:
         return float(estimate.setup_minutes) * 60, False
@@ -359,7 +360,8 @@ def _setup_s(
         return calibration.setup_s, True
     if speeds is not None and (seen := speeds.setup_s.get(family(instance.type))) is not None:
         return seen, True
-    assumed = SETUP_MINUTES[family(instance.type)] * 60
+    kind = family(instance.type)
+    assumed = speeds.canary_s[kind] if speeds and kind in speeds.canary_s else SETUP_MINUTES[kind] * 60
     return max(assumed, (calibration.start_s or 0.0) if calibration else 0.0), False
 
 

@@ -35,7 +35,7 @@ from gpufleet.job.contract.aws import ENDED as TERMINATED
 from gpufleet.job.contract.aws import FLEET_TAG, LAUNCHED
 from gpufleet.job.contract.done import Done
 from gpufleet.job.contract.reading import epoch
-from gpufleet.job.contract.receipt import parse
+from gpufleet.job.contract.receipt import Receipt, parse
 from gpufleet.job.contract.workdir import FINAL, RECEIPT
 from gpufleet.job.supervisor.store import pages
 
@@ -95,7 +95,7 @@ class Flight:
     clock: Callable[[], float] = time.monotonic
     facts: FlightFacts = field(default_factory=FlightFacts)
     engine_name: str = ""
-    receipts: list[dict[str, Any]] = field(default_factory=list)
+    receipts: list[Receipt] = field(default_factory=list)
 
     def asked(self, service: str) -> Any:
         """A client whose answers are recorded."""
@@ -217,6 +217,7 @@ class Flight:
         add("node.lifecycle", node.get("InstanceLifecycle", "on-demand"))
         add("node.zone", node["Placement"]["AvailabilityZone"] in stack.fleet.zones)
         add("node.type", node["InstanceType"] in stack.fleet.instance_types)
+        add("node.kind", node["InstanceType"])
         add("node.image", node["ImageId"] == stack.fleet.ami)
         for each in node["BlockDeviceMappings"]:
             add("volume.goes", each["Ebs"]["DeleteOnTermination"])
@@ -289,7 +290,7 @@ class Flight:
         target = self.project / "results" / name
         self.command("results", name, "--to", str(target))
         receipt = parse((target / RECEIPT).read_bytes())
-        self.receipts.append({"stack": name, "usd": str(receipt.actual), "estimate": str(receipt.estimate)})
+        self.receipts.append(receipt)
         for each in receipt.attempts:
             if each.started_s is not None:
                 add("node.started_s", float(each.started_s))
@@ -338,6 +339,10 @@ class Flight:
         self.facts.add("destroy.s", time.monotonic() - began)
         left = [f"{each.kind} {each.id}" for each in self._left(stack) if each.kind != "fleet" or each.bills]
         self.facts.add("destroy.left", ", ".join(left) or "nothing")
+        self._deleted(stack)
+
+    def _deleted(self, stack: StackDefinition) -> None:
+        """Waits until AWS calls the fleets deleted."""
         ec2 = self.asked("ec2")
         gone = lambda: all(each["FleetState"] == "deleted" for each in fleets_of(ec2, stack))  # noqa: E731
         try:

@@ -10,29 +10,32 @@ import platform
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import date, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from gpufleet.infra.account.checks import Check
-from gpufleet.infra.canary.assumptions import Judgement, judge, known
+from gpufleet.infra.canary import replay
+from gpufleet.infra.canary.assumptions import judge, known
 from gpufleet.infra.canary.facts import redacted
 from gpufleet.infra.canary.flight import Flight
+from gpufleet.infra.evidence.proofs import SCHEMA, Proof, newest
 from gpufleet.infra.text import table
 from gpufleet.job import atomic
 from gpufleet.job.text import counted
 
-SCHEMA = 1
-FOLDER = "proofs"
 STATES = ("refuted", "not met", "held")  # in the order of the page
 STALE_DAYS = 180
 _PACKAGES = ("gpufleet", "boto3", "botocore", "pulumi", "pulumi-aws")
 
 
-def make(flight: Flight, region: str, at: datetime, *, embedded: bool, why: str) -> dict[str, Any]:
-    """The file's object. `why`: the reason for which the flight ended early; empty when it did not."""
+def make(
+    flight: Flight, region: str, at: datetime, *, why: str, beside: Proof | None = None, embedded: bool = False
+) -> dict[str, Any]:
+    """The file's object. `why` says why the flight ended early; it is empty where it did not. The embedded AWS's
+    answers are held against those in `beside`, a file of a real account.
+    """
     judged = judge(flight.facts)
     return {
         "schema": SCHEMA,
@@ -41,12 +44,23 @@ def make(flight: Flight, region: str, at: datetime, *, embedded: bool, why: str)
         "embedded": embedded,
         "ended_early": redacted(why),
         "versions": {**dict(_versions()), "python": platform.python_version(), "engine": flight.engine_name},
+        "types": sorted(set(flight.facts.seen.get("node.kind", []))),
         "notice": "by FIS" if flight.by_notice else "left out",
-        "cost": flight.receipts,
+        "cost": [
+            {"stack": each.stack, "usd": str(each.actual), "estimate": str(each.estimate)} for each in flight.receipts
+        ],
         "assumptions": [{**each.to_json(), "seen": redacted(each.seen)} for each in judged],
         "figures": {name: spread(values) for name, values in sorted(flight.facts.seen.items()) if _numbers(values)},
-        "answers": dict(sorted(flight.facts.answers.items())),
+        "answers": (answers := dict(sorted(flight.facts.answers.items()))),
+        **(_beside(answers, beside) if embedded else {}),
     }
+
+
+def _beside(answers: dict[str, Any], recorded: Proof | None) -> dict[str, Any]:
+    """How the embedded AWS's answers differ from AWS's."""
+    theirs = recorded.tree["answers"] if recorded else replay.documented(answers)
+    found = [each._asdict() for each in replay.differences(theirs, answers)]
+    return {"beside": recorded.path.name if recorded else replay.STANDS_IN, "differences": found}
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -71,10 +85,15 @@ def spread(values: Sequence[Any]) -> dict[str, float]:
 def write(proof: dict[str, Any], folder: Path) -> Path:
     """Writes the file, and the page beside it; the file's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{proof['at'][:10]}-{proof['region']}.json"
-    atomic.write_bytes(path, (json.dumps(proof, indent=1, sort_keys=False) + "\n").encode())
-    atomic.write_bytes(path.with_suffix(".md"), ("\n".join(page(proof)) + "\n").encode())
-    return path
+    file = path(proof, folder)
+    atomic.write_bytes(file, (json.dumps(proof, indent=1, sort_keys=False) + "\n").encode())
+    atomic.write_bytes(file.with_suffix(".md"), ("\n".join(page(proof)) + "\n").encode())
+    return file
+
+
+def path(proof: dict[str, Any], folder: Path) -> Path:
+    """Where the file lies."""
+    return folder / f"{proof['at'][:10]}-{proof['region']}.json"
 
 
 def page(proof: dict[str, Any]) -> Iterator[str]:
@@ -104,6 +123,12 @@ def page(proof: dict[str, Any]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for name, figure in proof["figures"].items():
         yield f"| {name} | {figure['count']} | {figure['least']} | {figure['median']} | {figure['most']} |"
+    if "differences" in proof:
+        yield f"\n## Answers that differ from AWS's: {len(proof['differences'])}\n"
+        yield f"Beside: {proof['beside']}.\n"
+        yield "| Call | Field | AWS | Embedded |"
+        yield "|---|---|---|---|"
+        yield from (f"| {' | '.join(each.values())} |" for each in proof["differences"])
     yield "\nVersions: " + ", ".join(f"{name} {each}" for name, each in proof["versions"].items())
 
 
@@ -114,34 +139,13 @@ def summary(proof: dict[str, Any]) -> str:
     return f"Of {said}, {count['held']} held, {count['refuted']} refuted, {count['not met']} not met."
 
 
-def lines(judged: Sequence[Judgement]) -> Iterator[str]:
+def lines(proof: dict[str, Any]) -> Iterator[str]:
     """What was refuted, as a table for the screen."""
-    wrong = [each for each in judged if each.state == "refuted"]
+    where = {each.id: each.where for each in known()}
+    wrong = [each for each in proof["assumptions"] if each["state"] == "refuted"]
     if wrong:
-        rows = [(each.assumption.id, each.expected, each.seen, each.assumption.where) for each in wrong]
+        rows = [(each["id"], each["expected"], each["seen"], where.get(each["id"], "")) for each in wrong]
         yield from table(("refuted", "expected", "seen", "relies on it"), rows, right=())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Newest:
-    """The newest file of a project's proofs/."""
-
-    path: Path
-    proof: dict[str, Any]
-
-    @property
-    def day(self) -> date:
-        return date.fromisoformat(self.proof["at"][:10])
-
-
-def newest(root: Path, region: str = "") -> Newest | None:
-    """The newest proof of the region, or of any, from a real account. None: there is none that can be read."""
-    found = list[Newest]()
-    for path in sorted((root / FOLDER).glob("*.json")):
-        proof = atomic.parse_object(path.read_bytes())
-        if proof and proof.get("schema") == SCHEMA and not proof.get("embedded") and region in ("", proof["region"]):
-            found.append(Newest(path=path, proof=proof))
-    return max(found, key=lambda each: each.day, default=None)
 
 
 def check(root: Path, region: str, today: date) -> Check:
@@ -149,7 +153,7 @@ def check(root: Path, region: str, today: date) -> Check:
     if (last := newest(root, region)) is None:
         return Check(name="canary", found=f"none has flown in {region}: `gpufleet canary` holds AWS to what is assumed")
     age = (today - last.day).days
-    said = f"the newest of {region} is {counted(age, 'day')} old. {summary(last.proof)}"
+    said = f"the newest of {region} is {counted(age, 'day')} old. {summary(last.tree)}"
     if age > STALE_DAYS:
         fix = f"gpufleet canary --region {region}"
         return Check(name="canary", state="warning", found=said, fix=fix)
@@ -160,5 +164,5 @@ def sentence(root: Path) -> str:
     """README's words on whether anything has run on a real account."""
     if (last := newest(root)) is None:
         return "**Nothing here has run on a real AWS account.**"
-    where = f"({last.day}, {last.proof['region']})"
-    return f"**A [canary](docs/canary.md) ran on a real AWS account** {where}. {summary(last.proof)}"
+    where = f"({last.day}, {last.tree['region']})"
+    return f"**A [canary](docs/canary.md) ran on a real AWS account** {where}. {summary(last.tree)}"

@@ -14,12 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gpufleet.infra.account import aws, checks
-from gpufleet.infra.canary import assumptions, notice, proof, stacks
+from gpufleet.infra.account import actual_bill, aws, checks
+from gpufleet.infra.canary import charges, notice, proof, stacks
 from gpufleet.infra.canary.flight import Flight
 from gpufleet.infra.catalog import check_region
 from gpufleet.infra.definition.loader import project_root
 from gpufleet.infra.errors import AwsRefused, GpufleetError
+from gpufleet.infra.evidence import proofs
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--region", default="us-east-2", help="where it runs (default: %(default)s)")
     parser.add_argument("--no-notice", action="store_true", help="leave out FIS, whose notice costs 0.20 USD")
     parser.add_argument("--embedded", action="store_true", help="on the embedded AWS: what it does, without an account")
+    parser.add_argument("--bill", action="store_true", help="a day later: add what AWS charged to the newest file")
     parser.add_argument("--yes", action="store_true", help="do not ask whether it may cost what it says")
 
 
@@ -34,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     """0 when nothing was refuted and nothing is left, 1 when something was."""
     root = project_root(Path.cwd())
     check_region(args.region)
+    if args.bill:
+        return _bill(args.region, root)
     if args.embedded:
         return _embedded(args, root)
     if os.environ.get("AWS_ENDPOINT_URL"):
@@ -84,7 +88,20 @@ def run(args: argparse.Namespace) -> int:
             by_notice=by_notice,
             say=print,
         )
-        return _flown(flight, args.region, root / proof.FOLDER, embedded=False)
+        return _flown(flight, args.region, root / proofs.FOLDER, embedded=False)
+
+
+def _bill(region: str, root: Path) -> int:
+    """Prints the newest canary's receipts beside AWS's charges, and adds these to its file."""
+    last = proofs.newest(root, region)
+    if last is None:
+        raise GpufleetError(f"no canary has flown in {region}: `gpufleet canary --region {region}` sends one")
+    receipts = charges.kept(last, root)
+    ce = aws.client("ce", actual_bill.REGION)
+    actual_bill.require_tags(ce)
+    for line in charges.judged(last, receipts, ce, datetime.now(UTC).date()):
+        print(line)
+    return _written(last.tree, last.path.parent)
 
 
 def _of_user(state: Path) -> Mapping[str, str]:
@@ -129,7 +146,7 @@ def _embedded(args: argparse.Namespace, root: Path) -> int:
         raise GpufleetError(f"the embedded AWS is not there ({error}): pip install 'gpufleet[rehearsal]'") from error
     with tempfile.TemporaryDirectory(prefix="gpufleet-canary-") as folder:
         place = Path(folder)
-        with Cloud(place / "cloud", region=args.region, notice_s=canary.NOTICE_S, relaunch_delay_s=1.0) as cloud:
+        with Cloud(place / "cloud", region=args.region, habits=canary.HABITS) as cloud:
             flight = canary.flight(place / "project", cloud, say=print, by_notice=not args.no_notice)
             nodes = canary.nodes(cloud, place / "nodes")
             try:
@@ -141,9 +158,17 @@ def _embedded(args: argparse.Namespace, root: Path) -> int:
 def _flown(flight: Flight, region: str, folder: Path, *, embedded: bool) -> int:
     """Flies, writes the file, and prints what was refuted."""
     why = flight.fly()
-    made = proof.make(flight, region, datetime.now(UTC), embedded=embedded, why=why)
+    beside = proofs.newest(folder.parents[1]) if embedded else None
+    made = proof.make(flight, region, datetime.now(UTC), why=why, beside=beside, embedded=embedded)
+    if not embedded:
+        charges.keep(flight.receipts, proof.path(made, folder), folder.parent)
+    return max(int(bool(why)), _written(made, folder))
+
+
+def _written(made: dict[str, Any], folder: Path) -> int:
+    """Writes the file and prints what it refutes; 1 when it refutes something."""
     path = proof.write(made, folder)
-    for line in proof.lines(assumptions.judge(flight.facts)):
+    for line in proof.lines(made):
         print(line)
     print(f"{proof.summary(made)} {path}")
-    return int(bool(why) or any(each["state"] == "refuted" for each in made["assumptions"]))
+    return int(any(each["state"] == "refuted" for each in made["assumptions"]))

@@ -18,6 +18,7 @@ from pathlib import Path
 from gpufleet.infra.catalog import check_region
 from gpufleet.infra.definition.loader import names_of, project_root
 from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence import proofs
 from gpufleet.job.kind import EXPERIMENTS
 from gpufleet.rehearsal import environment
 
@@ -27,6 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--region", default="us-east-2", help="the region the printed lines name (default: %(default)s)"
     )
     parser.add_argument("--port", type=int, default=0, help="loopback port of the endpoint (default: any free one)")
+    parser.add_argument("--as", dest="proof", metavar="FILE", type=Path, help="take times and refusals from a proof")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end by itself after this long")
 
 
@@ -35,12 +37,13 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     environment.forget_account()
     try:
-        from gpufleet.rehearsal import engine, provider, scratch
+        from gpufleet.rehearsal import engine, habits, provider, scratch
         from gpufleet.rehearsal.cloud import Cloud
     except ImportError as error:
         raise GpufleetError(f"the embedded AWS is not there ({error}): pip install 'gpufleet[rehearsal]'") from error
 
     root = project_root(Path.cwd())
+    like = habits.of(proofs.read(args.proof)) if args.proof else habits.Habits()
     try:
         with tempfile.TemporaryDirectory(prefix="gpufleet-cloud-") as folder:
             project = scratch.make(Path(folder) / "project", {})
@@ -50,10 +53,12 @@ def run(args: argparse.Namespace) -> int:
             if (root / "data").is_dir():
                 (project / "data").symlink_to(root / "data", target_is_directory=True)
             with (
-                Cloud(Path(folder), region=args.region, port=args.port) as cloud,
+                Cloud(Path(folder), region=args.region, port=args.port, habits=like) as cloud,
                 provider.serve(cloud.environment()) as port,
             ):
                 print("# The embedded AWS answers on this machine only. Paste into another shell:")
+                if args.proof:
+                    print(*(f"# As in {args.proof}: {each}." for each in like.sentences()), sep="\n")
                 print("unset AWS_PROFILE AWS_SESSION_TOKEN")
                 for name, value in {**cloud.environment(), **engine.settings(project, port)}.items():
                     print(f"export {name}={shlex.quote(value)}")

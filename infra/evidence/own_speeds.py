@@ -9,6 +9,7 @@ from typing import Any
 
 from gpufleet.infra.catalog import Instance
 from gpufleet.infra.evidence import calibration, receipts
+from gpufleet.infra.evidence.proofs import newest
 from gpufleet.infra.evidence.roofline import launch_ms, limit_ms
 from gpufleet.infra.evidence.speeds import OURS, Speed, SpeedGroup, Speeds, family, shipped
 from gpufleet.job.kind import from_json
@@ -27,7 +28,15 @@ def known(root: Path, instances: Mapping[str, Instance], stack: str = "") -> Spe
         for speed in _speeds(tree, instances)
     ]
     setup_s = start_ups(root, stack)
-    return Speeds([*shipped().figures, *own], setup_s) if own or setup_s else shipped()
+    canary_s = canary_start_ups(root)
+    return Speeds([*shipped().figures, *own], setup_s, canary_s) if own or setup_s or canary_s else shipped()
+
+
+def canary_start_ups(root: Path) -> dict[str, float]:
+    """The same of the account's newest canary, whose image may be smaller than the job's."""
+    last = newest(root)
+    seconds = None if last is None else last.figure("node.started_s")
+    return {} if last is None or seconds is None else {family(kind): seconds for kind in last.tree["types"]}
 
 
 def start_ups(root: Path, stack: str) -> dict[str, float]:

@@ -61,11 +61,18 @@ class Expected:
 
 
 class Speeds:
-    """The fitted figures; `setup_s`: seconds to the first step of this stack's nodes, by family."""
+    """The fitted figures. `setup_s` has the seconds to the first step of this stack's nodes, by family of types;
+    `canary_s` those of the account's newest canary.
+    """
 
-    def __init__(self, figures: Iterable[Speed], setup_s: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        figures: Iterable[Speed],
+        setup_s: Mapping[str, float] | None = None,
+        canary_s: Mapping[str, float] | None = None,
+    ) -> None:
         self.figures = tuple(figures)
-        self.setup_s = dict(setup_s or {})
+        self.setup_s, self.canary_s = dict(setup_s or {}), dict(canary_s or {})
         self._places = [each.place for each in self.figures]
         among = _covariance(self._places, self._places) + REST_SIGMA**2 * np.eye(len(self._places))
         self._inverse = np.linalg.inv(among)

@@ -23,6 +23,7 @@ from gpufleet.job import ledger
 from gpufleet.job.contract import bucket, run
 from gpufleet.job.supervisor.store import S3Store
 from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.launch import CloudInstance
 from gpufleet.rehearsal.node import NodeRunner, RehearsalNode, _marked
 from tests.job import runs
@@ -147,7 +148,7 @@ def cloud_of_two(
     folder: Path, tree: Mapping[str, Any], *, notice_s: float = 20.0, job_image: str = "", programs: Path | None = None
 ) -> Iterator[GangRun]:
     """The run, launched."""
-    with Cloud(folder, notice_s=notice_s, relaunch_delay_s=1.0) as cloud:
+    with Cloud(folder, habits=Habits(notice_s=notice_s, relaunch_s=1.0)) as cloud:
         runner = NodeRunner(cloud, folder / "nodes", (lambda root: programs) if programs else None)
         try:
             yield GangRun(cloud, runner, 2, dict(tree), job_image)

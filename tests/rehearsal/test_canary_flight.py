@@ -23,6 +23,7 @@ from gpufleet.rehearsal import canary, gate, scratch
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.gate import NODE_KEY, Gate
+from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.launch import Launcher
 from tests import forked
 from tests.rehearsal.engine_world import AMI
@@ -172,7 +173,7 @@ def test_what_aws_does_otherwise_to_nodes_is_named_and_nothing_else(
 
     monkeypatch.setattr(Launcher, "_run", with_hops)
     monkeypatch.setattr(Gate, "__call__", otherwise)
-    with Cloud(tmp_path / "cloud", notice_s=30, relaunch_delay_s=1) as cloud:
+    with Cloud(tmp_path / "cloud", habits=Habits(notice_s=30, relaunch_s=1)) as cloud:
         cloud.deny("DescribeSpotPriceHistory", node=True)
         flight = canary.flight(tmp_path / "project", cloud, say=lambda line: None, real=False)
         nodes = canary.nodes(cloud, tmp_path / "nodes")

@@ -12,6 +12,7 @@ from botocore.exceptions import ClientError
 from gpufleet.job.text import stamp
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.launch import FLEET_ROLE
 from tests.rehearsal.declared import describe, events, fleet, living, subnets, template
 
@@ -25,7 +26,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def cloud(tmp_path: Path, clock: ManualClock) -> Iterator[Cloud]:
-    with Cloud(tmp_path, clock=clock, relaunch_delay_s=5, notice_s=120, retry_s=30) as cloud:
+    with Cloud(tmp_path, clock=clock, habits=Habits(relaunch_s=5, notice_s=120, retry_s=30)) as cloud:
         yield cloud
 
 

@@ -25,6 +25,7 @@ from gpufleet.rehearsal import gate
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.fleet import Event
+from gpufleet.rehearsal.habits import Habits
 from tests.rehearsal.declared import as_node, fleet, living, role, template
 from tests.repository import ROOT
 
@@ -201,7 +202,7 @@ def test_a_node_learns_from_its_own_fleet_s_history_whose_hand_took_a_node(tmp_p
 
 def test_a_node_learns_from_its_own_fleet_s_history_when_another_ended_and_which_are_there(tmp_path: Path) -> None:
     clock = ManualClock()
-    with Cloud(tmp_path, clock=clock, relaunch_delay_s=60) as cloud:
+    with Cloud(tmp_path, clock=clock, habits=Habits(relaunch_s=60)) as cloud:
         role(cloud, _statements(cloud.account))
         owned_fleet(cloud)
         cloud.tick()

@@ -17,6 +17,7 @@ import pytest
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.gate import NODE_KEY
+from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.node import STANDINS, NodeRunner, RehearsalNode
 from tests.rehearsal.declared import fleet, living, template
 from tests.waiting import is_alive, wait_for
@@ -29,7 +30,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def cloud(tmp_path: Path, clock: ManualClock) -> Iterator[Cloud]:
-    with Cloud(tmp_path, clock=clock, relaunch_delay_s=5) as cloud:
+    with Cloud(tmp_path, clock=clock, habits=Habits(relaunch_s=5)) as cloud:
         yield cloud
 
 

@@ -26,6 +26,7 @@ from gpufleet.job.kind import EXPERIMENTS
 from gpufleet.rehearsal import environment, scratch
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.node import NodeRunner, RehearsalNode
 from gpufleet.rehearsal.rehearse import headline, rehearse
 from gpufleet.rehearsal.timeline import Timeline
@@ -268,7 +269,7 @@ def test_what_a_rehearsal_writes_is_ignored_by_git() -> None:
 
 @pytest.fixture
 def cloud(tmp_path: Path) -> Iterator[Cloud]:
-    with Cloud(tmp_path, relaunch_delay_s=0.2) as cloud:
+    with Cloud(tmp_path, habits=Habits(relaunch_s=0.2)) as cloud:
         cloud.client("s3").create_bucket(Bucket="bucket", CreateBucketConfiguration={"LocationConstraint": "us-east-2"})
         yield cloud
 
@@ -360,7 +361,7 @@ shutdown -h now
 def test_planned_interruptions_happen_at_their_steps_on_a_node_each(
     cloud: Cloud, watch: Watching, tmp_path: Path
 ) -> None:
-    cloud.fleets.notice_s = 0.2
+    cloud.fleets.habits = Habits(relaunch_s=0.2, notice_s=0.2)
     watching = watch(Planned(step=2, kind="notice"), Planned(step=4, kind="loss"))
     fleet_id = fleet(cloud, template(cloud, user_data=RUN))
     cloud.client("s3").put_object(Bucket="bucket", Key="r1/ckpt/step_00000001/manifest.json", Body=b"{}")
@@ -428,7 +429,7 @@ def test_a_trainer_too_fast_for_its_supervisor_is_held_until_the_notice_is_seen(
     cloud: Cloud, watch: Watching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpufleet.rehearsal.watch.HELD_S", HANG_S)
-    cloud.fleets.notice_s = HANG_S
+    cloud.fleets.habits = Habits(relaunch_s=0.2, notice_s=HANG_S)
     watching = watch(Planned(step=2, kind="notice"))
     fleet_id = fleet(cloud, template(cloud, user_data=FAST.replace("MODULE", EXPERIMENTS["tinystories-growth"].module)))
 

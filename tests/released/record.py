@@ -32,6 +32,7 @@ from gpufleet.rehearsal import provider, scratch
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, Pulumi, settings
 from gpufleet.rehearsal.evidence import Rehearsal
+from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.node import NodeRunner
 from gpufleet.rehearsal.rehearse import command
 from gpufleet.rehearsal.timeline import Timeline
@@ -108,7 +109,7 @@ def record_run(project: Path, argument: str, stack: str, target: Path) -> None:
     name, folder = project.name, project.parent
     target.mkdir()
     with ExitStack() as context:
-        cloud = context.enter_context(Cloud(folder / f"{name}-cloud", notice_s=20, relaunch_delay_s=86_400))
+        cloud = context.enter_context(Cloud(folder / f"{name}-cloud", habits=Habits(notice_s=20, relaunch_s=86_400)))
         runner = NodeRunner(cloud, folder / f"{name}-nodes")
         context.callback(runner.close)
         port = context.enter_context(provider.serve(cloud.environment()))
@@ -166,7 +167,7 @@ def follow(rehearsal: Rehearsal, bucket: str, argument: str, target: Path) -> No
 
 def launch(cloud: Cloud) -> None:
     """The fleet waits for no capacity."""
-    cloud.fleets.relaunch_delay_s = 0.0
+    cloud.fleets.habits = Habits(relaunch_s=0.0)
     for fleet in cloud.fleets.fleets.values():
         fleet.next_launch = None
 

@@ -18,7 +18,7 @@ from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.cli import main
 from gpufleet.infra.definition.model import Disk, Estimate
-from gpufleet.infra.evidence import calibration
+from gpufleet.infra.evidence import calibration, own_speeds, proofs
 from gpufleet.infra.evidence.calibration import RefusedCalibration
 from gpufleet.infra.program.plan import make
 from gpufleet.infra.program.run_guard import Previous
@@ -213,3 +213,17 @@ def test_the_seed_of_a_loaded_definition_leaves_it_calibrated(tmp_path: Path, mo
     other = replace(wanted, job=replace(wanted.job, parameters=replace(config, seed=1)))
     found = calibration.find_all(other, CATALOG.instances, path.parents[1])
     assert isinstance(found["g5.2xlarge"], calibration.Calibration)
+
+
+def test_without_a_receipt_set_up_is_that_of_the_accounts_newest_canary(tmp_path: Path) -> None:
+    (tmp_path / proofs.FOLDER).mkdir()
+    started = {"node.started_s": {"count": 3, "least": 200.0, "median": 222.0, "most": 300.0}}
+    tree = {"schema": proofs.SCHEMA, "at": "2026-11-29T16:00:00+00:00", "region": "us-east-2", "embedded": False}
+    tree |= {"types": ["g4dn.xlarge"], "figures": started}
+    (tmp_path / proofs.FOLDER / "2026-11-29-us-east-2.json").write_text(json.dumps(tree))
+    speeds = own_speeds.known(tmp_path, CATALOG.instances, "mine")
+
+    def setup_s(kind: str) -> float:
+        return runtime.hours(GrowthConfig(), CATALOG.instances[kind], Estimate(), ROOT, speeds=speeds).setup_s
+
+    assert (setup_s("g5.2xlarge"), setup_s("p5.48xlarge")) == (222.0, 15 * 60)

@@ -14,6 +14,7 @@ from gpufleet.infra.canary.assumptions import known
 from gpufleet.infra.canary.facts import FlightFacts
 from gpufleet.infra.canary.flight import Flight
 from gpufleet.infra.canary.stacks import AWS
+from gpufleet.infra.evidence.proofs import FOLDER, newest
 from tests.repository import ROOT
 
 AT = datetime(2026, 11, 29, 16, 0, tzinfo=UTC)
@@ -33,11 +34,11 @@ def made(tmp_path: Path, *, embedded: bool = False) -> dict[str, Any]:
     flight.facts.add("node.started_s", 420.0)
     flight.facts.add("notice.left_s", 31.0)
     flight.facts.add("destroy.left", "fleet fleet-12a34b56-7890-4abc-8def-0123456789ab")
-    return proof.make(flight, "us-east-2", AT, embedded=embedded, why="canary: node i-0123456789abcdef0 hangs")
+    return proof.make(flight, "us-east-2", AT, why="canary: node i-0123456789abcdef0 hangs", embedded=embedded)
 
 
 def test_the_file_has_states_figures_and_versions_and_names_nobody(tmp_path: Path) -> None:
-    path = proof.write(made(tmp_path), tmp_path / proof.FOLDER)
+    path = proof.write(made(tmp_path), tmp_path / FOLDER)
     assert path.name == "2026-11-29-us-east-2.json"
     text = path.read_text() + path.with_suffix(".md").read_text()
     assert "0123456789ab" not in text
@@ -64,7 +65,7 @@ def test_the_page_begins_with_what_was_refuted(tmp_path: Path) -> None:
 
 def test_doctor_says_how_old_the_newest_is_and_warns_of_an_old_one(tmp_path: Path) -> None:
     assert proof.check(tmp_path, "us-east-2", date(2026, 12, 1)).found.startswith("none has flown in us-east-2")
-    proof.write(made(tmp_path), tmp_path / proof.FOLDER)
+    proof.write(made(tmp_path), tmp_path / FOLDER)
     young = proof.check(tmp_path, "us-east-2", date(2026, 12, 1))
     assert (young.state, young.found[:34]) == ("ok", "the newest of us-east-2 is 2 days ")
     old = proof.check(tmp_path, "us-east-2", date(2027, 12, 1))
@@ -73,14 +74,14 @@ def test_doctor_says_how_old_the_newest_is_and_warns_of_an_old_one(tmp_path: Pat
 
 
 def test_a_file_of_the_embedded_aws_proves_nothing(tmp_path: Path) -> None:
-    proof.write(made(tmp_path, embedded=True), tmp_path / proof.FOLDER)
-    assert proof.newest(tmp_path) is None
+    proof.write(made(tmp_path, embedded=True), tmp_path / FOLDER)
+    assert newest(tmp_path) is None
     assert "proves nothing of AWS" in "\n".join(proof.page(made(tmp_path, embedded=True)))
 
 
 def test_readme_says_what_the_files_say(tmp_path: Path) -> None:
     assert proof.sentence(ROOT) in " ".join((ROOT / "README.md").read_text().split())
-    proof.write(made(tmp_path), tmp_path / proof.FOLDER)
+    proof.write(made(tmp_path), tmp_path / FOLDER)
     assert proof.sentence(tmp_path).startswith("**A [canary](docs/canary.md) ran on a real AWS account** (2026-11-29,")
 
 

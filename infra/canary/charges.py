@@ -1,0 +1,63 @@
+"""What AWS charged for a canary, which Cost Explorer tells a day later: `gpufleet canary --bill`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from gpufleet.infra.account import actual_bill
+from gpufleet.infra.account.actual_bill import Charged
+from gpufleet.infra.canary.assumptions import judge
+from gpufleet.infra.canary.facts import FlightFacts
+from gpufleet.infra.errors import AwsRefused, GpufleetError
+from gpufleet.infra.evidence.proofs import Proof
+from gpufleet.job import atomic
+from gpufleet.job.contract.receipt import Receipt, parse
+
+FOLDER = Path(".gpufleet", "canary", "receipts")  # they name runs and nodes, and stay out of proofs/
+_FACTS = "charged."  # how the names of these facts begin
+
+
+def keep(receipts: Sequence[Receipt], proof: Path, root: Path) -> None:
+    """Keeps a canary's receipts for the day after."""
+    place = root / FOLDER / proof.stem
+    place.mkdir(parents=True, exist_ok=True)
+    for each in receipts:
+        atomic.write_bytes(place / f"{each.stack}.json", (json.dumps(each.to_json()) + "\n").encode())
+
+
+def kept(proof: Proof, root: Path) -> list[Receipt]:
+    """Its receipts. Raises GpufleetError when they are not here."""
+    found = [parse(path.read_bytes()) for path in sorted((root / FOLDER / proof.path.stem).glob("*.json"))]
+    if not found:
+        raise GpufleetError(
+            f"the receipts of {proof.path} are not on this machine: ask for its bill where the canary flew"
+        )
+    return found
+
+
+def judged(proof: Proof, receipts: Sequence[Receipt], ce: Any, today: date) -> Iterator[str]:
+    """Each receipt's lines beside the charges. They are added to `proof.tree`, with what they say of the assumptions.
+    Raises AwsRefused where Cost Explorer has none.
+    """
+    facts, usd = FlightFacts(), dict[str, str]()
+    for each in receipts:
+        charges = actual_bill.charged(ce, each, today)
+        yield from actual_bill.compared(each, charges, today)
+        if not charges.usd:
+            raise AwsRefused(f"Cost Explorer has no charge of {each.stack} yet: ask again a day after the canary")
+        _add(facts, each, charges)
+        usd[each.stack] = str(charges.total)
+    told = {each.assumption.id: each.to_json() for each in judge(facts) if each.assumption.fact.startswith(_FACTS)}
+    proof.tree["charged"] = usd
+    proof.tree["assumptions"] = [told.get(each["id"], each) for each in proof.tree["assumptions"]]
+
+
+def _add(facts: FlightFacts, receipt: Receipt, charges: Charged) -> None:
+    lines = actual_bill.by_line(receipt)
+    facts.add(f"{_FACTS}nodes", float(charges.usd.get("compute", 0) / lines["compute"]))
+    facts.add(f"{_FACTS}unknown_usd", float(sum(usd for name, usd in charges.usd.items() if name not in lines)))
+    facts.add(f"{_FACTS}of_receipt", float(charges.total / receipt.actual))

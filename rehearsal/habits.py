@@ -1,0 +1,81 @@
+"""What AWS does by habit, and nothing in a request decides: how long things take, and by which codes it refuses.
+
+The defaults are those of the rehearsal. `of` gives those of a real account, as a canary's file has them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpufleet.infra.evidence.proofs import Proof
+
+_CODE = re.compile(r"[A-Za-z][A-Za-z.]*[A-Z][A-Za-z.]*")  # InvalidFleetId.NotFound, fleetIdDoesNotExist
+_TAKEN = "accepted"  # where no code was seen: the canary's word for a call that AWS took
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Habits:
+    """Times in seconds."""
+
+    notice_s: float = 120.0  # from a notice to the end of its node
+    launch_s: float = 0.0  # from CreateFleet to the first node
+    relaunch_s: float = 5.0  # from a node's end to the next
+    retry_s: float = 30.0  # from a launch that failed to the next
+    shown_s: float = 0.0  # until lists have a new fleet
+    deleted_s: float = 0.0  # until a deleted fleet without nodes is called so
+    codes: Mapping[str, str] = field(default_factory=dict)  # of refusals, by the codes that the embedded AWS has
+
+    def sentences(self) -> Iterator[str]:
+        """What a person wants to know of them."""
+        yield f"the first node after {self.launch_s:g} s, the next ones after {self.relaunch_s:g} s"
+        yield f"a notice {self.notice_s:g} s ahead; a new fleet is listed after {self.shown_s:g} s"
+        yield f"a deleted fleet is called so after {self.deleted_s:g} s"
+        yield from (f"{other} in the place of {code}" for code, other in self.codes.items())
+
+
+def of(proof: Proof) -> Habits:
+    """The account's: the middle of its times; the most that a node had left of a notice, which it sees late."""
+    usual = Habits()
+    return Habits(
+        notice_s=proof.figure("notice.left_s", "most") or usual.notice_s,
+        launch_s=proof.figure("node.launch_s") or usual.launch_s,
+        relaunch_s=proof.figure("node.replaced_s") or usual.relaunch_s,
+        shown_s=proof.figure("tags.fleet_s") or usual.shown_s,
+        deleted_s=proof.figure("fleet.deleted_s") or usual.deleted_s,
+        codes=dict(_codes(proof)),
+    )
+
+
+def _codes(proof: Proof) -> Iterator[tuple[str, str]]:
+    """The codes of refusals that were others than expected."""
+    for each in proof.refuted():
+        how, _, code = str(each["expected"]).partition(" ")
+        if how == "is" and _CODE.fullmatch(code) and _CODE.fullmatch(str(each["seen"])) and each["seen"] != _TAKEN:
+            yield code, str(each["seen"])
+
+
+def renaming(app: Callable[..., Iterable[bytes]], codes: Mapping[str, str]) -> Callable[..., Iterable[bytes]]:
+    """The WSGI application, whose refusals have these codes in the place of its own."""
+    if not codes:
+        return app
+    own = re.compile(rb"(?<![\w.])(" + b"|".join(re.escape(code.encode()) for code in codes) + rb")(?![\w.])")
+
+    def renamed(text: bytes) -> bytes:
+        return own.sub(lambda found: codes[found[1].decode()].encode(), text)
+
+    def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        begun: list[Any] = []
+        body = b"".join(app(environ, lambda *words: begun.extend(words)))
+        status, headers = begun[:2]
+        if status[0] in "45" or b"<DeleteFleetsResponse" in body:  # which refuses each fleet by itself, with 200
+            body = renamed(body)
+            kept = ((name, value) for name, value in headers if name.lower() != "content-length")
+            headers = [(name, renamed(value.encode()).decode()) for name, value in kept]
+            headers.append(("Content-Length", str(len(body))))
+        start(status, headers)
+        return [body]
+
+    return answer

@@ -1,0 +1,71 @@
+"""A canary that is killed at any of its writes to AWS: the next one removes whatever it has left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpufleet.infra.canary import stacks
+from gpufleet.infra.canary.flight import Flight
+from gpufleet.infra.commands import canary as command
+from gpufleet.rehearsal import canary, scratch
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.environment import scratch as settings
+from gpufleet.rehearsal.habits import Habits
+from tests import forked
+from tests.rehearsal.killed import Killer
+
+assert canary.fis  # moto's service, with notices
+WRITES = 85  # of a canary from its first to its last, which a test counts
+OFTEN = (52,)  # amid the notice
+
+
+def fly(cloud: Cloud, folder: Path, at: int) -> Killer:
+    """One that is killed after the write, and what it wrote until then."""
+    project = scratch.make(folder / "project", {})
+    stacks.choose(project, "r1", cloud.region, cloud.client, stacks.EMBEDDED, notice=True)
+    killer = Killer(cloud, at)
+
+    def begun(process: int) -> None:
+        killer.kill = lambda: os.killpg(process, signal.SIGKILL)
+
+    program = ["tests.rehearsal.canary_program", str(project)]
+    forked.run(program, settings(cloud.environment()), folder / "printed.txt", begun=begun)
+    killer.detach()
+    cloud.tick()
+    return killer
+
+
+def left(cloud: Cloud) -> set[Any]:
+    """What is in the account beyond what it began with; a bucket without tags and objects costs nothing."""
+    templates = cloud.client("fis").list_experiment_templates()["experimentTemplates"]
+    return {("template", each["id"]) for each in templates} | set(cloud.leftovers())
+
+
+@pytest.mark.parametrize(
+    "at", [*OFTEN, *(pytest.param(at, marks=pytest.mark.slow) for at in range(1, WRITES + 1) if at not in OFTEN)]
+)
+def test_what_a_killed_canary_has_left_is_removed_by_the_next(
+    tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "TYPES", 1)
+    monkeypatch.setattr(command, "Flight", partial(Flight, sleep=lambda seconds: time.sleep(seconds / 50)))
+    with Cloud(tmp_path / "cloud", habits=Habits(notice_s=0.5, relaunch_s=0.5)) as cloud:
+        killer = fly(cloud, tmp_path, at)
+        assert killer.fired, (tmp_path / "printed.txt").read_text()
+        command._of_before(tmp_path / "project", cloud.client)
+        assert left(cloud) == set(), killer.calls[-1]
+
+
+@pytest.mark.slow
+def test_a_canary_writes_as_often_as_the_kills_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "TYPES", 1)
+    with Cloud(tmp_path / "cloud", habits=Habits(notice_s=0.5, relaunch_s=0.5)) as cloud:
+        killer = fly(cloud, tmp_path, 1000)
+        assert len(killer.calls) == WRITES, (tmp_path / "printed.txt").read_text()
