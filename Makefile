@@ -89,8 +89,8 @@ lint: .venv/ready ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-freeze: .venv/ready ## write down a deliberate change of frozen bills, tables and resources; its diff is the review
-	GPUFLEET_FREEZE=1 $(BIN)/python -m pytest -q tests/test_frozen.py tests/infra/bill/test_bill_golden.py tests/infra/bill/test_table.py
+freeze: .venv/ready ## write down a deliberate change of frozen bills, tables, resources and of outputs in pages; its diff is the review
+	GPUFLEET_FREEZE=1 $(BIN)/python -m pytest -q tests/test_frozen.py tests/infra/bill/test_bill_golden.py tests/infra/bill/test_table.py tests/test_tutorial.py tests/test_readme.py::test_an_output_shown_is_what_the_command_prints tests/test_readme.py::test_the_table_has_every_experiment_with_its_node_bound_and_todays_p50
 
 schema: .venv/ready ## write the definition's JSON Schema of code and pages
 	@$(BIN)/python -m gpufleet.infra.definition.json_schema

@@ -74,8 +74,35 @@ def without_days(line: str) -> str:
 
 
 def without_figures(line: str) -> str:
-    """The line without what differs from machine to machine: numbers, ids, how wide its columns are."""
-    return re.sub(r"\s+", " ", re.sub(r"\bi-[0-9a-f]+|\d+([.:]\d+)*", "N", line)).strip()
+    """The line without what differs from machine to machine: numbers, ids, drawn ranges, how wide its columns are."""
+    return re.sub(r"\s+", " ", re.sub(r"\bi-[0-9a-f]+|[][=|.!]{20,}|\d+([.:]\d+)*", "N", line)).strip()
+
+
+def assert_shown(page: Path, command: str, shown: list[str], output: str) -> None:
+    """Fails where the output no longer says the lines that the page shows. `make freeze` writes down new figures."""
+    different = difference(shown, output)
+    if different and os.environ.get("GPUFLEET_FREEZE"):
+        block, fresh = "\n".join([f"$ {command}", *shown]), _refreshed(shown, output)
+        page.write_text(page.read_text().replace(block, "\n".join([f"$ {command}", *fresh])))
+        different = difference(fresh, output)
+    assert not different, f"`{command}` {different}"
+
+
+def _refreshed(shown: list[str], output: str) -> list[str]:
+    """The lines shown with today's figures, and lines that are new between two of them. A line that says something else
+    raises ValueError: somebody has to write it.
+    """
+    printed = output.splitlines()
+    same, fresh, at, skipping = [without_figures(line) for line in printed], list[str](), 0, False
+    for line in shown:
+        if line == "...":
+            fresh.append(line)
+            skipping = True
+            continue
+        place = same.index(without_figures(line), at)
+        fresh += printed[place if skipping else at : place + 1]
+        at, skipping = place + 1, False
+    return fresh if skipping else [*fresh, *printed[at:]]
 
 
 def difference(shown: list[str], output: str, *, figures: bool = True) -> str:

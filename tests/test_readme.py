@@ -27,6 +27,7 @@ from gpufleet.infra.cli import COMMANDS
 from gpufleet.infra.definition.loader import PROGRAM, SCHEMA
 from gpufleet.job.kind import EXPERIMENTS
 from tests import pages
+from tests.freezing import assert_frozen
 from tests.pages import run
 from tests.repository import ROOT
 
@@ -41,10 +42,10 @@ MAKE_COMMANDS = ("make rehearse", "make test")
 BRANCH = (("steps_per_phase: 1000", "steps_per_phase: 2000"), ("capacity: spot", "capacity: on-demand"))
 
 
-def shown() -> dict[str, list[str]]:
-    """Command -> the lines that README and pages show of its output; the tutorial has a test of its own."""
-    shown_by = [pages.console(page) for page in (pages.README, *pages.PAGES) if page != pages.TUTORIAL]
-    return {command: lines for blocks in shown_by for command, lines in blocks.items()}
+def shown() -> dict[str, tuple[Path, list[str]]]:
+    """Command -> the page that shows it, and the lines of its output; the tutorial has a test of its own."""
+    by_page = {page: pages.console(page) for page in (pages.README, *pages.PAGES) if page != pages.TUTORIAL}
+    return {command: (page, lines) for page, blocks in by_page.items() for command, lines in blocks.items()}
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The stacks and nothing prepared, measured or refreshed, in a repository with the branches main and longer."""
     folder = tmp_path_factory.mktemp("project")
     shutil.copytree(ROOT / "stacks", folder / "stacks")
+    other = folder / "stacks" / "sft-h100.yaml"  # whose own limit a review holds against what it costs by now
+    limits = other.read_text()
+    other.write_text(limits.replace("max_usd: 120", "max_usd: 1000"))
     git = "git -c user.name=me -c user.email=me@example.org -c commit.gpgsign=false"
     begin = f"git init -q && git checkout -q -b main && git add -A && {git} commit -qm one && git checkout -q -b longer"
     assert run(begin, folder, folder).returncode == 0
@@ -62,6 +66,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text = text.replace(before, after, 1)
     growth.write_text(text)
     assert run(f"{git} commit -qam two && git checkout -q main", folder, folder).returncode == 0
+    other.write_text(limits)
     return folder
 
 
@@ -88,19 +93,40 @@ def test_command_of_the_readme_runs(command: str, tmp_path: Path) -> None:
 def test_an_output_shown_is_what_the_command_prints(command: str, project: Path, tmp_path: Path) -> None:
     done = run(command, project, tmp_path)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    different = pages.difference(shown()[command], done.stdout)
-    assert not different, f"`{command}` {different}"
+    page, lines = shown()[command]
+    pages.assert_shown(page, command, lines, done.stdout)
+
+
+def test_freezing_writes_down_new_figures_and_lines_and_no_other_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, command = tmp_path / "page.md", "gpufleet cost mine"
+    page.write_text(f"```console\n$ {command}\ncompute  1.00\ntotal  1.00\n...\n```\n")
+    monkeypatch.setenv("GPUFLEET_FREEZE", "1")
+
+    def shown() -> list[str]:
+        return pages.console(page)[command]
+
+    pages.assert_shown(page, command, shown(), "compute  2.00\nsupport  0.50\ntotal    2.50\nmore\n")
+    assert shown() == ["compute  2.00", "support  0.50", "total    2.50", "..."]
+    with pytest.raises(ValueError, match="sum"):
+        pages.assert_shown(page, command, ["sum  2.50"], "total  2.50\n")
 
 
 def test_the_table_has_every_experiment_with_its_node_bound_and_todays_p50(project: Path, tmp_path: Path) -> None:
-    row = r"^\| `([a-z0-9-]+)` \|[^|]*\| ([a-z0-9.]+), \d x [^|,]+, (spot|on demand) \| ([0-9.]+) \| ([0-9.]+) \|"
-    rows = re.findall(row, README, re.MULTILINE)
-    assert sorted(stack for stack, *_ in rows) == sorted(EXPERIMENTS)
-    for stack, node, capacity, p50, bound in rows:
+    row = r"^(\| `([a-z0-9-]+)` \|[^|]*\| ([a-z0-9.]+), \d x [^|,]+, (spot|on demand) \| )[0-9.]+ \| ([0-9.]+) \|"
+    stacks = []
+
+    def as_of_today(found: re.Match[str]) -> str:
+        before, stack, node, capacity, bound = found.groups()
+        stacks.append(stack)
         bill = json.loads(run(f"gpufleet cost {stack} --json", project, tmp_path).stdout)
         assert (bill["type"], bill["capacity"].replace("-", " ")) == (node, capacity), stack
-        assert Decimal(bill["usd"]["p50"]).quantize(Decimal("0.01")) == Decimal(p50), stack
         assert Decimal(bill["cap"]["max_usd"]) == Decimal(bound), stack
+        return f"{before}{Decimal(bill['usd']['p50']):.2f} | {bound} |"
+
+    assert_frozen(pages.README, re.sub(row, as_of_today, pages.README.read_text(), flags=re.MULTILINE))
+    assert sorted(stacks) == sorted(EXPERIMENTS)
 
 
 def test_the_readme_and_all_pages_together_stay_short() -> None:

@@ -20,7 +20,7 @@ def test_each_command_prints_what_the_page_shows(tmp_path: Path) -> None:
         if kind == "console":
             first, *lines = body.splitlines()
             done = pages.run(f"{first.removeprefix('$ ')} 2>&1", folder, tmp_path)
-            assert not (different := pages.difference(lines, done.stdout)), f"`{first}` {different}"
+            pages.assert_shown(pages.TUTORIAL, first.removeprefix("$ "), lines, done.stdout)
         else:
             done = pages.run(body, folder, tmp_path)
             assert done.returncode == 0, f"{body}\n{done.stderr}"

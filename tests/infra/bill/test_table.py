@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from datetime import date
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +53,15 @@ def test_the_age_of_the_prices_is_shown_only_against_a_date() -> None:
 
 
 def test_a_bill_says_how_many_of_its_dollars_stand_on_prices_older_than_the_definition_allows() -> None:
-    """Within 90 days compute is recent and only the side lines of 2024 and 2025 are old; a wider limit is silent."""
+    """At first compute is recent and side lines alone are old; a wider limit is silent."""
     bill = price(definition(), load_catalog(), dataset_bytes=22_183_150, runs=200)
-    compute = next(line.amount for line in bill.lines if line.name == "compute")
-    rest = 1 - compute / bill.chosen.total
+    old_ones = [line for line in bill.lines if (date(2026, 1, 31) - line.as_of).days > 90]
+    assert 0 < len(old_ones) < len(bill.lines)
+    rest = sum(line.amount for line in old_ones) / bill.chosen.total
     young = " ".join(text(date(2026, 1, 31)).split())
     assert f"; {rest:.0%} of the dollars stand on prices older than 90 days: `gpufleet prices refresh`" in young
     old = " ".join(text(date(2026, 11, 21)).split())
-    assert "compute is 304 days old; 100% of the dollars stand on prices older than 90 days" in old
+    assert re.search(r"compute is 304 days old; \d+% of the dollars stand on prices older than 90 days", old)
     wide = " ".join(text(date(2026, 11, 21), max_price_age_days=3650).split())
     assert "compute is 304 days old." in wide
 
@@ -89,7 +89,8 @@ def test_a_run_that_a_limit_may_stop_has_two_totals_and_says_which_is_which() ->
 def test_a_limit_below_what_the_whole_run_leaves_in_its_bucket_is_not_exceeded_within_the_limits() -> None:
     bill = price(definition(config=growth(steps_per_phase=10_000_000)), load_catalog(), runs=100)
     assert bill.chosen.exposure.fixed_usd > 300
-    assert bill.usd.p90 < Decimal("3.01")  # 3.00, and the minute that each start is billed for
+    minute = (bill.chosen.price.amount + sum(bill.hourly_usd.values())) / 60  # that each start is billed for
+    assert bill.usd.p90 < 3 + 2 * minute  # an hour may cost more than today
     assert sum(line.amount for line in bill.lines) == bill.usd.p50
 
 
@@ -103,7 +104,7 @@ def test_prices_that_nobody_read_from_aws_carry_a_mark_and_its_meaning() -> None
     inferred, read = text(), text(region="us-east-1")
     assert "S3 storage *" in inferred
     assert "* price inferred, not read in any source for us-east-2" in inferred
-    assert "*" not in read
+    assert "S3 storage *" not in read
 
 
 def test_a_negative_line_of_interruptions_is_explained() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -160,7 +161,7 @@ def test_what_the_file_has_already_is_nothing_to_do(project: Path, capsys: pytes
     path.write_text(path.read_text().replace("g5.xlarge", "g4dn.xlarge", 1).partition("\nscenarios:")[0] + "\n")
     assert main(["compare", "two-tower"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "g4dn.xlarge spot, about 0.055 USD" in said
+    assert re.search(r"g4dn\.xlarge spot, about 0\.\d+ USD", said)
     assert "costs least, as the file has it." in said
     assert "write fleet.instance_types" not in said
 
