@@ -56,9 +56,9 @@ ROOMS = {
         *("bill", "review", "compare", "report", "program", "account", "canary", "commands", "cli", "__main__"),
     ),
     "rehearsal": (
-        *("clock", "environment", "timeline", "account", "standins", "launch", "fleet", "imds", "controller"),
-        *("actions", "schedules", "registry", "gate", "cloud", "handlers", "provider", "inprocess", "engine"),
-        *("scratch", "images", "node", "watch", "evidence", "own", "pace", "plumbing", "report", "block"),
+        *("clock", "environment", "timeline", "account", "standins", "launch", "fleet", "imds", "habits"),
+        *("controller", "actions", "schedules", "registry", "gate", "cloud", "handlers", "provider", "inprocess"),
+        *("engine", "scratch", "images", "node", "watch", "evidence", "own", "pace", "plumbing", "report", "block"),
         *("undisturbed", "rehearse", "fis", "canary"),
     ),
     "gpufleet": (),

@@ -16,7 +16,7 @@ MOST_NODES = 16  # in one run
 
 
 @dataclass(frozen=True)
-class Habits:
+class CapacityTerms:
     """How nodes behave that were bought in one market; the defaults are those of a market that nobody names.
 
     `moves`: the price of an hour is that of its start, which AWS tells. `replaces`: its fleet launches another node
@@ -28,10 +28,10 @@ class Habits:
     gives_way: bool = False
 
 
-HABITS = {  # by the `capacity` of run.json
-    "spot": Habits(moves=True, gives_way=True),
-    "on-demand": Habits(),
-    "block": Habits(replaces=False),
+BY_CAPACITY = {  # by the `capacity` of run.json
+    "spot": CapacityTerms(moves=True, gives_way=True),
+    "on-demand": CapacityTerms(),
+    "block": CapacityTerms(replaces=False),
 }
 
 
@@ -62,7 +62,7 @@ class Rates:
     @property
     def moves(self) -> bool:
         """Whether the price of an hour is that of its start, which AWS tells."""
-        return HABITS.get(self.capacity, Habits()).moves
+        return BY_CAPACITY.get(self.capacity, CapacityTerms()).moves
 
     @property
     def extras(self) -> Decimal:
@@ -116,11 +116,11 @@ class Terms:
     @property
     def replaces(self) -> bool:
         """Whether the fleet launches another node where one has gone."""
-        return HABITS.get(self.capacity, Habits()).replaces
+        return BY_CAPACITY.get(self.capacity, CapacityTerms()).replaces
 
     def gives_way(self, capacity: str) -> bool:
         """Whether a node of that market ends where another market's takes the run over."""
-        return self.fallback is not None and HABITS.get(capacity, Habits()).gives_way
+        return self.fallback is not None and BY_CAPACITY.get(capacity, CapacityTerms()).gives_way
 
     def rates(self, instance_type: str, zone: str, capacity: str = "") -> Rates:
         """Rates of a type. A type that run.json does not name has the highest on-demand price listed. `capacity`: the
@@ -147,7 +147,7 @@ def read(run: Fields) -> Terms:
     extras = run.section("extras")
     return Terms(
         limits=reading.filled(RunLimits, run.section("limits")),
-        capacity=run.need("capacity", reading.choice(*HABITS)),
+        capacity=run.need("capacity", reading.choice(*BY_CAPACITY)),
         prices=_prices(run.table("rates")),
         hourly=extras.need("hourly_usd", reading.mapping(reading.unsigned)),
         fixed_usd=extras.need("fixed_usd", reading.unsigned),
