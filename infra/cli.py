@@ -205,11 +205,11 @@ def _refused(error: Exception) -> GpufleetError | None:
 
 def _of_the_machine(error: OSError) -> GpufleetError:
     """The error for a disk, folder or connection that fails, with the path if the system names one."""
-    said = error.strerror or str(error) or type(error).__name__
+    cause = error.strerror or str(error) or type(error).__name__
     path = error.filename
     # from tempfile: none of the usual folders takes a file, perhaps because the disk is full
-    if "temporary directory" in said:
-        return GpufleetError(f"{said}: free some space there, or name a folder with room in TMPDIR, then run it again")
+    if "temporary directory" in cause:
+        return GpufleetError(f"{cause}: free some space there, or name a folder with room in TMPDIR, then run it again")
     # from os.getcwd: `gpufleet cloud` removes its project when it ends
     if path is None and error.errno == errno.ENOENT:
         return GpufleetError(
@@ -218,7 +218,7 @@ def _of_the_machine(error: OSError) -> GpufleetError:
     if path is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
         path = Path.cwd()  # a write to a full disk names no file
     where = f"{path}: " if path else ""
-    return GpufleetError(f"{where}{said}. {_TO_DO.get(error.errno or 0, '')}".rstrip())
+    return GpufleetError(f"{where}{cause}. {_TO_DO.get(error.errno or 0, '')}".rstrip())
 
 
 def _say(error: GpufleetError) -> int:

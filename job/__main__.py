@@ -104,11 +104,11 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     above = leash.ABOVE if contained else ""
 
     def process(words: list[str], more: dict[str, str]) -> TrainerProcess:
-        told = {"PYTHONUNBUFFERED": "1", BOOTED_AT: repr(clock.booted), **more}
+        ours = {"PYTHONUNBUFFERED": "1", BOOTED_AT: repr(clock.booted), **more}
         if contained:
             path = environment.get("PYTHONPATH", "")  # the packages that the image lacked
-            return ContainedProcess(workdir, words, {**told, "PYTHONPATH": path})
-        return GroupedProcess(words, {**environment, **told})
+            return ContainedProcess(workdir, words, {**ours, "PYTHONPATH": path})
+        return GroupedProcess(words, {**environment, **ours})
 
     def begin() -> Child:
         words = trainer(workdir, None, launched, run.config.module, parent=above)

@@ -70,8 +70,8 @@ def main() -> None:
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     if local == 0:
         named = {name for log in Path(logs).iterdir() for name in VIA.findall(log.read_text(errors="replace"))}
-        told = {"gb_s": round(found.item(), 2), "transport": ", ".join(sorted(named))}
-        sys.stdout.write(f"{TOLD}{json.dumps(told)}\n")
+        result = {"gb_s": round(found.item(), 2), "transport": ", ".join(sorted(named))}
+        sys.stdout.write(f"{TOLD}{json.dumps(result)}\n")
     dist.destroy_process_group()
 
 

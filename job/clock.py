@@ -33,8 +33,8 @@ class SteadyClock:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> SteadyClock:
         """The clock of the parent process, if the environment names it."""
-        told = environment.get(BOOTED_AT)
-        return cls() if told is None else cls(wall=lambda: float(told) + uptime())
+        booted_at = environment.get(BOOTED_AT)
+        return cls() if booted_at is None else cls(wall=lambda: float(booted_at) + uptime())
 
     def __call__(self) -> float:
         return self.booted + self._uptime()

@@ -42,8 +42,8 @@ class Sample:
 
     def figures(self) -> dict[str, float]:
         """The figures that are known, as a line of metrics.jsonl has them."""
-        said = {"gpu_util": self.use, "gpu_mem_gb": self.memory_gb, "gpu_temp_c": self.temperature_c}
-        return {name: value for name, value in said.items() if value is not None}
+        figures = {"gpu_util": self.use, "gpu_mem_gb": self.memory_gb, "gpu_temp_c": self.temperature_c}
+        return {name: value for name, value in figures.items() if value is not None}
 
 
 def ask(query: str, *, of: Sequence[int] = (), timeout_s: float = 60.0) -> list[list[str]]:
@@ -51,10 +51,10 @@ def ask(query: str, *, of: Sequence[int] = (), timeout_s: float = 60.0) -> list[
     words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     words += ["-i", ",".join(map(str, of))] if of else []
     try:
-        said = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
+        output = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return rows(said)
+    return rows(output)
 
 
 def rows(answer: str) -> list[list[str]]:
@@ -190,9 +190,9 @@ def _events(nvml: Any, ended: threading.Event) -> Iterator[int]:
         if not nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)):
             nvml.nvmlDeviceRegisterEvents(device, ctypes.c_ulonglong(XID_EVENT), events)
     while not ended.is_set():
-        said = nvml.nvmlEventSetWait_v2(events, ctypes.byref(event), ctypes.c_uint(WAIT_MS))
-        if said == 0 and event.type == XID_EVENT:
+        status = nvml.nvmlEventSetWait_v2(events, ctypes.byref(event), ctypes.c_uint(WAIT_MS))
+        if status == 0 and event.type == XID_EVENT:
             yield event.data
-        elif said not in (0, TIMED_OUT):  # a lost GPU gives this answer for ever
+        elif status not in (0, TIMED_OUT):  # a lost GPU gives this answer for ever
             ended.wait(WAIT_MS / 1000)
     nvml.nvmlShutdown()

@@ -109,8 +109,8 @@ def _run(
                 while (code := child.poll()) is None:
                     _look(plan, seen, now := clock(), advance)
                     if now > began + FIRST_SIGN_S and _last(workdir) is None:
-                        told = f"no step in {FIRST_SIGN_S / 60:.0f} min; of a command: does job.progress match?"
-                        raise ProbeFailedError(f"{told}\n{_end_of_log(workdir)}")
+                        reason = f"no step in {FIRST_SIGN_S / 60:.0f} min; of a command: does job.progress match?"
+                        raise ProbeFailedError(f"{reason}\n{_end_of_log(workdir)}")
                     sleep(TICK_S)
         finally:
             child.kill()
@@ -193,8 +193,8 @@ def _see_saves(workdir: Path, seen: _Seen, now: float) -> None:
         seen.began.setdefault(step, now)
         if step not in seen.written and (path / COMMIT).exists():
             seen.written[step] = now - seen.began[step]
-            told = commit.read(path)
-            if told is not None and told.reason == "stop":
+            saved = commit.read(path)
+            if saved is not None and saved.reason == "stop":
                 seen.stop_saves.add(step)
 
 

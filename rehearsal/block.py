@@ -24,12 +24,12 @@ def begun(definition: StackDefinition, changed: Change | None, now: datetime) ->
     if not block:
         return changed
     start = now - timedelta(minutes=1)
-    told = {
+    section = {
         "reservation": block.reservation or NOT_BOUGHT,
         "start": stamp(start),
         "end": stamp(start + (block.end - block.start)),
     }
-    overlay = read(json.dumps({"fleet": {"block": told}}))
+    overlay = read(json.dumps({"fleet": {"block": section}}))
     return lambda tree: cast(Mapping, merge(changed(tree) if changed else tree, overlay))
 
 

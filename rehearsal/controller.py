@@ -285,8 +285,8 @@ class FleetController:
             try:
                 self._launched(fleet, self._launch(fleet, now))
             except LaunchFailedError as failure:
-                told = re.search(r"\((\w[\w.]*)\)", str(failure))
-                code = told[1] if told else failure.events[-1][1]
+                match = re.search(r"\((\w[\w.]*)\)", str(failure))
+                code = match[1] if match else failure.events[-1][1]
                 fleet.errors.append({"ErrorCode": code, "ErrorMessage": str(failure), "Lifecycle": "capacity-block"})
                 return
 

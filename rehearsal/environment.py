@@ -28,6 +28,6 @@ def past_proxies(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables that bypass a user's HTTP_PROXY, which cannot reach a loopback address here; none without a proxy."""
     if not any(name.lower() in ("http_proxy", "https_proxy", "all_proxy") for name in environment):
         return {}
-    said = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
-    hosts = ",".join(dict.fromkeys([*filter(None, said.split(",")), "127.0.0.1", "localhost"]))
+    exempt = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
+    hosts = ",".join(dict.fromkeys([*filter(None, exempt.split(",")), "127.0.0.1", "localhost"]))
     return {"NO_PROXY": hosts, "no_proxy": hosts}  # each tool reads one of the two

@@ -257,9 +257,9 @@ def _fallback(evidence: Evidence) -> Promise:
 def _messages(rehearsal: Rehearsal) -> Promise:
     """The promise of messages that the run trains and how it ended; a node lost in its first seconds sends none."""
     begun = f"gpufleet {rehearsal.name}, run {rehearsal.definition.run.id}: "
-    told = [each.removeprefix(begun) for each in account.messages(rehearsal.cloud.account)]
-    held = all(any(each.startswith(what) for each in told) for what in ("it trains", "it is over"))
-    return Promise(name="people are told", figure="; ".join(told) or "nothing", held=held)
+    messages = [each.removeprefix(begun) for each in account.messages(rehearsal.cloud.account)]
+    held = all(any(each.startswith(what) for each in messages) for what in ("it trains", "it is over"))
+    return Promise(name="people are told", figure="; ".join(messages) or "nothing", held=held)
 
 
 def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:

@@ -87,10 +87,10 @@ def asked(
 
 def _of_scheduler(request: Request, place: str) -> Iterator[AccessRequest]:
     """The rights for a request to EventBridge Scheduler: on the schedule, and on the role that the request gives it."""
-    told, name = json.loads(request.body or b"{}"), request.path.rpartition("/")[2]
-    group = told.get("GroupName") or parse_qs(request.query).get("groupName", ["default"])[0]
+    fields, name = json.loads(request.body or b"{}"), request.path.rpartition("/")[2]
+    group = fields.get("GroupName") or parse_qs(request.query).get("groupName", ["default"])[0]
     yield AccessRequest(f"scheduler:{request.action}", f"arn:aws:scheduler:{place}:schedule/{group}/{name}")
-    if role := (told.get("Target") or {}).get("RoleArn"):
+    if role := (fields.get("Target") or {}).get("RoleArn"):
         context = {"iam:PassedToService": schedules.SERVICE}
         yield AccessRequest("iam:PassRole", role, context=context)
 

@@ -54,9 +54,9 @@ class Docker:
         address = urlsplit(endpoint)
         look = f"import socket; socket.create_connection(({address.hostname!r}, {address.port}), 10)"
         words = ("run", "--rm", "--network", "host", "--entrypoint", "python", self.supervisor, "-c", look)
-        if said := _refused(self.program, *words):
+        if refusal := _refused(self.program, *words):
             raise GpufleetError(
-                f"docker: a container in the host's network does not reach the embedded AWS at {endpoint} ({said})."
+                f"docker: a container in the host's network does not reach the embedded AWS at {endpoint} ({refusal})."
                 " Docker Desktop and a rootless docker run containers elsewhere: --image needs Docker Engine on Linux"
             )
 
@@ -114,8 +114,8 @@ def require(definition: StackDefinition, out: Callable[[str], None]) -> Docker:
     program = shutil.which("docker")
     if program is None:
         raise GpufleetError("--image runs your image, and there is no docker on PATH: install Docker Engine")
-    if said := _refused(program, "version", "-f", "{{.Server.Version}}"):
-        raise GpufleetError(f"--image runs your image, and docker's daemon does not answer ({said}): start it")
+    if refusal := _refused(program, "version", "-f", "{{.Server.Version}}"):
+        raise GpufleetError(f"--image runs your image, and docker's daemon does not answer ({refusal}): start it")
     digests = {image.partition("@")[0]: _pulled(program, image, out) for image in definition.job.images}
     named = (definition.job.supervisor_image or "").partition("@")[0]
     return Docker(program=program, digests=digests, supervisor=f"{named}@{digests[named]}")

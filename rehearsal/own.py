@@ -153,8 +153,8 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
         return
     assert rehearsal.watch is not None
     views = list(rehearsal.watch.views.values())
-    told = sum(view.observed.told for view in views)
-    yield Promise(name=f"lines that tell its {_unit(config)}", figure=f"from {told} of {len(views)} nodes", held=True)
+    count = sum(view.observed.told for view in views)
+    yield Promise(name=f"lines that tell its {_unit(config)}", figure=f"from {count} of {len(views)} nodes", held=True)
     if definition.fleet.is_gang and not rehearsal.stand_in:
         yield trains_together([view.observed for view in views])
     nodes = [each.observed for each in evidence.resumptions() if each.observed.resumes]
@@ -214,8 +214,8 @@ def saves(evidence: Evidence) -> bool | None:
     config = rehearsal.definition.job.parameters
     if config.processes != "own" or rehearsal.stand_in:
         return None
-    told = [each.saved(config.steps_between_saves()) for each in evidence.resumptions() if each.kind == "notice"]
-    return None if not told or None in told else all(told)
+    saved = [each.saved(config.steps_between_saves()) for each in evidence.resumptions() if each.kind == "notice"]
+    return None if not saved or None in saved else all(saved)
 
 
 def advice(notices: Sequence[Resumption], every: int | None, declared: bool | None) -> str:
@@ -223,12 +223,12 @@ def advice(notices: Sequence[Resumption], every: int | None, declared: bool | No
     if not all(each.signalled for each in notices):
         why = "job.stop.saves is false" if declared is False else "there was no time for one"
         return f"not shown: no signal was sent, {why}"
-    told = [each.saved(every) for each in notices]
-    if None in told:
+    saved = [each.saved(every) for each in notices]
+    if None in saved:
         return (
             "not shown: a save came then as it does every so many steps; another rehearsal.interruptions.seed may show"
         )
-    saves = all(told)
+    saves = all(saved)
     found = "it did" if saves else "it did not"
     if saves == (declared is True):
         return f"{found}, as the bill has it"

@@ -24,7 +24,7 @@ def stand_in(definition: StackDefinition, folder: Path, tree: Mapping) -> Mappin
     """The definition of a command with the stand-in as its command, whose code is written into `folder`."""
     config = cast(CommandConfig, definition.job.parameters)
     every, pace_s = config.checkpoint.every, TRAINS_S / STEPS
-    told = {
+    settings = {
         "names": config.names,
         "complete": config.complete,
         "bytes": round(min((config.checkpoint.size_gb or 0.01) * 1e9, MOST_BYTES)),
@@ -36,7 +36,7 @@ def stand_in(definition: StackDefinition, folder: Path, tree: Mapping) -> Mappin
     }
     folder.mkdir(parents=True)
     shutil.copy(Path(command.__file__), folder / "command.py")
-    (folder / "told.json").write_text(json.dumps(told), encoding="utf-8")
+    (folder / "told.json").write_text(json.dumps(settings), encoding="utf-8")
     job = {
         "code": {"folder": str(folder.resolve())},
         "command": f"python3 command.py {config.checkpoint.folder}",
@@ -44,7 +44,7 @@ def stand_in(definition: StackDefinition, folder: Path, tree: Mapping) -> Mappin
         "work": {"steps": STEPS},
         "device": "cpu",
     }
-    kept = {"every": {"steps": told["every"]}} if config.saves else {"format": "none"}
+    kept = {"every": {"steps": settings["every"]}} if config.saves else {"format": "none"}
     bare = _drop_keys(tree, "job", "code", "workdir", "setup", "resume", "progress", "work")
     bare = _drop_keys(bare, "job.checkpoint", "every")
     overlay = {"job": {**job, "checkpoint": kept}, "estimate": {"step_ms": [round(pace_s * 1000)]}}

@@ -40,8 +40,8 @@ def write(evidence: Evidence, out: Callable[[str], None], *, checks: Sequence[Pr
     for check in checks:
         mark = "ok" if check.held else "?" if not check.shown else "slow" if not check.required else "NO"
         out(f"  {mark:<5} {check.name}: {check.figure}")
-    told = json.dumps(summary(evidence, checks), indent=1)
-    (folder / SUMMARY).write_text(told + "\n", encoding="utf-8")
+    text = json.dumps(summary(evidence, checks), indent=1)
+    (folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
     is_broken = any(check.is_broken for check in checks)
     # The folder's final name: it is renamed in a moment.
     place = (folder if is_broken else folder.with_suffix("")).relative_to(rehearsal.root)

@@ -77,5 +77,5 @@ def compare(interrupted: Path, undisturbed: Path, out: Callable[[str], None]) ->
 
 
 def _last_loss(path: Path) -> tuple[int, float] | None:
-    told = [(int(line["step"]), float(line["loss"])) for line in ledger.read(path) if line.get("loss") is not None]
-    return max(told, key=lambda each: each[0], default=None)
+    losses = [(int(line["step"]), float(line["loss"])) for line in ledger.read(path) if line.get("loss") is not None]
+    return max(losses, key=lambda each: each[0], default=None)

@@ -337,13 +337,13 @@ class Watch:
         for line in _new(view.node.log, view.boot_lines):
             view.boot_lines += 1
             self._news = time.monotonic()
-            said = line.partition(" ")[2]
-            if "attempt failed" in said:
-                raise RunFailedError("\n".join([f"{view.name}: {said}", *view.last_lines()]))
-            if _WAITS.search(said) and view.node.instance.notice_at is not None:
+            message = line.partition(" ")[2]
+            if "attempt failed" in message:
+                raise RunFailedError("\n".join([f"{view.name}: {message}", *view.last_lines()]))
+            if _WAITS.search(message) and view.node.instance.notice_at is not None:
                 view.node.instance.terminate_at = self.cloud.clock.now()  # waiting would show nothing
-            if _TOLD.search(said):
-                self._tell("boot", f"{view.name}: {said}", node=view.node.instance.id)
+            if _TOLD.search(message):
+                self._tell("boot", f"{view.name}: {message}", node=view.node.instance.id)
 
     def _container_log(self, view: NodeView) -> None:
         for line in _new(view.node.container_log, view.lines):

@@ -257,9 +257,9 @@ def make_receipt(
     """
     try:
         run, store = load(target / RUN), S3Store(f"s3://{folder.bucket}/{folder.run}", client=folder.s3)
-        told = _history(definition, ec2, now - KEPT_S)
+        history = _history(definition, ec2, now - KEPT_S)
         known = attempts.reclaimed(before.attempts if before else ())
-        found = attempts.read_ended(store, run, done, told, now, known=known, say=say)
+        found = attempts.read_ended(store, run, done, history, now, known=known, say=say)
         if not found:
             raise ValueError("no node has left a record")
         return receipt.build(run, found, done, objects={each.name: each.bytes for each in folder.objects()})
@@ -274,8 +274,8 @@ def _history(definition: StackDefinition, ec2: Any, since: float) -> History | N
     try:
         found = fleets_of(ec2, definition)
         own = [each for each in found if aws.owner_of(each) == aws.owner_of(found[0])]
-        told = [fleet.history(ec2, each["FleetId"], since) for each in own]
+        histories = [fleet.history(ec2, each["FleetId"], since) for each in own]
     except (BotoCoreError, ClientError):
         return None
-    noticed = [each for each, of in zip(told, own, strict=True) if len(own) == 1 or market(of) in INTERRUPTED]
-    return fleet.merged(told, (at for each in noticed for at in each.changes)) if told else None
+    noticed = [each for each, of in zip(histories, own, strict=True) if len(own) == 1 or market(of) in INTERRUPTED]
+    return fleet.merged(histories, (at for each in noticed for at in each.changes)) if histories else None

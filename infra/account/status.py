@@ -251,9 +251,9 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
         yield f"progress    {', '.join([f'phase {beat.phase}, step {beat.step}', *known])}"
     if beat.gpu_util is not None or beat.xids:
         gpus = (("{:.0f} % used", beat.gpu_util), ("{:.1f} GB", beat.gpu_mem_gb), ("{:.0f} °C", beat.gpu_temp_c))
-        said = [form.format(value) for form, value in gpus if value is not None]
-        said += [f"Xid {', '.join(map(str, beat.xids))} told by the driver"] if beat.xids else []
-        yield f"gpu         {', '.join(said)}"
+        parts = [form.format(value) for form, value in gpus if value is not None]
+        parts += [f"Xid {', '.join(map(str, beat.xids))} told by the driver"] if beat.xids else []
+        yield f"gpu         {', '.join(parts)}"
     yield f"spent       ${beat.spent_usd or 0:.4f} of ${definition.limits.max_usd}"
     if beat.ceiling_s:
         yield f"            {beat.ceiling_s / 3600:.2f} h of it at the on-demand price: AWS gives no spot price"

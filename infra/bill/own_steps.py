@@ -100,7 +100,7 @@ def _known(
     definition: StackDefinition, catalog: Catalog, measured: Mapping[str, Calibration | RefusedCalibration]
 ) -> Iterator[StepTime]:
     config, nodes, stated = definition.job.parameters, definition.nodes, definition.estimate.step_ms
-    if (told := config.told_speed) is None:
+    if (declared := config.told_speed) is None:
         return
     counts = config.phases()[-1].counts
     listed = [each for name in definition.fleet.instance_types if (each := catalog.instances.get(name))]
@@ -112,7 +112,7 @@ def _known(
     if stated is not None or counts == "seconds":
         step_ms, said = (SECOND_MS, f"{config.path}.work") if stated is None else (float(stated[0]), "estimate.step_ms")
         bought = batch.is_endless(config)  # hours, which are hours on any type, and cannot be too few
-        spread = (0.0, 0.0) if told.hours is None else _spread(*told.hours)
+        spread = (0.0, 0.0) if declared.hours is None else _spread(*declared.hours)
         if stated is not None:
             spread = unknown.STATED, unknown.STATED
         for each in catalog.instances.values() if bought else listed:
@@ -123,10 +123,10 @@ def _known(
             instance, sigma = catalog.instances[name], max(unknown.MEASURED, found.spread)
             step_ms = found.phases[0].step_ms
             yield figure(instance.gpu, config.ranks(instance.gpu_count), step_ms, sigma, sigma, "what was measured")
-    sigma = unknown.PAGE if told.from_page else unknown.STATED
-    said = told.key + (", a page's," if told.from_page else "")
+    sigma = unknown.PAGE if declared.from_page else unknown.STATED
+    said = declared.key + (", a page's," if declared.from_page else "")
     gpus = {each.gpu.name: each.gpu for each in catalog.instances.values()}
-    for time in told.times:
+    for time in declared.times:
         own = next((each for each in listed if each.gpu.name == time.gpu), listed[0])
         if time.counts and time.gpu in gpus:
             ranks = time.gpus or config.ranks(own.gpu_count, nodes)

@@ -281,13 +281,13 @@ def _step_ms(
         return seen.step_ms
     if own is not None:
         return own.step_ms
-    if (told := config.told_speed) is not None:
+    if (declared := config.told_speed) is not None:
         peak = (
             "" if instance.gpu.bf16_tflops else f", and the catalog has no peak of a {instance.gpu.name} to guess from"
         )
-        what, ways = "a step", f"measure it (`gpufleet calibrate`), or write {told.key}"
+        what, ways = "a step", f"measure it (`gpufleet calibrate`), or write {declared.key}"
         if sizes[index].counts == "epochs":
-            what, ways = "an epoch", f"write {told.key}"
+            what, ways = "an epoch", f"write {declared.key}"
         raise GpufleetError(
             f"{instance.type}: it is not known how long {what} takes on its GPU{peak}: {ways}:"
             f" {{{instance.gpu.name}: ...}}"
@@ -379,9 +379,9 @@ def _basis(
     derived = [each for phase, each in zip(phases, expected, strict=True) if phase.steps and phase.name not in launched]
     shares = [each.share for each in derived] or [each.share for each in expected]
     if estimate.efficiency is not None:
-        said = f"{float(estimate.efficiency):.0%} of the roofline, estimate.efficiency"
+        basis = f"{float(estimate.efficiency):.0%} of the roofline, estimate.efficiency"
     else:
         low, high = (f"{each:.0%}" for each in (min(shares), max(shares)))
         whose = " and ".join(dict.fromkeys(each.whose for each in derived or expected))
-        said = f"{low if low == high else f'{low} to {high}'} of the roofline, {whose}"
-    return f"{said}, but for {', '.join(launched)}: what the host needs to launch a step" if launched else said
+        basis = f"{low if low == high else f'{low} to {high}'} of the roofline, {whose}"
+    return f"{basis}, but for {', '.join(launched)}: what the host needs to launch a step" if launched else basis

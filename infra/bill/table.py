@@ -347,11 +347,11 @@ def _limits(bill: Bill, fallbacks: Sequence[Fallback]) -> str:
         hours += f", the block's end (comes first, at {cap.at_hours:.2f} node-hours)"
     if bill.buys is not None:
         return f"Limits: {money}, {hours}. The first one ends the run."
-    said = f"Limits: {money}, {hours}; chance that one stops the run: {share(cap.probability)}."
+    sentence = f"Limits: {money}, {hours}; chance that one stops the run: {share(cap.probability)}."
     notes = [each.sentence() for each in fallbacks]
     if cap.deadline is not None and not notes:
         notes.append(
             f"limits.deadline, {deadline_text(cap.deadline)}, is not part of this chance, nor of any figure here:"
             " `gpufleet compare` holds it against the hours."
         )
-    return " ".join([said, *notes])
+    return " ".join([sentence, *notes])

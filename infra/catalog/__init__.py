@@ -281,10 +281,10 @@ def read_catalog(shipped: Path, refreshed: Path | None) -> Catalog:
 
 def _offered(instances: dict[str, Instance], prices: files.Prices) -> dict[str, Instance]:
     """The types with regions that instances.csv lacks: for a region added later, a price shows what is offered."""
-    told = {region for each in instances.values() for region in each.regions or ()}
+    listed = {region for each in instances.values() for region in each.regions or ()}
     added: dict[str, list[str]] = {}
     for type_, region in {**prices.on_demand, **prices.dated}:
-        if region not in told:
+        if region not in listed:
             added.setdefault(type_, []).append(region)
     return {
         name: each

@@ -56,8 +56,8 @@ def scenarios(
     for work in variants or (definition,):
         name, capacity = work.scenario or definition.name, work.fleet.capacity
         if (variant := work.variant).reference:
-            told = {"note": variant.note, "claim": variant.claim, "reference": True, "basis": "claim"}
-            drafts.append(Row(scenario=name, type="elsewhere", capacity=capacity, region="", **told))  # type: ignore[arg-type]
+            claimed = {"note": variant.note, "claim": variant.claim, "reference": True, "basis": "claim"}
+            drafts.append(Row(scenario=name, type="elsewhere", capacity=capacity, region="", **claimed))  # type: ignore[arg-type]
             continue
         basis = study.basis(work, work.fleet.instance_types[:1])
         option = options.type_cost(basis, work.fleet.instance_types[0])

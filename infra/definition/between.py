@@ -114,10 +114,10 @@ def _types(of: Any) -> Schema:
 
 def of_every_kind() -> Iterator[Schema]:
     """The rules for every file."""
-    told = {region for kind in USABLE.values() for region in kind.regions or ()}
+    listed = {region for kind in USABLE.values() for region in kind.regions or ()}
     for region in known_regions().values():
         here = has("fleet.region", {"const": region.name})
-        yield when(here, every(*_in_region(region, offers=region.name in told)))
+        yield when(here, every(*_in_region(region, offers=region.name in listed)))
     yield limited("storage.root", {"properties": {"size_gib": {"minimum": ROOT_MINIMUM_GIB}, "snapshot": _NONE}})
     several, one = has("fleet.nodes", {"minimum": 2}), {"maxItems": 1}
     alone: Schema = {"properties": {"zones": one, "instance_types": one}}
@@ -199,8 +199,8 @@ def of_a_command() -> Iterator[Schema]:
     )
     by_format = has("job.checkpoint.format", {"enum": [name for name, each in FORMATS.items() if each.each]})
     yield when(no(some(named, saves_nothing)), every(by_format, no(rewritten)))
-    said = some(*(has(f"job.checkpoint.every.{key}") for key in ("steps", "minutes", "epochs")))
-    yield some(on_demand, saves_nothing, said)
+    has_interval = some(*(has(f"job.checkpoint.every.{key}") for key in ("steps", "minutes", "epochs")))
+    yield some(on_demand, saves_nothing, has_interval)
     none_beside = dict.fromkeys(("each", "complete", "unless", "also"), _EMPTY)
     yield when(saves_nothing, limited("job.checkpoint", {"properties": none_beside}))
     yield from _lengths()

@@ -181,8 +181,8 @@ def _check_given(s: StackDefinition, findings: Findings) -> None:
 def _saves(s: StackDefinition, findings: Findings) -> None:
     """Checks how a command saves: a lost node costs the work that is repeated."""
     where = f"{s.job.parameters.path}.checkpoint.every"
-    said = not s.job.parameters.demands.interval or any(path.startswith(where) for path in findings.bad)
-    if s.fleet.market.is_interrupted and not said:
+    has_interval = not s.job.parameters.demands.interval or any(path.startswith(where) for path in findings.bad)
+    if s.fleet.market.is_interrupted and not has_interval:
         findings.add(
             where,
             "how often the command saves by itself, {steps: N}, {epochs: N} or {minutes: N}",

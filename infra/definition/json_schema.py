@@ -375,8 +375,8 @@ def _text(rule: Rule) -> Schema:
     looks = {"number": "-1.5", "integer": "1", "boolean": "true"}
     kinds = ["string", *(kind for kind, example in looks.items() if takes(example))]
     unsigned = {"minimum": 0} if "integer" in kinds and "number" not in kinds else {}
-    said = pattern(_anchored(rule.pattern), rule.allowed) if rule.pattern else _SOME_TEXT
-    return {"type": [kind for kind in kinds if kind != "integer" or unsigned], **unsigned, **said}
+    form = pattern(_anchored(rule.pattern), rule.allowed) if rule.pattern else _SOME_TEXT
+    return {"type": [kind for kind in kinds if kind != "integer" or unsigned], **unsigned, **form}
 
 
 def _anchored(pattern: str) -> str:

@@ -102,8 +102,8 @@ def find(name_or_path: str, root: Path) -> Path:
     if path.with_suffix(".yml").is_file():
         raise GpufleetError(f"stacks/{name_or_path}.yml is there: give it the ending .yaml, by which stacks are found")
     names = stacks_of(root)
-    said = f"there is no stack {name_or_path!r}; stacks/ has {', '.join(names)}. {nearest(name_or_path, names)}"
-    raise GpufleetError(said.rstrip())
+    message = f"there is no stack {name_or_path!r}; stacks/ has {', '.join(names)}. {nearest(name_or_path, names)}"
+    raise GpufleetError(message.rstrip())
 
 
 def is_path(stack: str) -> bool:

@@ -57,8 +57,8 @@ def scenario(
 def unknown(path: Path, name: str, known: Iterable[str]) -> GpufleetError:
     """The error for a scenario that the file does not have."""
     names = list(known)
-    said = f"{path.name} has no scenario {name!r}; it has {', '.join(names) or 'none'}. {nearest(name, names)}"
-    return GpufleetError(said.rstrip())
+    message = f"{path.name} has no scenario {name!r}; it has {', '.join(names) or 'none'}. {nearest(name, names)}"
+    return GpufleetError(message.rstrip())
 
 
 def chosen(path: Path, variants: tuple[StackDefinition, ...], name: str | None) -> tuple[StackDefinition, ...]:

@@ -263,9 +263,9 @@ def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:
     """
     plain = re.sub(r"(?<=[0-9]) ?Gi?B?$", "", text, flags=re.IGNORECASE)
     specs = dataclasses.fields(cls)
-    if told := re.fullmatch(r"([0-9.]+) ?([A-Za-z]{2,})", plain):
-        meant = [spec for spec in specs if spec.name.startswith(told[2].lower().rstrip("s"))]
-        plain, specs = (told[1], tuple(meant)) if meant else (plain, specs)
+    if amount := re.fullmatch(r"([0-9.]+) ?([A-Za-z]{2,})", plain):
+        meant = [spec for spec in specs if spec.name.startswith(amount[2].lower().rstrip("s"))]
+        plain, specs = (amount[1], tuple(meant)) if meant else (plain, specs)
     required = [spec for spec in specs if spec.default is dataclasses.MISSING is spec.default_factory]
     takes = [
         spec.name

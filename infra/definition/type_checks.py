@@ -85,18 +85,18 @@ def _letters(name: str) -> str:
 def declared_steps(config: JobConfig, findings: Findings, catalog: Catalog) -> None:
     """Adds a problem for a step time stated for a GPU that the catalog does not know."""
     known = sorted({kind.gpu.name for kind in catalog.instances.values()})
-    for told in config.told_speed.times if config.told_speed else ():
-        if told.gpu not in known:
+    for time in config.told_speed.times if config.told_speed else ():
+        if time.gpu not in known:
             import difflib  # imported here: only errors need the nearest name
 
             spelled = {_letters(each): each for each in known}
-            close = [spelled[each] for each in difflib.get_close_matches(_letters(told.gpu), spelled, n=1)]
-            meant = [each for each in known if _letters(each.split()[0]) == _letters(told.gpu)] or close
+            close = [spelled[each] for each in difflib.get_close_matches(_letters(time.gpu), spelled, n=1)]
+            meant = [each for each in known if _letters(each.split()[0]) == _letters(time.gpu)] or close
             hint = f"Nearest: {' or '.join(meant)}." if meant else ""
             allowed = f"a GPU, or so many of one as in `8 x H100`: {', '.join(known)}"
-            written = find_node(findings.tree, told.section)
-            node = written.entries.get(told.key) if isinstance(written, Mapping) else None
-            findings.add(f"{told.section}.{told.key}", allowed, hint, value=told.key, node=node)
+            written = find_node(findings.tree, time.section)
+            node = written.entries.get(time.key) if isinstance(written, Mapping) else None
+            findings.add(f"{time.section}.{time.key}", allowed, hint, value=time.key, node=node)
 
 
 def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:

@@ -133,9 +133,9 @@ def _are_of(names: tuple[str, ...], kept: SeenCheckpoint) -> bool:
 
 def _total(output: Sequence[str]) -> Span | None:
     """How long it trains, by lines with the total of epochs, or else of steps."""
-    told = [(match[1].lower(), int(match[2])) for line in output if (match := _OF_ALL.search(line))]
+    totals = [(match[1].lower(), int(match[2])) for line in output if (match := _OF_ALL.search(line))]
     for unit in ("epoch", "step", "iter", "iteration"):
-        counts = [count for word, count in told if word == unit]
+        counts = [count for word, count in totals if word == unit]
         if len(counts) > 1 and len(set(counts)) == 1:
             return Span(unit="epoch" if unit == "epoch" else "step", count=counts[0], where="seen: its lines say so")
     return None
@@ -169,8 +169,8 @@ def learn(seen: TrialFindings, first: TrialRun, patterns: Sequence[str]) -> None
     counters = _counters(first)
     seen.output = [line for _, line in first.lines]
     seen.line = next(filter(None, map(_as_pattern, counters)), None)
-    told = [each for each in patterns if re.search(r"\(\?P<(step|epoch)>", each)]
-    seen.read = tuple(each for each in told if any(re.search(each, line) for line in seen.output))[:1]
+    counting = [each for each in patterns if re.search(r"\(\?P<(step|epoch)>", each)]
+    seen.read = tuple(each for each in counting if any(re.search(each, line) for line in seen.output))[:1]
     seen.took_ms = dict(_took_ms(seen.places(first)))
     seen.checkpoint = _checkpoint(seen, first, counters)
     if seen.checkpoint is None and not seen.problems:
@@ -183,9 +183,9 @@ def learn(seen: TrialFindings, first: TrialRun, patterns: Sequence[str]) -> None
 def _took_ms(places: Sequence[tuple[float, Position]]) -> Iterator[tuple[Unit, float]]:
     """Milliseconds per unit: between the first position and the first time of the last one."""
     for unit in get_args(Unit):
-        told = {count: at for at, place in reversed(places) if (count := _count(place, unit)) is not None}
-        if (count := max(told, default=0) - min(told, default=0)) > 0:
-            yield unit, (told[max(told)] - told[min(told)]) * 1000 / count
+        first_at = {count: at for at, place in reversed(places) if (count := _count(place, unit)) is not None}
+        if (count := max(first_at, default=0) - min(first_at, default=0)) > 0:
+            yield unit, (first_at[max(first_at)] - first_at[min(first_at)]) * 1000 / count
 
 
 def failure(watch: TrialRun) -> str:
@@ -219,16 +219,16 @@ class _Counter:
 
 def _counters(watch: TrialRun) -> list[_Counter]:
     """The numbers that go up from line to line, the training's likeliest first."""
-    told: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
+    values: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
     samples: dict[str, str] = {}
     for at, line in watch.lines:
         form = re.sub(r"[-+]?[\d.,]+(e[-+]?\d+)?|\bnan\b|\binf\b|[█▏▎▍▌▋▊▉#━╸╺─]+", "#", line)
         form = re.sub(r"\s+", "", form)[:200]  # numbers are aligned in columns
         samples.setdefault(form, line)
         for place, match in enumerate(_INTEGER.finditer(line)):
-            told[form, place].append((at, int(match[0].replace(",", ""))))
+            values[form, place].append((at, int(match[0].replace(",", ""))))
     found = []
-    for (form, place), pairs in told.items():
+    for (form, place), pairs in values.items():
         changes = [after - before for (_, before), (_, after) in pairwise(pairs)]
         if (
             sum(each > 0 for each in changes) >= 2
@@ -309,9 +309,9 @@ def _as_checkpoint(
         complete = _written_last(writes, watch, name)
     else:
         places = seen.places(watch)
-        told = [place for each in writes for place in [p for at, p in places if at <= each.began + 0.05][-1:]]
-        unit = "epoch" if any(place.step is None for place in told) else "step"
-        numbers = [number for place in told if (number := _count(place, unit)) is not None]
+        positions = [place for each in writes for place in [p for at, p in places if at <= each.began + 0.05][-1:]]
+        unit = "epoch" if any(place.step is None for place in positions) else "step"
+        numbers = [number for place in positions if (number := _count(place, unit)) is not None]
     *above, last = name.rstrip("/").split("/")
     parts = [*(_OF_ONE_START.sub("*", each) for each in above), last]
     fixed = next((index for index, part in enumerate(parts) if re.search(r"[{*]", part)), len(parts) - 1)
@@ -405,8 +405,8 @@ def resume_check(seen: TrialFindings, first: TrialRun, restored: FoundCheckpoint
     places = seen.places(first)
     by_then = [place for at, place in places if at <= restored.first_written + 0.05]
     newest, unit = (by_then[-1] if by_then else None), seen.checkpoint.unit
-    told = None if newest is None else newest.epoch if newest.step is None else newest.step
-    number = restored.number if restored.number is not None else told
+    count = None if newest is None else newest.epoch if newest.step is None else newest.step
+    number = restored.number if restored.number is not None else count
     if number is None:
         return None
     start = Counting(unit=unit, first=places[0][1] if places else None, newest=newest)

@@ -253,14 +253,14 @@ def _of_makefile(
 
 def dockerfile_command(folder: CodeFolder) -> str:
     """The command that the image of the folder's Dockerfile starts, for a shell; empty without one."""
-    said = {}
+    instructions = {}
     for _, line in _numbered(folder.text("Dockerfile")):
         if match := re.match(r"\s*(CMD|ENTRYPOINT)\s+(.*)", line):
             try:
-                said[match[1]] = shlex.join(json.loads(match[2])) if match[2].startswith("[") else match[2]
+                instructions[match[1]] = shlex.join(json.loads(match[2])) if match[2].startswith("[") else match[2]
             except (ValueError, TypeError):
-                said[match[1]] = match[2]
-    return " ".join(said[key] for key in ("ENTRYPOINT", "CMD") if key in said).strip()
+                instructions[match[1]] = match[2]
+    return " ".join(instructions[key] for key in ("ENTRYPOINT", "CMD") if key in instructions).strip()
 
 
 def _console_scripts(folder: CodeFolder) -> dict[str, str]:

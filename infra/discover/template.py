@@ -233,10 +233,10 @@ def _every(found: ScriptFacts) -> Span:
     """The interval given to the framework, else from the code around the save; a setting that is off is switched on."""
     row, settings, facts = found.framework, found.settings, found.checkpoint
     off: Span | None = None
-    told: list[tuple[str, Kind]] = []
+    intervals: list[tuple[str, Kind]] = []
     if row is not None:
-        told = [*((each, "step") for each in row.every), *((each, "epoch") for each in row.every_epochs)]
-    for name, unit in told if facts is None else ():
+        intervals = [*((each, "step") for each in row.every), *((each, "epoch") for each in row.every_epochs)]
+    for name, unit in intervals if facts is None else ():
         value, where = found.coded.get(name, (None, ""))
         if isinstance(value, str) and value.isdigit() and int(value) > 0:
             return Span(count=int(value), unit=unit, where=where)
@@ -322,8 +322,8 @@ class _Writer:
         if facts is None and row is not None and row.format == "nanochat":
             place.folder, place.why = '"{state}/base_checkpoints/d20"', "CHECK: d and the depth, or the model tag"
             return typed
-        told = row if row is not None and row.out and row.form and self.passes_on else None  # by its own setting
-        if facts is not None and facts.place.in_checkpoints and told is None:
+        out_row = row if row is not None and row.out and row.form and self.passes_on else None  # by its own setting
+        if facts is not None and facts.place.in_checkpoints and out_row is None:
             self.known("$GPUFLEET_CHECKPOINTS says where it writes", facts.where)
             return typed
         setting = self.settings.find(facts.place.setting) if facts is not None and facts.place.setting else None
@@ -338,9 +338,9 @@ class _Writer:
             folder, where = setting.value, setting.where
         if folder:
             return self._own_folder(folder, where, typed)
-        if told is not None and (facts is None or facts.place.in_checkpoints):
-            value = told.form.replace("{name}", told.out[0]).format("{checkpoints}")
-            self.known(f"{value} says where it writes", told.name)
+        if out_row is not None and (facts is None or facts.place.in_checkpoints):
+            value = out_row.form.replace("{name}", out_row.out[0]).format("{checkpoints}")
+            self.known(f"{value} says where it writes", out_row.name)
             return f"{typed} {value}"
         if self.found.names:
             place.why = (

@@ -219,8 +219,8 @@ def own_python(definition: StackDefinition, root: Path) -> Path:
 
 def own_versions(python: Path) -> dict[str, str]:
     """The versions of the bill's packages that a command's own interpreter has."""
-    said = subprocess.run([python, "-c", _VERSIONS], capture_output=True, text=True, check=False)
-    return dict(json.loads(said.stdout)) if said.returncode == 0 else {}
+    answer = subprocess.run([python, "-c", _VERSIONS], capture_output=True, text=True, check=False)
+    return dict(json.loads(answer.stdout)) if answer.returncode == 0 else {}
 
 
 _VERSIONS = """

@@ -17,10 +17,10 @@ def saves_doubt(definition: StackDefinition, root: Path) -> str:
     if config.code_folders() or not config.saves_on_signal:  # ready-made jobs are known to save
         return ""
     found = sorted((root / FOLDER / definition.name).glob(f"*/{SUMMARY}"), key=lambda path: path.stat().st_mtime)
-    told = [saves for path in found if (saves := (atomic.read_object(path) or {}).get(SAVES)) is not None]
-    if told and told[-1]:
+    results = [saves for path in found if (saves := (atomic.read_object(path) or {}).get(SAVES)) is not None]
+    if results and results[-1]:
         return ""
-    why = "the newest rehearsal saw it save nothing" if told else "no rehearsal here has shown it"
+    why = "the newest rehearsal saw it save nothing" if results else "no rehearsal here has shown it"
     return (
         f"job.stop.saves is true, and {why}: where the script saves nothing on a signal, each notice costs what it has"
         f" trained since its last checkpoint. `gpufleet rehearse {definition.name}` tells"

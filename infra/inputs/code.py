@@ -60,8 +60,8 @@ class Packed:
         """The input as in run.json."""
         size = self.file.stat().st_size
         files = [{"name": CODE, "bytes": size, "sha256": self.sha256}]
-        said = {"commit": self.tree.commit, "changed": self.tree.changed}
-        return {"uri": None, "sha256": self.sha256, "files": files, **said}
+        git_state = {"commit": self.tree.commit, "changed": self.tree.changed}
+        return {"uri": None, "sha256": self.sha256, "files": files, **git_state}
 
 
 def read(definition: StackDefinition, root: Path) -> Tree | None:

@@ -57,9 +57,9 @@ def answer(folder: Path, *words: str, feed: bytes = b"") -> bytes:
     try:
         with _without_settings(place) as ours:
             own = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER}
-            told = {"GIT_DIR": str(ours), "GIT_WORK_TREE": str(files), "GIT_OPTIONAL_LOCKS": "0"}  # git writes nothing
+            more = {"GIT_DIR": str(ours), "GIT_WORK_TREE": str(files), "GIT_OPTIONAL_LOCKS": "0"}  # git writes nothing
             call = ["git", "-C", str(folder), *words]
-            done = subprocess.run(call, input=feed, capture_output=True, env={**own, **told}, timeout=WAIT_S)
+            done = subprocess.run(call, input=feed, capture_output=True, env={**own, **more}, timeout=WAIT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise GpufleetError(f"git {words[0]}: {error}") from None
     if done.returncode:

@@ -184,8 +184,8 @@ def _hopeless(error: Exception) -> bool:
 def _reason(error: Exception) -> str:
     """The reason of a failure, in one line."""
     if isinstance(error, exceptions.ClientError):
-        said = error.response.get("Error", {})
-        text = f"{error.operation_name}: {said.get('Code', '')} {said.get('Message', '')}"
+        fields = error.response.get("Error", {})
+        text = f"{error.operation_name}: {fields.get('Code', '')} {fields.get('Message', '')}"
     else:
         text = str(error)
     return textwrap.shorten(text, 200, placeholder=" ...")

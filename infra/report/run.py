@@ -318,8 +318,8 @@ def _gb(phase: Mapping[str, Any]) -> float | None:
 
 def _slower(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> str:
     """The share by which a step took longer than the bill assumed."""
-    said, found = float(pair[0]["step_ms"]), float(pair[1]["step_ms"]["median"])
-    return f"{found / said - 1:+.0%}" if said else ""
+    predicted, found = float(pair[0]["step_ms"]), float(pair[1]["step_ms"]["median"])
+    return f"{found / predicted - 1:+.0%}" if predicted else ""
 
 
 def _options(bill: Mapping[str, Any]) -> str:

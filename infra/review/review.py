@@ -118,8 +118,8 @@ def _commit_hash(project: Path, name: str) -> str:
 
 def _made_at(project: Path, commit: str) -> datetime:
     """The commit's time, UTC: the only clock of a review."""
-    said = git.answer(project, "log", "-1", "--no-show-signature", "--format=%ct", commit)
-    return datetime.fromtimestamp(int(said), UTC)
+    seconds = git.answer(project, "log", "-1", "--no-show-signature", "--format=%ct", commit)
+    return datetime.fromtimestamp(int(seconds), UTC)
 
 
 def _uncommitted(project: Path, head: str) -> list[str]:

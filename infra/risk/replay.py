@@ -210,16 +210,16 @@ def render(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed])
         " inside, 75 to 90 % wanted"
     )
     if not interval_held(found):
-        said = f"The bill's range did not hold: {share}. Do not plan with it if nodes are interrupted as here."
+        verdict = f"The bill's range did not hold: {share}. Do not plan with it if nodes are interrupted as here."
     elif contained(found) > WIDE:
-        said = (
+        verdict = (
             f"The bill's range held: {share}. It is wider than needed: replayed bills vary less than it says, so"
             " its p90 is on the safe side."
         )
     else:
-        said = f"The bill's range held: {share}. Plan with the bill's p90."
+        verdict = f"The bill's range held: {share}. Plan with the bill's p90."
     lines += [
-        *wrap(said, indent=0),
+        *wrap(verdict, indent=0),
         f"From that many independent runs the true share is likely between {low:.0%} and {high:.0%}.",
     ]
     if not interval_held(found) or contained(found) > WIDE:

@@ -214,13 +214,13 @@ class CommandCheckpoints:
 
     def _find_part(self) -> list[FoundCheckpoint]:
         """On a node that follows another: its part of the checkpoint announced last; it may have no files."""
-        told = self._leader()
-        named = None if told is None or told.step <= self.newest else self.names.named(told.named_by)
-        if told is None or named is None:
+        leader = self._leader()
+        named = None if leader is None or leader.step <= self.newest else self.names.named(leader.named_by)
+        if leader is None or named is None:
             return []
         same = [each for each in self.find() if each.number == named.number and self._is_new(each)]
         part = max(same, key=lambda each: (each.folder == named.folder, each.written), default=named)
-        self._leaders_step[part.key] = told.step
+        self._leaders_step[part.key] = leader.step
         return [part]
 
     def _find_again(self, found: FoundCheckpoint) -> FoundCheckpoint:
@@ -232,8 +232,8 @@ class CommandCheckpoints:
         """Whether the leader may still name a checkpoint of which this node has a part."""
         if self._node == 0 or not self._config.parts.leaves:
             return False
-        told = self._leader()
-        return told is None or not told.ended
+        leader = self._leader()
+        return leader is None or not leader.ended
 
     def look(self, found: list[FoundCheckpoint] | None = None) -> None:
         """Looks for new checkpoints, at most once a second, more often after a stop, and copies one at a time. It is
@@ -409,7 +409,7 @@ class CommandCheckpoints:
                 raise ValueError("it was changed meanwhile")
             names = sorted(path.relative_to(unfinished).as_posix() for path in unfinished.rglob("*") if path.is_file())
             made_of = tuple((name, (unfinished / name).stat().st_size) for name in names)
-            told = Commit(
+            record = Commit(
                 step=step,
                 config_sha256=self._digest,
                 files=made_of,
@@ -423,7 +423,7 @@ class CommandCheckpoints:
                 named_by=min(found.files, default="") if self._nodes > 1 else "",
             )
             unfinished.mkdir(parents=True, exist_ok=True)
-            atomic.write_json(unfinished / COMMIT, told.to_json())
+            atomic.write_json(unfinished / COMMIT, record.to_json())
             if folder.exists():  # an earlier start's, which will not be resumed
                 shutil.rmtree(folder)
             unfinished.replace(folder)
@@ -440,9 +440,9 @@ class CommandCheckpoints:
         blocked_s = max(0.0, written - watched.begun)  # while it was written, as far as that was seen
         took = time.monotonic() - started
         took_s = round(blocked_s + took, 3)
-        save = Save(step=step, reason=reason, bytes=told.bytes, blocked_s=round(blocked_s, 3), took_s=took_s)
+        save = Save(step=step, reason=reason, bytes=record.bytes, blocked_s=round(blocked_s, 3), took_s=took_s)
         self._lines.saved(save, written, is_counted=is_counted)
-        size = f"{len(made_of)} files, {told.bytes / 1e6:.1f} MB"
+        size = f"{len(made_of)} files, {record.bytes / 1e6:.1f} MB"
         what = f"this node's part of step {step:,}" if self._node else f"checkpoint of step {step:,}"
         self._say(f"{what} is whole: {size}, copied in {took:.1f} s")
 
@@ -477,9 +477,9 @@ class CommandCheckpoints:
             return
         self._evaluated.add(self.newest)
         folder = self._kept / step_folder(self.newest)
-        told = commit.read(folder)
-        if told is not None and told.val_loss is None:
-            atomic.write_json(folder / COMMIT, replace(told, val_loss=val).to_json())
+        written = commit.read(folder)
+        if written is not None and written.val_loss is None:
+            atomic.write_json(folder / COMMIT, replace(written, val_loss=val).to_json())
 
     def _is_written(self, found: FoundCheckpoint) -> bool:
         writing = self._writing([found])

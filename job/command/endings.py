@@ -62,18 +62,18 @@ class End:
         """The end as a sentence, without its period."""
         if self.why:
             return f"{self.what} was ended at step {self.step:,}: {self.why}"
-        said = f"exit code {self.code}"
+        phrase = f"exit code {self.code}"
         if self.code > 128:
             with suppress(ValueError):
-                said = f"{signal.Signals(self.code - 128).name}, exit code {self.code}"
+                phrase = f"{signal.Signals(self.code - 128).name}, exit code {self.code}"
         text = "\n".join((*self.lines, self.cause)).lower()
         reason = next((name for name, words in REASONS.items() if words.search(text)), "")
         if reason:
-            said += f", {reason}"
+            phrase += f", {reason}"
         elif self.code == 128 + signal.SIGKILL:
-            said += ", as where the kernel lacks memory"
+            phrase += ", as where the kernel lacks memory"
         named = f" ({self.cause})" if self.cause and self.code else ""
-        return f"{self.what} ended with {said} at step {self.step:,}{named}"
+        return f"{self.what} ended with {phrase} at step {self.step:,}{named}"
 
     def is_like(self, other: End) -> bool:
         """Whether both ended at the same step for the same cause, or, when none is known, with the same last lines."""

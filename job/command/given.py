@@ -94,7 +94,7 @@ def variables(
     config: CommandConfig, folders: Folders, values: Mapping[str, str | int], *, stack: str, attempt: int
 ) -> dict[str, str]:
     """The environment of each start, without secrets and without what a resume adds."""
-    told = {
+    facts = {
         **{name: str(values[name]) for name in ("run", "gpus", "checkpoints", "outputs", "state", "ranks", *ALONE)},
         "attempt": str(attempt),
         "progress": str(progress_file(config, folders, values)),
@@ -113,7 +113,7 @@ def variables(
         "WANDB_RESUME": "allow",
         **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(config.gpus or 0)))} if some_gpus else {}),
         **inputs,
-        **{environment.COMMAND[name]: value for name, value in told.items()},
+        **{environment.COMMAND[name]: value for name, value in facts.items()},
         **{name: filled(value, dict(values)) for name, value in (config.env or {}).items()},
     }
 

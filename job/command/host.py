@@ -62,10 +62,10 @@ class Host:
         self.clock = SteadyClock.from_environment(os.environ)
         self.folders = Folders.from_workdir(workdir)
         self.folders.make()
-        told = task.tree.get("run") or {}
+        section = task.tree.get("run") or {}
         on_node = machine.gpus() if self.config.device == "cuda" else ()
         gpus = self.config.gpus or len(on_node) or 1
-        run = str(told.get("id", "run"))
+        run = str(section.get("id", "run"))
         self.values = self.folders.values(run, gpus)
         nodes, self.node = int(self.values["nodes"]), int(self.values["node_rank"])
         if nodes > 1:
@@ -76,7 +76,7 @@ class Host:
             self.config,
             self.folders,
             self.values,
-            stack=str(told.get("stack", "own")),
+            stack=str(section.get("stack", "own")),
             attempt=spent.attempt if spent else 1,
         )
         self.secrets = secrets(self.config.secrets or {})
@@ -193,14 +193,14 @@ class Host:
         return text
 
     def _environment(self, restored: Commit | None) -> dict[str, str]:
-        told = dict(self.variables)
+        environ = dict(self.variables)
         if restored is not None:
             place = str(self.checkpoints.place(restored))
             values = {**self.values, "checkpoint": place, **self.checkpoints.counts(restored)}
-            told[environment.COMMAND["resume_from"]] = place
-            told[environment.COMMAND["resume_step"]] = str(values["step"])
-            told |= {name: filled(value, values) for name, value in (self.config.resume.env or {}).items()}
-        return {**told, **self.secrets}
+            environ[environment.COMMAND["resume_from"]] = place
+            environ[environment.COMMAND["resume_step"]] = str(values["step"])
+            environ |= {name: filled(value, values) for name, value in (self.config.resume.env or {}).items()}
+        return {**environ, **self.secrets}
 
     def _run(self, start: CommandStart, what: str, command: str, name: str) -> End:
         """Runs set-up or command until no process of it is left. Raises GoneError."""
@@ -265,8 +265,8 @@ class Host:
             start.leaving = Leaving(self.config, stop, self.clock(), self.checkpoints.newest)
             self.checkpoints.reason = "stop"
             with suppress(OSError):
-                said = atomic.json_bytes({"reason": stop.reason, "deadline": stop.deadline})
-                self.folders.own.write(self.folders.stop_file, said)
+                content = atomic.json_bytes({"reason": stop.reason, "deadline": stop.deadline})
+                self.folders.own.write(self.folders.stop_file, content)
             say(start.leaving.plan)
         if start.leaving is not None:
             return start.leaving.look(

@@ -145,9 +145,9 @@ class Names:
         unfit: dict[tuple[str, tuple[tuple[str, int], ...]], str] = {}
         disk_bytes = shutil.disk_usage(allowed).total
         for name, look in ForeignFolder(allowed).files(folder):
-            if (told := self.match(name)) is None:
+            if (match := self.match(name)) is None:
                 continue
-            counts, starred, outer, inner = told
+            counts, starred, outer, inner = match
             key = starred, tuple(counts.items())
             try:
                 state = FileState.from_stat(look())
@@ -177,8 +177,8 @@ class Names:
 
     def named(self, relative: str) -> FoundCheckpoint | None:
         """The checkpoint to which a file of this name belongs, without its files; None: it belongs to none."""
-        told = self.match(relative)
-        return told and FoundCheckpoint(counts=told[0], folder=told[1], files={}, inner={}, places=frozenset())
+        match = self.match(relative)
+        return match and FoundCheckpoint(counts=match[0], folder=match[1], files={}, inner={}, places=frozenset())
 
     def companions(self, folder: Path, allowed: Path) -> dict[str, int]:
         """Sizes in bytes of the files that are kept with each checkpoint, by their names below the folder."""

@@ -29,8 +29,8 @@ def read(code: int, lines: Sequence[str], gbps: float, say: Callable[[str], None
     """The result of the measurement. If it failed, no node is refused. `gbps`: rate of its cards; 0: not known."""
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):
-            told = json.loads(line.partition(between.TOLD)[2])
-            gb_s, transport = float(told["gb_s"]), str(told["transport"])
+            result = json.loads(line.partition(between.TOLD)[2])
+            gb_s, transport = float(result["gb_s"]), str(result["transport"])
             say(f"pre-flight: {gb_s:.1f} GB/s from a node to the others over {transport or 'an unnamed transport'}")
             return Preflight(
                 problems=tuple(between.judge(gb_s, gbps, transport)), between_gb_s=gb_s, transport=transport

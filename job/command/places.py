@@ -119,9 +119,9 @@ class Scripts:
     def code(self, name: str) -> int | None:
         """The exit code of a script, as in a shell; None while it runs or has not begun."""
         with suppress(OSError), self._own.open(self.folder / f"{name}.code") as file:
-            said = file.read(16)
-            if said.endswith(b"\n"):
-                return int(said) % 256 if said.strip().isdigit() else 1  # any other content comes from the command
+            digits = file.read(16)
+            if digits.endswith(b"\n"):
+                return int(digits) % 256 if digits.strip().isdigit() else 1  # any other content comes from the command
         return None
 
     def close(self) -> None:

@@ -351,8 +351,8 @@ class StepReader:
 
     def _flush(self, now: float, *, last: bool = False) -> None:
         """Writes records that are due. `last`: also those that wait for a later step."""
-        told = [self._told_save(save, at) for save, at in self._saves if last or at < self.at]
-        if "step" not in self._pending and not (last and told and self.step):
+        saves = [self._told_save(save, at) for save, at in self._saves if last or at < self.at]
+        if "step" not in self._pending and not (last and saves and self.step):
             return
         self._flushed = now
         is_new = bool(self._seen) and self._told_at != self._seen[-1]
@@ -361,8 +361,8 @@ class StepReader:
         record |= self._step_time() | self._pending | ({} if self._gpus is None else self._gpus.figures())
         if self._events:
             record["event"] = "; ".join(self._events)
-        if told:
-            record["saves"] = told
+        if saves:
+            record["saves"] = saves
             self._saves = [] if last else [each for each in self._saves if each[1] >= self.at]
         self._metrics.append(record)
         self._pending, self._events = {}, []

@@ -182,14 +182,14 @@ class AttemptRecord:
         for key in ("ended", "untold"):
             tree[key] = {name: iso(at) for name, at in tree[key].items()}
         tree["exit"] = self.exit and self.exit.to_json()
-        said = {
+        entries = {
             key: value
             for key, value in tree.items()
             if value is not None and value is not False and value not in ("", {})
         }
         if self.booted_at:
-            said["manifest_at_boot"] = self.manifest_at_boot  # null: there was none
-        return {**said, **(asdict(self.machine) if self.machine else {})}
+            entries["manifest_at_boot"] = self.manifest_at_boot  # null: there was none
+        return {**entries, **(asdict(self.machine) if self.machine else {})}
 
     @classmethod
     def from_json(cls, tree: dict[str, Any], aside: Aside) -> AttemptRecord:

@@ -180,8 +180,8 @@ class Best:
         return self.place.step
 
     def to_json(self) -> dict[str, Any]:
-        told = {"step": self.step, "phase": self.phase, "val_loss": self.val_loss}
-        return {**told, "schema": SCHEMA, "manifest": self.place.manifest}
+        position = {"step": self.step, "phase": self.phase, "val_loss": self.val_loss}
+        return {**position, "schema": SCHEMA, "manifest": self.place.manifest}
 
     @classmethod
     def from_bytes(cls, content: bytes | None) -> Best | None:

@@ -51,8 +51,8 @@ def show(value: Any) -> str:
     """A value for an error message: short, without terminal escapes."""
     if isinstance(value, (dict, list)):
         return "a list" if isinstance(value, list) else "an object"
-    said = ascii(value)
-    return said if len(said) <= 60 else f"{said[:57]}..."
+    literal = ascii(value)
+    return literal if len(literal) <= 60 else f"{literal[:57]}..."
 
 
 class Fields:
@@ -170,9 +170,9 @@ def seconds(value: Any) -> float:
 
 def amount(value: Any) -> Decimal:
     """An exact amount of money or time: a decimal text, or a number."""
-    said = value if isinstance(value, str) else repr(value) if type(value) in (int, float) else ""
+    digits = value if isinstance(value, str) else repr(value) if type(value) in (int, float) else ""
     try:
-        found = Decimal(said) if len(said) <= 40 else None
+        found = Decimal(digits) if len(digits) <= 40 else None
     except InvalidOperation:
         found = None
     if found is None or not _is_exact(found):
@@ -198,13 +198,13 @@ def moment(value: Any) -> float:
 
 def name(value: Any) -> str:
     """A file's name below a folder, whose parts lead nowhere else. Every name from outside passes this one check."""
-    said = text(value)
-    parts = said.split("/")
-    if any(part in ("", ".", "..") or len(part.encode()) > NAME_BYTES for part in parts) or not said.isprintable():
+    path = text(value)
+    parts = path.split("/")
+    if any(part in ("", ".", "..") or len(part.encode()) > NAME_BYTES for part in parts) or not path.isprintable():
         raise DoubtError(f"is {show(value)}, not a file's name below its folder")
-    if len(said.encode()) > KEY_BYTES:
+    if len(path.encode()) > KEY_BYTES:
         raise DoubtError(f"is {show(value)}, longer than {KEY_BYTES} bytes")
-    return said
+    return path
 
 
 def choice(*allowed: T) -> Kind[T]:

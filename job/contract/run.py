@@ -246,11 +246,11 @@ def with_kinds(tree: dict[str, Any]) -> dict[str, Any]:
         return tree
     hourly = {"root disk": extras["disk_usd_per_hour"], "public IPv4": extras.get("ipv4_usd_per_hour")}
     kinds = {"compute": "compute", "interruptions": "interruptions", **dict.fromkeys(hourly, "hourly")}
-    told = [
+    priced = [
         {"kind": kinds.get(str(line.get("name")), "fixed"), **line} if isinstance(line, dict) else line
         for line in lines
     ]
-    return {**tree, "extras": {**extras, "hourly_usd": hourly}, "estimate": {**estimate, "lines": told}}
+    return {**tree, "extras": {**extras, "hourly_usd": hourly}, "estimate": {**estimate, "lines": priced}}
 
 
 def _typed(fields: Fields) -> RunFile:

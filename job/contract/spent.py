@@ -97,8 +97,8 @@ class Attempt:
     def idle_s(self) -> Decimal:
         """Seconds from the notice to its end, in which it only waited."""
         ending = self.record.exit
-        told, gone = (epoch(ending.at), epoch(ending.ends_at)) if ending else (None, None)
-        return Decimal(f"{max(0.0, gone - told):.3f}") if told and gone else Decimal(0)
+        noticed, gone = (epoch(ending.at), epoch(ending.ends_at)) if ending else (None, None)
+        return Decimal(f"{max(0.0, gone - noticed):.3f}") if noticed and gone else Decimal(0)
 
 
 Left = tuple[AttemptRecord, "Beat | None"]  # a node's record and its last heartbeat

@@ -410,8 +410,8 @@ class CommandConfig(JobConfig):
             return changed(self, work=replace(self.work, hours=bought)) if is_endless(self) else self
         size = self.checkpoint.size_gb if save_bytes is None else save_bytes / GB
         says = not self.demands.interval or save_steps is None or not self.counts_steps
-        told = Every(epochs=save_steps) if self.unit == "epoch" else Every(steps=save_steps)
-        every = self.checkpoint.every if says else told
+        interval = Every(epochs=save_steps) if self.unit == "epoch" else Every(steps=save_steps)
+        every = self.checkpoint.every if says else interval
         saves = "true" if saves_on_stop and self.stop.saves == "unknown" else self.stop.saves
         saved = replace(self.checkpoint, size_gb=size, every=every)
         return changed(self, checkpoint=saved, stop=replace(self.stop, saves=saves))
@@ -563,8 +563,8 @@ class CommandConfig(JobConfig):
 
     def _interval_problems(self) -> Iterator[tuple[str, str]]:
         every = self.checkpoint.every
-        said = [key for key in ("steps", "epochs", "minutes") if getattr(every, key) is not None]
-        if len(said) > 1:
+        keys = [key for key in ("steps", "epochs", "minutes") if getattr(every, key) is not None]
+        if len(keys) > 1:
             yield "checkpoint.every", "one of steps, epochs and minutes"
         elif every.steps is not None and self.unit == "epoch":
             yield "checkpoint.every.steps", "epochs or minutes, where epochs are counted"
@@ -632,10 +632,10 @@ class CommandConfig(JobConfig):
     def doubts(self, steps: int) -> Iterator[str]:
         """What makes a paid run worth less, a sentence each."""
         for names, key in ((STEP_COUNTS, "steps"), (EPOCH_COUNTS, "epochs")):
-            said, counted = setting(self.command, names), getattr(self.work, key)
-            if said is not None and counted is not None and int(said["value"]) != counted:
+            written, counted = setting(self.command, names), getattr(self.work, key)
+            if written is not None and counted is not None and int(written["value"]) != counted:
                 yield (
-                    f"job.command has {said[0]} and job.work.{key} is {counted}: the script trains the one, and the"
+                    f"job.command has {written[0]} and job.work.{key} is {counted}: the script trains the one, and the"
                     " bill counts the other"
                 )
         if self.stages > 1:

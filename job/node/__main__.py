@@ -151,8 +151,8 @@ class NodeRun:
         self.notices.watch(self.workdir, self.keys)
         self.hand_over.watch(self.workdir)
         self._job_looks = True
-        told = (self.metadata.get("meta-data/local-ipv4") for _ in tries(3))
-        address = next(filter(None, told), None) if self._terms().is_gang else ""
+        addresses = (self.metadata.get("meta-data/local-ipv4") for _ in tries(3))
+        address = next(filter(None, addresses), None) if self._terms().is_gang else ""
         if address is None:
             self._crash("the metadata service does not tell this machine's address")
         here = (self.settings, self.machine, scratch)
@@ -236,8 +236,8 @@ class NodeRun:
         fleet = self._find_fleet() if self.others.doubtful else None
         if fleet is not None:
             now = self.clock()
-            if (told := history([fleet, *self.hand_over.others(fleet)], now - KEPT_S)) is not None:
-                self.others.take(told, now)
+            if (answer := history([fleet, *self.hand_over.others(fleet)], now - KEPT_S)) is not None:
+                self.others.take(answer, now)
         self.record = replace(self.record, ended=self.others.ended, untold=self.others.untold)
         return fleet is not None
 
@@ -277,9 +277,9 @@ class NodeRun:
         why = ""
         for _ in tries(3):
             query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-            if (said := complaint(120, *query)) is None:
+            if (problem := complaint(120, *query)) is None:
                 return
-            why = said
+            why = problem
         self._crash("no working GPU", why=why)
 
     def _check_cards(self) -> None:
@@ -303,9 +303,9 @@ class NodeRun:
         os.environ["DOCKER_CONFIG"] = str(login)
         why = ""
         for _ in tries(5):
-            if (said := container.pull(image, login, registry)) is None:
+            if (problem := container.pull(image, login, registry)) is None:
                 return
-            why = said
+            why = problem
             if container.HOPELESS.search(why):
                 break
         self._crash("the image cannot be pulled", why=why)
@@ -520,8 +520,8 @@ class NodeRun:
     def _who_ended(self) -> str:
         """The node that ended the run; empty if none is known."""
         is_there = self.objects.get(DONE, self.folder / DONE)
-        told = ends.read((self.folder / DONE).read_bytes()) if is_there else None
-        return "" if told is None else told.instance
+        ending = ends.read((self.folder / DONE).read_bytes()) if is_there else None
+        return "" if ending is None else ending.instance
 
     def _upload_log(self) -> None:
         retry(2, lambda: self.objects.put(self.folder / "boot.log", boot_log_key(self.machine.instance)))

@@ -112,7 +112,7 @@ class Allowance:
 
     def _meter_told(self, now: float) -> Spent | None:
         """The meter's newest record, with its times by this process's clock."""
-        told = Spent.read(self._workdir)
-        if told is not None and told != self._word:
-            self._word, self._heard_at = told, now
+        spent = Spent.read(self._workdir)
+        if spent is not None and spent != self._word:
+            self._word, self._heard_at = spent, now
         return self._word and replace(self._word, at=self._heard_at)

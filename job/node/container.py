@@ -58,12 +58,12 @@ def _log_in(image: str, login: Path, registry: str) -> str | None:
     private = _ECR.search(host)
     if private is None and not registry:
         return None
-    said = ask(*(_ecr_token(private[1]) if private else secret(registry)), "--output", "text", *NOT_REACHED)
-    if said.code != 0:
-        return said.why
-    told = said.out if private else base64.b64encode(said.out.encode()).decode()
+    answer = ask(*(_ecr_token(private[1]) if private else secret(registry)), "--output", "text", *NOT_REACHED)
+    if answer.code != 0:
+        return answer.why
+    token = answer.out if private else base64.b64encode(answer.out.encode()).decode()
     login.mkdir(parents=True, exist_ok=True)
-    (login / "config.json").write_text(json.dumps({"auths": {host: {"auth": told}}}))
+    (login / "config.json").write_text(json.dumps({"auths": {host: {"auth": token}}}))
     return None
 
 
@@ -154,7 +154,7 @@ def command(
         "awslogs-group": settings.log_group,
         "awslogs-stream": f"{settings.run}/{machine.instance}",
     }
-    told = {
+    variables = {
         environment.JOB_CONTAINER: "1",
         environment.RUN_URI: f"s3://{settings.bucket}/{settings.run}",
         environment.INSTANCE_ID: machine.instance,
@@ -170,7 +170,7 @@ def command(
         *("docker", "run", "--name", name(machine.instance), "--stop-timeout", str(STOP_S)),
         *("--log-driver", "awslogs"),
         *(word for key, value in logs.items() for word in ("--log-opt", f"{key}={value}")),
-        *(word for key, value in told.items() for word in ("-e", f"{key}={value}")),
+        *(word for key, value in variables.items() for word in ("-e", f"{key}={value}")),
         *("-e", "AWS_REGION", "-e", "AWS_DEFAULT_REGION", "-e", "AWS_METADATA_SERVICE_NUM_ATTEMPTS"),
         *options,
         *(settings.image, "python", "-m", "gpufleet.job", f"/gpufleet/run/{RUN}"),

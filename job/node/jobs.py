@@ -104,8 +104,8 @@ class Jobs:
         elif self._watcher is not None and self._watcher.poll() is not None:
             self._end("the container that watches the job's is gone", self._watcher, "watcher.log")
         elif not self._pid:
-            said = ask("docker", "inspect", "-f", "{{.State.Pid}}", self._name)
-            pid = int(said.out) if said.out.isdigit() else 0
+            answer = ask("docker", "inspect", "-f", "{{.State.Pid}}", self._name)
+            pid = int(answer.out) if answer.out.isdigit() else 0
             if pid:
                 if self._settings.job_image:
                     self._watcher = self._started(self.watcher(), "watcher.log")

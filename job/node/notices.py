@@ -44,9 +44,9 @@ class Notices:
     def __init__(
         self, settings: Settings, machine: InstanceIdentity, objects: Objects, clock: Callable[[], float]
     ) -> None:
-        told = json.loads(settings.notify or "{}")
-        self._topic, self._webhook = str(told.get("topic", "")), str(told.get("webhook", ""))
-        self._silent_s = float(told.get("silent_s", 0))
+        recipients = json.loads(settings.notify or "{}")
+        self._topic, self._webhook = str(recipients.get("topic", "")), str(recipients.get("webhook", ""))
+        self._silent_s = float(recipients.get("silent_s", 0))
         group = settings.schedule.partition("/")[0]
         self._silence = Schedule(f"{group}/{SILENCE}" if group and self._topic else "", settings.folder)
         self._settings, self._machine, self._objects, self._clock = settings, machine, objects, clock
@@ -162,10 +162,10 @@ class Notices:
         """Posts a message in the form of Slack and its imitations. The URL is a secret, so no error shows it. After
         WAIT_S a server that answers byte by byte is abandoned.
         """
-        said = ask(*bounded(SEND_S, *secret(self._webhook)), "--output", "text", *NOT_REACHED)
+        url = ask(*bounded(SEND_S, *secret(self._webhook)), "--output", "text", *NOT_REACHED)
         taken: list[bool] = []
-        if said.code == 0:
-            thread = threading.Thread(target=lambda: taken.append(_post(said.out, text)), name="webhook", daemon=True)
+        if url.code == 0:
+            thread = threading.Thread(target=lambda: taken.append(_post(url.out, text)), name="webhook", daemon=True)
             thread.start()
             thread.join(WAIT_S)
         return taken == [True]

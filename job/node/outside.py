@@ -110,17 +110,17 @@ def _printed(program: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
 
 def answer(*command: str) -> str | None:
     """The output of a command; None when it fails."""
-    said = ask(*command)
-    return said.out if said.code == 0 else None
+    result = ask(*command)
+    return result.out if result.code == 0 else None
 
 
 def complaint(seconds: int, *command: str) -> str | None:
     """None if the command succeeds within `seconds`, else the reason, maybe empty. All output goes to the boot log."""
-    said = ask(*bounded(seconds, *command))
-    log(f"{said.out}\n" if said.out else "")
-    if said.code == 0:
+    result = ask(*bounded(seconds, *command))
+    log(f"{result.out}\n" if result.out else "")
+    if result.code == 0:
         return None
-    return f"no answer in {seconds} s" if said.code == 124 else said.why
+    return f"no answer in {seconds} s" if result.code == 124 else result.why
 
 
 def last_line(said: str) -> str:
@@ -138,14 +138,14 @@ def history(fleets: Sequence[str], since: float) -> History | None:
     """What the histories of these fleets say of their nodes since then (epoch seconds); None if AWS does not answer."""
     found: dict[str, dict[str, float]] = {LAUNCHED: {}, ENDED: {}}
     for fleet in fleets:
-        told = aws(
+        output = aws(
             *("ec2", "describe-fleet-history", "--fleet-id", fleet, "--start-time", iso(since), "--output", "text"),
             *("--event-type", "instance-change", "--query"),
             "HistoryRecords[].[EventInformation.EventSubType,EventInformation.InstanceId,Timestamp]",
         )
-        if told is None:
+        if output is None:
             return None
-        for line in told.splitlines():
+        for line in output.splitlines():
             what, name, at = (*line.split(), "", "", "")[:3]
             moment = epoch(at)
             if what in found and moment is not None:
@@ -155,7 +155,7 @@ def history(fleets: Sequence[str], since: float) -> History | None:
 
 def nodes_there(*fleets: str) -> set[str] | None:
     """The fleets' nodes that have not ended; None if AWS does not say."""
-    told = aws(
+    output = aws(
         *("ec2", "describe-instances", "--output", "text", "--query", "Reservations[].Instances[].[InstanceId]"),
         *(
             "--filters",
@@ -163,21 +163,21 @@ def nodes_there(*fleets: str) -> set[str] | None:
             f"Name=instance-state-name,Values={','.join(THERE)}",
         ),
     )
-    return None if told is None else set(told.split()) - {"None"}
+    return None if output is None else set(output.split()) - {"None"}
 
 
 def spot_nodes(tags: Mapping[str, str]) -> dict[str, str] | None:
     """The spot nodes with these tags that have not ended, each with its fleet (or empty); None if AWS does not say."""
     named = [f"Name=tag:{key},Values={value}" for key, value in tags.items()]
     fleet = f"Tags[?Key=='{FLEET_TAG}']|[0].Value"
-    told = aws(
+    output = aws(
         *("ec2", "describe-instances", "--output", "text"),
         *("--query", f"Reservations[].Instances[] | [?InstanceLifecycle=='spot'].[InstanceId,{fleet}]"),
         *("--filters", *named, f"Name=instance-state-name,Values={','.join(THERE)}"),
     )
-    if told is None:
+    if output is None:
         return None
-    rows = [(*line.split(), "", "")[:2] for line in told.splitlines() if line.split()]
+    rows = [(*line.split(), "", "")[:2] for line in output.splitlines() if line.split()]
     return {name: fleet if fleet.startswith("fleet-") else "" for name, fleet in rows if name != "None"}
 
 
@@ -217,13 +217,13 @@ class Objects:
     def fleets(self) -> list[str] | None:
         """The fleets that the stack's state names; empty without a bucket. None if S3 does not say."""
         prefix = self._prefix + FLEETS
-        said = ask(
+        result = ask(
             *("aws", "s3api", "list-objects-v2", "--bucket", self._bucket, "--prefix", prefix),
             *("--query", "Contents[].[Key]", "--output", "text", *NOT_REACHED),
         )
-        if said.code != 0:
-            return [] if "NoSuchBucket" in said.why else None
-        return [key[len(prefix) :] for key in said.out.split("\n") if key.startswith(prefix)]
+        if result.code != 0:
+            return [] if "NoSuchBucket" in result.why else None
+        return [key[len(prefix) :] for key in result.out.split("\n") if key.startswith(prefix)]
 
     def put(self, file: Path, key: str) -> bool:
         """Uploads a file; whether it succeeded."""

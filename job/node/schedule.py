@@ -38,8 +38,8 @@ class Schedule:
         """Moves the schedule to this moment (epoch seconds), for these `fleets` if any; whether that succeeded."""
         changed: dict[str, Any] = {"ScheduleExpression": f"at({_hour(at)})"}
         if fleets and self._ask():
-            told = json.dumps({"FleetIds": list(fleets), "TerminateInstances": True})
-            changed["Target"] = {**(self._known or {})["Target"], "Input": told}
+            request = json.dumps({"FleetIds": list(fleets), "TerminateInstances": True})
+            changed["Target"] = {**(self._known or {})["Target"], "Input": request}
         return self._update(**changed)
 
     def stands(self) -> tuple[float, bool] | None:
@@ -61,11 +61,11 @@ class Schedule:
     def _ask(self) -> bool:
         """Reads the schedule; whether AWS answered."""
         if self._name and self._known is None:
-            said = aws(
+            output = aws(
                 "scheduler", "get-schedule", "--group-name", self._group, "--name", self._name, "--output", "json"
             )
-            if said is not None:
-                answer = json.loads(said)
+            if output is not None:
+                answer = json.loads(output)
                 self._known = {key: answer[key] for key in KEPT if answer.get(key) is not None}
         return self._known is not None
 

@@ -83,12 +83,12 @@ class InstanceIdentity:
     @classmethod
     def from_document(cls, document: str) -> InstanceIdentity:
         """Raises KeyError, TypeError, ValueError."""
-        told = json.loads(document)
+        identity = json.loads(document)
         return cls(
-            instance=told["instanceId"],
-            type=told["instanceType"],
-            zone=told["availabilityZone"],
-            launched_at=told["pendingTime"],
+            instance=identity["instanceId"],
+            type=identity["instanceType"],
+            zone=identity["availabilityZone"],
+            launched_at=identity["pendingTime"],
             uptime=uptime(),
-            account=str(told.get("accountId", "")),
+            account=str(identity.get("accountId", "")),
         )

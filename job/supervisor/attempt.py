@@ -475,7 +475,7 @@ class Supervisor:
     def _conclude(self, code: int) -> int:
         """Ends the attempt as the trainer's exit code demands."""
         left = CommandEnd.read(self.workdir)  # a command's own end
-        said = self.killed or (left.full_text if left else f"the trainer ended with {code}")
+        reason = self.killed or (left.full_text if left else f"the trainer ended with {code}")
         if code == TrainerExit.FINISHED:
             return self._finish(ends.FINISHED)
         if code == TrainerExit.FATAL:
@@ -488,13 +488,13 @@ class Supervisor:
             problems = (Preflight.read(self.workdir) or Preflight()).problems or ("no reason given",)
             return self._crashed(f"node refused: {'; '.join(problems)}", code=AttemptExit.REFUSED)
         if self.cause is not None and self.cause.ends:
-            detail = left.full_text if left else "" if code == TrainerExit.STOPPED else said
+            detail = left.full_text if left else "" if code == TrainerExit.STOPPED else reason
             return self._finish(self.cause.reason, detail)
         if self.cause is not None:
             return self._interrupted()
         if (unreadable := self._unreadable(code)) is not None:
             return self._crashed(f"{unreadable.problem}, and there is none before it")
-        return self._crashed(said)
+        return self._crashed(reason)
 
     def _tell(self, message: Message) -> bool:
         """Writes a message for the trainer. False if the disk refuses it."""
@@ -686,9 +686,9 @@ class Supervisor:
     def _take_notes(self) -> None:
         """Takes the trainer's notes into attempts/<instance>.json, and the fleet's history of earlier nodes."""
         was, others = self.record.now, self.others
-        told = replace(was, reclaimed=attempts.reclaimed(others.attempts), ended=others.ended, untold=others.untold)
-        if told != was:
-            self.record.update(reclaimed=told.reclaimed, ended=told.ended, untold=told.untold)
+        record = replace(was, reclaimed=attempts.reclaimed(others.attempts), ended=others.ended, untold=others.untold)
+        if record != was:
+            self.record.update(reclaimed=record.reclaimed, ended=record.ended, untold=record.untold)
         alarm = Alarm.read(self.workdir)
         if alarm is not None and alarm.text != self.record.now.alarm:
             self.record.update(alarm=alarm.text)

@@ -144,11 +144,11 @@ class Others(OtherNodes):
 
     def look(self, now: float) -> None:
         """Asks AWS for facts still missing, and reads the records again. Raises StoreError."""
-        told = self._ask(now - KEPT_S) if self.doubtful else None
-        if told is not None:
-            self.take(told, now)
+        history = self._ask(now - KEPT_S) if self.doubtful else None
+        if history is not None:
+            self.take(history, now)
         self.hear(read(self._store, but=self.own.instance))
-        self.attempts = judged(self.count(self._run), reclaimed(self.attempts), told, now)
+        self.attempts = judged(self.count(self._run), reclaimed(self.attempts), history, now)
 
     @property
     def doubtful(self) -> bool:
@@ -160,16 +160,16 @@ class Others(OtherNodes):
         return self.total(self._run)
 
 
-def judged(attempts: Iterable[Attempt], known: Mapping[str, bool], told: History | None, now: float) -> list[Attempt]:
+def judged(attempts: Iterable[Attempt], known: Mapping[str, bool], past: History | None, now: float) -> list[Attempt]:
     """The attempts with what is `known` of their interruptions, and with AWS's history for those whose notice nobody
     has explained yet. If the fleet was changed during a node's life, that change took the node: whoever made it pays.
     """
 
     def judge(each: Attempt) -> bool | None:
         taken, launched = known.get(each.instance, each.reclaimed), each.record.launched
-        if told is None or not each.noticed or taken is not None or launched < now - KEPT_S:
+        if past is None or not each.noticed or taken is not None or launched < now - KEPT_S:
             return taken
-        return not any(launched <= at <= launched + float(each.lived_s) for at in told.changes)
+        return not any(launched <= at <= launched + float(each.lived_s) for at in past.changes)
 
     return [replace(each, reclaimed=judge(each)) for each in attempts]
 

@@ -37,8 +37,8 @@ class ContainedProcess:
         folder.mkdir(parents=True, exist_ok=True)
         out = folder / OUT
         ForeignFolder(folder).make_pipe(out)
-        told = " ".join(f"{key}={shlex.quote(value)}" for key, value in environment.items())
-        text = TEXT.format(out=shlex.quote(str(out)), holder=HOLDER, environment=told, command=shlex.join(argv))
+        assignments = " ".join(f"{key}={shlex.quote(value)}" for key, value in environment.items())
+        text = TEXT.format(out=shlex.quote(str(out)), holder=HOLDER, environment=assignments, command=shlex.join(argv))
         atomic.write_bytes(folder / FIRST, text.encode())  # a shell may still read the earlier script
         reading = os.open(out, os.O_RDONLY | os.O_NONBLOCK)
         self._writing: int | None = os.open(out, os.O_WRONLY)  # keeps the pipe open until then

@@ -27,19 +27,19 @@ def history(ec2: Any, fleet: str, since: float) -> History:
     start = datetime.fromtimestamp(since, UTC)
     answers = store.pages(ec2.describe_fleet_history, FleetId=fleet, StartTime=start)
     events = [each for answer in answers for each in answer["HistoryRecords"]]
-    told = [(each["EventInformation"], each["Timestamp"].timestamp()) for each in events]
+    dated = [(each["EventInformation"], each["Timestamp"].timestamp()) for each in events]
 
     def moments(kind: str) -> dict[str, float]:
-        return {of["InstanceId"]: at for of, at in told if of.get("EventSubType") == kind and "InstanceId" in of}
+        return {of["InstanceId"]: at for of, at in dated if of.get("EventSubType") == kind and "InstanceId" in of}
 
-    changes = tuple(at for of, at in told if of.get("EventSubType") in CHANGES)
+    changes = tuple(at for of, at in dated if of.get("EventSubType") in CHANGES)
     return History(changes=changes, launched=moments(LAUNCHED), ended=moments(ENDED))
 
 
-def merged(told: Sequence[History], changes: Iterable[float], there: frozenset[str] | None = None) -> History:
+def merged(histories: Sequence[History], changes: Iterable[float], there: frozenset[str] | None = None) -> History:
     """The histories of several fleets of one run as one."""
     launched, ended = (
-        dict(ChainMap(*maps)) for maps in zip(*((each.launched, each.ended) for each in told), strict=True)
+        dict(ChainMap(*maps)) for maps in zip(*((each.launched, each.ended) for each in histories), strict=True)
     )
     return History(changes=tuple(changes), launched=launched, ended=ended, there=there)
 
@@ -65,9 +65,9 @@ def of_node(
                 {"Name": "instance-state-name", "Values": list(THERE)},
             ]
             found = ec2.describe_instances(Filters=filters)["Reservations"]
-            told = [history(ec2, each, since) for each in (fleet, *more)]
+            histories = [history(ec2, each, since) for each in (fleet, *more)]
             there = frozenset(str(each["InstanceId"]) for group in found for each in group["Instances"])
-            return merged(told, told[-1 if on_demand else 0].changes, there)
+            return merged(histories, histories[-1 if on_demand else 0].changes, there)
         except (BotoCoreError, ClientError, OSError, LookupError, ValueError):
             return None
 

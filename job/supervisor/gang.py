@@ -259,8 +259,8 @@ def late_each_step_s(view: View, generation: GangGeneration) -> float:
 
 def notice_in_s(view: View, generation: GangGeneration) -> float | None:
     """Seconds until the first other member with a notice goes away; None without a notice."""
-    told = [view.others[name].notice_in_s for name in generation.members if name in view.others]
-    return min((seconds - view.age_s for seconds in told if seconds is not None), default=None)
+    notices = [view.others[name].notice_in_s for name in generation.members if name in view.others]
+    return min((seconds - view.age_s for seconds in notices if seconds is not None), default=None)
 
 
 def fatal(view: View, generation: GangGeneration) -> str | None:

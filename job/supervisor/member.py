@@ -399,9 +399,9 @@ class GangMember(Supervisor):
         if leader is None or leader.presence.generation != self.generation.number:
             return
         seen = leader.presence
-        told = LeaderSaved(step=seen.saved, named_by=seen.named_by, ended=seen.ended is not None)
-        if told != LeaderSaved.read(self.workdir):
-            self._tell(told)
+        message = LeaderSaved(step=seen.saved, named_by=seen.named_by, ended=seen.ended is not None)
+        if message != LeaderSaved.read(self.workdir):
+            self._tell(message)
 
     def _awaits_parts(self) -> bool:
         """Whether the checkpoint named last is still to be published, and will be."""
@@ -492,10 +492,10 @@ class GangMember(Supervisor):
 
     def _fatal_peer(self, generation: GangGeneration) -> str | None:
         """Another member's error that no node can avoid, if this node has to end the run for it."""
-        said = gang.fatal(self.watch.view, generation) if self.leads else None
-        if said is not None and Fatal.read(self.workdir) is None:
-            Fatal(error="on another node", detail=said).write(self.workdir)
-        return said
+        error = gang.fatal(self.watch.view, generation) if self.leads else None
+        if error is not None and Fatal.read(self.workdir) is None:
+            Fatal(error="on another node", detail=error).write(self.workdir)
+        return error
 
     def _conclude(self, code: int) -> int:
         if self._left is not None:

@@ -151,8 +151,8 @@ def spot_history(
         try:
             of = {"InstanceTypes": [instance_type], "AvailabilityZone": zone, "ProductDescriptions": ["Linux/UNIX"]}
             answers = pages((client or ec2()).describe_spot_price_history, **of, StartTime=at, EndTime=at)
-            told = [row for answer in answers for row in answer["SpotPriceHistory"]]
-            rows = [row for row in told if row["Timestamp"].timestamp() <= at]
+            prices = [row for answer in answers for row in answer["SpotPriceHistory"]]
+            rows = [row for row in prices if row["Timestamp"].timestamp() <= at]
             if not rows:
                 raise LookupError("no price in the answer")
             price = Decimal(max(rows, key=lambda row: row["Timestamp"])["SpotPrice"])

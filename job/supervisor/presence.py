@@ -36,9 +36,9 @@ class Lookout:
     def tell(self, **news: Any) -> None:
         """Changes what this node says of itself: `view` shows it at once, the other nodes see it with the next look."""
         with self._lock:
-            told = replace(self._own, **news)
-            if told != self._own:
-                self._own = replace(told, since=self._clock()) if told.state != self._own.state else told
+            changed = replace(self._own, **news)
+            if changed != self._own:
+                self._own = replace(changed, since=self._clock()) if changed.state != self._own.state else changed
                 self.changed.set()
 
     @property
@@ -105,8 +105,8 @@ class Lookout:
         self.look()
 
     def _send(self, own: Presence) -> None:
-        told = replace(own, at=self._clock()).to_json()
-        self._store.put_bytes(json.dumps(told, sort_keys=True).encode(), bucket.presence_key(own.instance))
+        tree = replace(own, at=self._clock()).to_json()
+        self._store.put_bytes(json.dumps(tree, sort_keys=True).encode(), bucket.presence_key(own.instance))
 
     def _read(self, own: Presence, entries: dict[str, Entry], *, is_over: bool) -> View:
         now = entries[bucket.presence_key(own.instance)].at if bucket.presence_key(own.instance) in entries else None
@@ -116,13 +116,13 @@ class Lookout:
         for key, entry in entries.items():
             named = bucket.PRESENCE_KEY.fullmatch(key)
             if named and named[1] != own.instance:
-                told = self._object(entry, Presence.from_json)
-                if told is not None and told.instance == named[1]:
-                    others[named[1]] = Sight(presence=told, age_s=now - entry.at)
+                presence = self._object(entry, Presence.from_json)
+                if presence is not None and presence.instance == named[1]:
+                    others[named[1]] = Sight(presence=presence, age_s=now - entry.at)
         numbers = (int(found[1]) for key in entries if (found := bucket.GENERATION_KEY.fullmatch(key)))
         newest = self._newest(numbers, entries)
-        since, said = newest.number if newest else 0, map(bucket.LET_GO_KEY.fullmatch, entries)
-        counts = [int(each[2]) for each in said if each is not None and int(each[1]) == since]
+        since, matches = newest.number if newest else 0, map(bucket.LET_GO_KEY.fullmatch, entries)
+        counts = [int(each[2]) for each in matches if each is not None and int(each[1]) == since]
         return View(own=own, others=others, newest=newest, is_over=is_over, let_go=max(counts, default=0))
 
     def _newest(self, numbers: Iterable[int], entries: dict[str, Entry]) -> GangGeneration | None:

@@ -137,7 +137,7 @@ def text(receipt: Receipt) -> str:
     """The receipt for people: a dozen lines."""
     error = f" ({receipt.error_percent:+.1f} %)" if receipt.estimate else ""
     detail = f", {receipt.detail}" if receipt.detail else ""
-    said = [
+    lines = [
         f"receipt of {receipt.stack} {receipt.run}: {receipt.reason}{detail}",
         f"  ${money(receipt.actual)} against ${money(receipt.estimate)} estimated{error}, {receipt.grade} "
         f"(${money(receipt.p10)} to ${money(receipt.p90)}); "
@@ -145,9 +145,9 @@ def text(receipt: Receipt) -> str:
     ]
     for line in receipt.lines:
         note = f"  {line.note}" if line.note else ""
-        said.append(f"  {line.name:<34} {money(line.estimate):>10} {money(line.actual):>10}{note}")
+        lines.append(f"  {line.name:<34} {money(line.estimate):>10} {money(line.actual):>10}{note}")
     named = ", ".join(f"{name} {_signed(usd)}" for name, usd in receipt.causes.items())
-    said.append(f"  difference {_signed(receipt.difference)} = {named}")
+    lines.append(f"  difference {_signed(receipt.difference)} = {named}")
     for attempt in receipt.attempts:
         end = attempt.exit.reason if attempt.exit else "gone without notice"
         if attempt.reclaimed is False:
@@ -155,8 +155,8 @@ def text(receipt: Receipt) -> str:
         paid = f"{seconds(attempt.seconds)} s ${money(attempt.usd)}"
         paid = ", ".join(filter(None, (paid, start_up(attempt.started_s, attempt.pulled_s), attempt.network)))
         kind = f"{attempt.type} {attempt.capacity}".rstrip()
-        said.append(f"  {attempt.instance} {kind} {paid}: {end}{attempt.alarm and f'; warned: {attempt.alarm}'}")
-    return "\n".join(said)
+        lines.append(f"  {attempt.instance} {kind} {paid}: {end}{attempt.alarm and f'; warned: {attempt.alarm}'}")
+    return "\n".join(lines)
 
 
 def _lines(run: RunFile, attempts: Sequence[Attempt], objects: Mapping[str, int] | None) -> tuple[ReceiptLine, ...]:

@@ -44,8 +44,8 @@ class Rendezvous:
     @property
     def environment(self) -> dict[str, str]:
         """A command's environment variables, and the interface for gloo, which would take any of several."""
-        told = {"nodes": self.nodes, "node_rank": self.rank, "master": self.master, "port": self.port}
-        named = {environment.COMMAND[name]: str(value) for name, value in told.items()}
+        values = {"nodes": self.nodes, "node_rank": self.rank, "master": self.master, "port": self.port}
+        named = {environment.COMMAND[name]: str(value) for name, value in values.items()}
         cards = {environment.GBPS: f"{self.gbps:g}"} if self.gbps else {}
         return {**named, **cards, "GLOO_SOCKET_IFNAME": interface(self.master), "FI_EFA_USE_HUGE_PAGE": "0"}
 

@@ -107,19 +107,19 @@ def _permission(rule: dict[str, Any]) -> Properties:
 
 
 def _rule(inputs: Properties) -> dict[str, Any]:
-    said = {"Description": inputs.get("description", "")}
+    description = {"Description": inputs.get("description", "")}
     ports = {api(key): inputs[key] for key in ("fromPort", "toPort") if key in inputs}
     if "cidrIpv4" in inputs:
-        peers: dict[str, Any] = {"IpRanges": [{"CidrIp": inputs["cidrIpv4"], **said}]}
+        peers: dict[str, Any] = {"IpRanges": [{"CidrIp": inputs["cidrIpv4"], **description}]}
     else:
-        peers = {"UserIdGroupPairs": [{"GroupId": inputs["referencedSecurityGroupId"], **said}]}
+        peers = {"UserIdGroupPairs": [{"GroupId": inputs["referencedSecurityGroupId"], **description}]}
     return {"IpProtocol": inputs["ipProtocol"], **ports, **peers}
 
 
 def _peer(aws: Aws, like: Properties, live: Properties, found: Mapping[str, Any]) -> Properties:
     group = (live.get("referencedGroupInfo") or {}).get("groupId")
-    said = live.get("description") or (like.get("description") if group else None)  # moto drops it if there is a group
-    return {"referencedSecurityGroupId": group, "description": said}
+    text = live.get("description") or (like.get("description") if group else None)  # moto drops it if there is a group
+    return {"referencedSecurityGroupId": group, "description": text}
 
 
 def _update_rule(aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:

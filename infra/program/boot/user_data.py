@@ -88,8 +88,8 @@ def render(
     }
     if any("\0" in value for value in values.values()):
         raise ValueError("a value for the node script holds a NUL character, which no shell variable can")
-    said = {name: value for name, value in values.items() if value or name not in _OPTIONAL}
-    header = "".join(f"{name}={shlex.quote(value)}\n" for name, value in said.items())
+    variables = {name: value for name, value in values.items() if value or name not in _OPTIONAL}
+    header = "".join(f"{name}={shlex.quote(value)}\n" for name, value in variables.items())
     return f"#!/bin/bash\nset -a\n{header}{_body()}"
 
 

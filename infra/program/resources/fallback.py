@@ -100,10 +100,10 @@ def steps(fleet: str, topic_arn: str = "", run: str = "") -> dict[str, Any]:
         f"{run}: on spot it would miss its deadline, and AWS has not let its fleet on demand begin for 42 minutes. It"
         f" is asked every 15 minutes. Fleet {fleet}"
     )
-    told = {"TopicArn": topic_arn, "Subject": f"{run}: no node on demand"[:100], "Message": words}
+    message = {"TopicArn": topic_arn, "Subject": f"{run}: no node on demand"[:100], "Message": words}
     states = {
         "Switch": {**switch, **otherwise("Tell" if topic_arn else "Pause")},
-        "Tell": {"Type": "Task", "Resource": PUBLISH, "Parameters": told, "Next": "Pause", **otherwise("Pause")},
+        "Tell": {"Type": "Task", "Resource": PUBLISH, "Parameters": message, "Next": "Pause", **otherwise("Pause")},
         "Pause": {"Type": "Wait", "Seconds": PAUSE_S, "Next": "Later"},
         "Later": {**switch, **otherwise("Pause")},
     }

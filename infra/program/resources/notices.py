@@ -82,8 +82,8 @@ class NoticesComponent(pulumi.ComponentResource):
     def told_node(self) -> pulumi.Output[str]:
         """The node's settings for messages, as JSON."""
         notify = self._definition.notify
-        told = {"silent_s": int(notify.silent_hours * 3600), "webhook": notify.webhook or ""}
-        return pulumi.Output.json_dumps({"topic": self.topic.arn, **told})
+        settings = {"silent_s": int(notify.silent_hours * 3600), "webhook": notify.webhook or ""}
+        return pulumi.Output.json_dumps({"topic": self.topic.arn, **settings})
 
     def declare_for(self, fleets: Sequence[aws.ec2.Fleet]) -> list[pulumi.Resource]:
         """The rule on the fleets' events, and its target."""

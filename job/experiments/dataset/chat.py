@@ -143,8 +143,8 @@ def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]
             if not problems:
                 yield found
     if problems:
-        told = (f"{path}:{first}: {why}{_repeated_note(others)}" for why, (first, *others) in problems.items())
-        raise ValueError("\n".join(told) + more)
+        messages = (f"{path}:{first}: {why}{_repeated_note(others)}" for why, (first, *others) in problems.items())
+        raise ValueError("\n".join(messages) + more)
     if empty:
         raise ValueError(f"{path}: empty; give one JSON object a line with {wanted}")
 
@@ -232,11 +232,11 @@ def _conversation(tree: dict[str, Any]) -> Conversation:
 def _left_out(tree: dict[str, Any]) -> list[str]:
     """Ignored keys of a line that have a value, each once and printable; a message's own begin with `messages.`."""
     read = ("messages",) if "messages" in tree else ("system", "instruction", "response")
-    said = [(key, value) for key, value in tree.items() if key not in read]
+    entries = [(key, value) for key, value in tree.items() if key not in read]
     for message in tree.get("messages", ()):
         read = ("role", "content", *(LEARNED if message["role"] == "assistant" else ()))
-        said += [(f"messages.{key}", value) for key, value in message.items() if key not in read]
-    found = dict.fromkeys(key for key, value in said if value not in (None, "", [], {}))
+        entries += [(f"messages.{key}", value) for key, value in message.items() if key not in read]
+    found = dict.fromkeys(key for key, value in entries if value not in (None, "", [], {}))
     return [key.encode(errors="backslashreplace").decode() for key in found]  # half of a surrogate pair
 
 

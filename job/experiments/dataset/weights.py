@@ -128,9 +128,9 @@ def name_of(folder: Path | None) -> str | None:
     """
     if folder is None:
         return None
-    said = (atomic.read_object(folder / "config.json") or {}).get("_name_or_path")
-    if isinstance(said, str) and _HUB_ID.fullmatch(said):  # not a path on somebody's machine
-        return said
+    origin = (atomic.read_object(folder / "config.json") or {}).get("_name_or_path")
+    if isinstance(origin, str) and _HUB_ID.fullmatch(origin):  # not a path on somebody's machine
+        return origin
     name = (atomic.read_object(folder / MANIFEST) or {}).get("name")
     return name if isinstance(name, str) and name else None
 

@@ -87,11 +87,11 @@ class Checkpoints:
         """Rank 0's checkpoint: other nodes have none."""
         if not self._world.spans_nodes:
             return found
-        told = self._world.agree(None if found is None else {"commit": found.commit.to_json(), "own": found.progress})
-        if told is None:
+        agreed = self._world.agree(None if found is None else {"commit": found.commit.to_json(), "own": found.progress})
+        if agreed is None:
             return None
-        commit = Commit.from_json(told["commit"])
-        return Found(path=self._folder / commit.folder, commit=commit, progress=told["own"])
+        commit = Commit.from_json(agreed["commit"])
+        return Found(path=self._folder / commit.folder, commit=commit, progress=agreed["own"])
 
     def load(self, found: Found, state: State) -> None:
         """Reads this rank's part of every tensor into `state`. Any number of ranks may have written it.

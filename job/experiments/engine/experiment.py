@@ -147,12 +147,12 @@ class Session:
 
     def evaluation(self, work: Work) -> Iterator[Micro]:
         """The micro-batches of an evaluation; prints its progress once a minute. Raises Stopped between two of them."""
-        said, seen = time.monotonic(), 0
+        spoke_at, seen = time.monotonic(), 0
         for number, micro in enumerate(work.micros):
             if number:
                 self.check_stop()
-            if number and time.monotonic() >= said + SPOKEN_S:
-                said = time.monotonic()
+            if number and time.monotonic() >= spoke_at + SPOKEN_S:
+                spoke_at = time.monotonic()
                 self.say(f"evaluation: {seen * self.world.size / work.total:.0%} of its tokens")
             seen += micro.tokens
             yield micro

@@ -77,8 +77,8 @@ def deliver(experiment: Experiment, phase: Phase, module: nn.Module, last: Weigh
     if lowest is not None and val_loss(lowest) < val_loss(weights):
         why = "has no checkpoint on this disk" if asked else "is better and not asked for (deliver)"
         session.say(f"the best evaluation, {lowest.val_loss:.4f} at step {lowest.step}, {why}")
-    told = {"last": last._asdict(), "best": None if lowest is None else lowest._asdict()}
-    experiment.outcome = {"delivered": {"choice": "best" if asked else "last", **weights._asdict(), **told}}
+    candidates = {"last": last._asdict(), "best": None if lowest is None else lowest._asdict()}
+    experiment.outcome = {"delivered": {"choice": "best" if asked else "last", **weights._asdict(), **candidates}}
     return weights
 
 

@@ -175,10 +175,10 @@ class Journal:
         """Prints one line at the phase's end: the bill's figures beside the measured ones."""
         if not self._session.world.first:
             return
-        told = self._session.prediction(phase.name) or {}
+        predicted = self._session.prediction(phase.name) or {}
         seen = metrics.measured(self._session.metrics.records(phase.name))
         pairs = (
-            f"{metrics.shown(told.get(name), form)} / {metrics.shown(seen[name], form)} {unit}"
+            f"{metrics.shown(predicted.get(name), form)} / {metrics.shown(seen[name], form)} {unit}"
             for name, form, unit in FIGURES
         )
         self._session.say(f"phase {phase.name}, predicted / measured: {', '.join(pairs)}")

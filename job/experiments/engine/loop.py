@@ -280,8 +280,8 @@ class Loop:
         except Stopped:
             return  # it stops after this step; the next start checks again
         self._require_finite(asked)
-        if (said := self._guard.judge(asked, self.step)) is not None:
-            self._journal.event(said, aloud=True)
+        if (remark := self._guard.judge(asked, self.step)) is not None:
+            self._journal.event(remark, aloud=True)
 
     def _lower(self, opt: torch.optim.Optimizer, lr: float) -> float:
         """Lowers every rate after a retry; returns the one to log."""

@@ -91,9 +91,9 @@ def run(
         except RuntimeError as error:  # from CUDA: uncorrectable memory errors, a lost GPU
             judged = [f"{device.name} fails: {str(error).splitlines()[0]}"]
     found = world.every([{} if own is None else asdict(own), judged])
-    told = [(rank, f"rank {rank}: {text}") for rank, (_, texts) in enumerate(found) for text in texts]
-    problems = [text for _, text in told]
-    own_problems = tuple(text for rank, text in told if rank // world.ranks_per_node == world.node)
+    findings = [(rank, f"rank {rank}: {text}") for rank, (_, texts) in enumerate(found) for text in texts]
+    problems = [text for _, text in findings]
+    own_problems = tuple(text for rank, text in findings if rank // world.ranks_per_node == world.node)
     found_gb_s: float | None = None
     if not problems and world.spans_nodes and device.is_cuda:
         assert world.mesh is not None

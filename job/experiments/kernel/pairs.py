@@ -57,8 +57,8 @@ def prepare_kernels(
         if data.curriculum != "off":
             _ = pairs.name  # raises ValueError if the file cannot be read
             tasks = (tasks_of(question.text) for question, _ in pairs.conversations())
-            said = f"{text}: job.parameters.data.curriculum is {data.curriculum}, but no pair"
-            require_practice(tasks, TASKS[: config.generate.tasks], said)  # as the trainer would on a paid node
+            beginning = f"{text}: job.parameters.data.curriculum is {data.curriculum}, but no pair"
+            require_practice(tasks, TASKS[: config.generate.tasks], beginning)  # as the trainer would on a paid node
     found = prepare_packed(folder, pairs, own, template, how, model_vocab=config.model.vocab, say=say)
     if isinstance(pairs, PairsFile):
         say(admitted(pairs))

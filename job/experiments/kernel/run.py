@@ -170,7 +170,7 @@ class Kernel(Experiment):
                 for number in range(1, int(documents.max()) + 1)
             ]
             found.append([curriculum.tasks_of(question) for question in questions])
-        said = f"data.curriculum: {data.curriculum}, but no pair of {self.session.data}"
+        beginning = f"data.curriculum: {data.curriculum}, but no pair of {self.session.data}"
         tried = TASKS[: self.config.generate.tasks]
-        curriculum.require_practice(itertools.chain.from_iterable(found), tried, said)
+        curriculum.require_practice(itertools.chain.from_iterable(found), tried, beginning)
         return found

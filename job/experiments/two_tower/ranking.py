@@ -133,7 +133,7 @@ def mismatches(config: TwoTowerConfig, queries: tuple[int, ...], labels: tuple[i
         ("data.models", config.data.models, labels[1]),
         ("towers.sentence", config.towers.sentence, queries[1]),
     )
-    return [f"job.parameters.{key} is {said}, the data has {found}" for key, said, found in wanted if said != found]
+    return [f"job.parameters.{key} is {asked}, the data has {found}" for key, asked, found in wanted if asked != found]
 
 
 def generate(queries: int, models: int, discovery: int, width: int, *, seed: int) -> Tables:

@@ -157,8 +157,8 @@ class TwoTower(Experiment):
         """A reason once no member can improve its record, or at the refit's last epoch."""
         if phase.name == REFIT:
             epochs = self.progress["refit"]["epochs"]
-            said = f"{counted(epochs, 'epoch')}, the median that the folds chose"
-            return said if epochs < self.config.epochs else None
+            reason = f"{counted(epochs, 'epoch')}, the median that the folds chose"
+            return reason if epochs < self.config.epochs else None
         record = self.progress["families"][self._name(phase)]
         if all(record["stopped"]):
             return f"no member improved for {counted(self.config.patience, 'epoch')}"

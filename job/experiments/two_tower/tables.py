@@ -67,15 +67,15 @@ def verdict(comparisons: list[dict[str, Any]], name: str, missing: list[str]) ->
     """The sentence for results.json."""
     own = [c for c in comparisons if c["method"] == name and c["against"] != "random"]
     lost = [c for c in own if not c["beats"]]
-    said = "; ".join(
+    margins = "; ".join(
         f"{c['against']} by {c['difference']['mean']:+.4f} nDCG@10 (spread over folds {c['difference']['std']:.4f})"
         for c in own
     )
     unseen = f" Not compared: {', '.join(missing)}." if missing else ""
     if lost:
         names = " and ".join(c["against"] for c in lost)
-        return f"{name} does not beat {names} outside the fold-to-fold spread: {said}.{unseen}"
-    return f"{name} beats {said}.{unseen}"
+        return f"{name} does not beat {names} outside the fold-to-fold spread: {margins}.{unseen}"
+    return f"{name} beats {margins}.{unseen}"
 
 
 def spread(values: list[float], possible: tuple[float, float] = (-math.inf, math.inf)) -> dict[str, Any]:

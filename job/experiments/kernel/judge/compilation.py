@@ -89,8 +89,8 @@ class Compilation:
                 problem = timing.load_problem(ask, source)
                 if problem is None and self._workers.lacks is None:
                     calls, device = tasks.layouts(task, self._seed), self._workers.device
-                    said = ask({"do": "compile", "calls": calls, "device": device})[0].get("problem")
-                    problem = None if said is None else f"does not compile: {str(said)[:400]}"
+                    error = ask({"do": "compile", "calls": calls, "device": device})[0].get("problem")
+                    problem = None if error is None else f"does not compile: {str(error)[:400]}"
             finally:
                 process.end()
                 note(process)

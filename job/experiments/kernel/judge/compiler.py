@@ -189,12 +189,12 @@ def _all_configurations(tuner: Any, *args: Any, **kwargs: Any) -> Any:
 def _error_text(error: BaseException) -> str:
     """The compiler's message, without the source lines that it repeats."""
     found: BaseException | None = error
-    said = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error}"
     if isinstance(error, RuntimeError) and Path(PRINTED).exists():
         _, _, printed = Path(PRINTED).read_text(errors="replace").partition(": error: ")
-        said += f": {printed.partition(chr(10))[0]}"
+        message += f": {printed.partition(chr(10))[0]}"
     while found is not None:
         if isinstance(found, _triton("compiler.errors").CompilationError) and found.error_message:
-            said = f"line {getattr(found.node, 'lineno', '?')} of a kernel: {found.error_message}"
+            message = f"line {getattr(found.node, 'lineno', '?')} of a kernel: {found.error_message}"
         found = found.__cause__
-    return " ".join(said.split())[:400]
+    return " ".join(message.split())[:400]

@@ -70,8 +70,8 @@ class Judge:
         gpus, failed, contained = range(len(self._idle)), list[str](), list[bool]()
         with ThreadPoolExecutor(len(gpus)) as pool:
             for _ in range(2):
-                said = pool.map(partial(self._failure, contained=contained), gpus)
-                failed = [f"{gpu}: {why}" for gpu, why in zip(gpus, said, strict=True) if why]
+                failures = pool.map(partial(self._failure, contained=contained), gpus)
+                failed = [f"{gpu}: {why}" for gpu, why in zip(gpus, failures, strict=True) if why]
                 if not failed:
                     break
         if failed:

@@ -68,17 +68,17 @@ def fork(*, cuda: bool = False) -> tuple[int, bool]:
     number = CLONE.get(platform.machine())
     if number is None:
         return os.fork(), False
-    told, tells = os.pipe()
+    reader, tells = os.pipe()
     ctypes.pythonapi.PyOS_BeforeFork()  # as os.fork does around its own call; from 3.13 on the child dies without it
     pid = _with_gil.syscall(number, (WITH_PROCESSES if cuda else NAMESPACES) | signal.SIGCHLD, 0, 0, 0, 0)
     if pid == 0:
         ctypes.pythonapi.PyOS_AfterFork_Child()
         os.close(tells)
-        named = os.read(told, 1) == b"1"
-        os.close(told)
+        named = os.read(reader, 1) == b"1"
+        os.close(reader)
         return 0, named
     ctypes.pythonapi.PyOS_AfterFork_Parent()
-    os.close(told)
+    os.close(reader)
     with os.fdopen(tells, "wb", 0) as say:
         if pid < 0:
             return os.fork(), False
@@ -240,8 +240,8 @@ def _place(tree: int, path: Path) -> None:
 
 def _mount_memory(path: Path) -> None:
     """Mounts a small folder in memory."""
-    told = b"size=64m,nr_inodes=4096,mode=0755"
-    _check(_libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", NO_SUID | NO_DEVICES, told), path)
+    options = b"size=64m,nr_inodes=4096,mode=0755"
+    _check(_libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", NO_SUID | NO_DEVICES, options), path)
 
 
 def _attribute(at: int, path: str, flags: int, on: int, off: int = 0) -> int:

@@ -56,8 +56,8 @@ def install(libc: ctypes.CDLL, *, programs: bool, cuda: bool) -> None:
     """
     code = b"".join(_program(os.getpid(), programs=programs, cuda=cuda))
     held = ctypes.create_string_buffer(code, len(code))
-    told = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(held))  # struct sock_fprog
-    if libc.prctl(SET_SECCOMP, MODE_FILTER, told, 0, 0) != 0:
+    program = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(held))  # struct sock_fprog
+    if libc.prctl(SET_SECCOMP, MODE_FILTER, program, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "no seccomp filter can be set")
 
 

@@ -99,7 +99,7 @@ def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
             module(torch.zeros(1, 1, dtype=torch.int64, device=device)).logits.cpu()
     # no such device, driver or memory; not built in; an unsupported dtype
     except (RuntimeError, AssertionError, ImportError, TypeError) as error:
-        said = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise ValueError(f"{folder}: cannot be put on device {str(device)!r} ({said}); try --device cpu") from error
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ValueError(f"{folder}: cannot be put on device {str(device)!r} ({reason}); try --device cpu") from error
     name = f"m{shape.layers}x{shape.width} step {meta.get('step')}"
     return Served(module=module, name=name, sequence=sequence, meta=meta)

@@ -218,8 +218,8 @@ async def _follow(server: Server, asked: GenerateRequest) -> AsyncIterator[str]:
             character = await anext(characters, None)
         except Exception as error:  # any error ends this generation and not the server
             traceback.print_exc()
-            said = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise Refused(500, f"the generation failed: {said}") from error
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise Refused(500, f"the generation failed: {reason}") from error
         if character is None:
             return
         if server.should_exit:
@@ -244,8 +244,8 @@ async def _refused(request: Request, error: Refused | HTTPException) -> Response
     if isinstance(error, Refused):
         return _answer(error.status, {"error": str(error)})
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        said = f"{path} takes {ROUTES[path]}, not {request.method}"
-        return _answer(405, {"error": said}, Allow=ROUTES[path])
+        problem = f"{path} takes {ROUTES[path]}, not {request.method}"
+        return _answer(405, {"error": problem}, Allow=ROUTES[path])
     return _answer(404, {"error": f"there is no {path[:100]}; there are {', '.join(ROUTES)}"})
 
 
