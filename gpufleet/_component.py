@@ -26,7 +26,7 @@ class Figures(TypedDict):
     p50: float
     """Half of them stay below."""
     p90: float
-    """Nine in ten stay below."""
+    """Nine tenths of them stay below."""
     mean: float
     """The mean of the runs."""
 

@@ -47,7 +47,7 @@ def make(python: Path, folder: Path, *, cache: Path) -> Path:
     line = f"import site; any(map(site.addsitedir, {theirs['packages']!r}))\n"
     (Path(_describe(own)["packages"][0]) / "over.pth").write_text(line, encoding="utf-8")
     _copy_scripts(dict.fromkeys(map(Path, theirs["programs"])), programs)
-    for name in ("pip", "pip3"):  # without them the user's would be next on the PATH
+    for name in ("pip", "pip3"):  # else PATH would lead to the user's own pip
         _write_script(programs / name, own, _PIP)
     if _run(own, "-c", "import importlib.util as u; print(u.find_spec('pip') is None)").strip() == "True":
         _run(own, "-m", "ensurepip")  # an environment made by uv has no pip; Python brings it

@@ -8,8 +8,8 @@ in the SDK's own example, 2026-11):
   EBS:VolumeUsage.gp3 there.
 - gp3 throughput comes per GiB/s; a bill counts MiB/s.
 - Capacity Blocks stand among the instances at 0 USD: marketoption and a price above 0 keep them out.
-- A term holds from its effectiveDate on. Of several the newest that has begun counts; an announced one is told beside
-  it.
+- A term holds from its effectiveDate on. Of several terms the newest that has begun counts; an announced
+  one is reported beside it.
 
 If an answer is ambiguous, there is no price: a guess would look like a fact.
 """

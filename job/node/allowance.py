@@ -22,7 +22,7 @@ LOOK_S = 10  # between two looks at the meter's file
 # Seconds after the allowance is used up. The job's own meter stops first, cleanly; then the timer, which lets the job
 # save (115 s); then AWS.
 TIMER_S, STOP_S = 120, 300
-MOVE_S, AGAIN_S = 300, 60  # between moves of the hour, also refused ones; the second before an earlier hour
+MOVE_S, AGAIN_S = 300, 60  # waits between two moves of the hour; the second before an earlier hour
 LEAST_S = 300  # the least time in which a node can train on: with less it only costs
 NEAR_S = 45  # closer hours count as the same: EventBridge Scheduler is exact to a minute
 OPEN_S = 1200  # longer than a node waits for AWS to end it

@@ -88,7 +88,7 @@ NOT_SHOWN: dict[str, tuple[Case, str]] = {
     "names alone, saved by the clock": (
         (FakeScript(delivery="none"), HOURS, MINUTE, 45), "no line of this start told a step"),
     "a checkpoint from before the first line": (
-        (FakeScript(names="one", each=25), HOURS, MINUTE, 29), "none had told any before that checkpoint"),
+        (FakeScript(names="one", each=25), HOURS, MINUTE, 29), "no line before that checkpoint told any"),
     "in the first epoch": (
         (FakeScript(names="one", lines="batch", every=5), HOURS, MINUTE, 8), "may tell as well"),
 }  # fmt: skip
