@@ -49,7 +49,7 @@ def scenarios(
     *,
     runs: int = simulation.RUNS,
 ) -> list[Row]:
-    """Each scenario on the first type of its own fleet, in the file's order. Without scenarios, one row for the file as it is."""
+    """Each scenario on the first type of its own fleet, in the file's order; without scenarios one row, the file."""
     catalog, own = study.catalog, definition.fleet.region
     regions = [own, *(region for region in catalog.regions() if region != own)]
     drafts = []

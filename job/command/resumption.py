@@ -130,7 +130,7 @@ class ResumeCheck:
             return f"no line of this start told a step: a line that tells it{names} would show it"
         if self._counting.newest is None:
             return (
-                f"its first line tells {told}, and no line before that checkpoint told any: a later checkpoint would show it"
+                f"its first line tells {told}, and no line before that checkpoint told any: a later one would show it"
             )
         return (
             f"its first line tells {told}, which a start without a checkpoint may tell as well: an interruption after a"
