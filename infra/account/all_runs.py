@@ -13,8 +13,6 @@ from gpufleet.infra.program.resources.tags import RUN_TAG, STACK_TAG
 from gpufleet.job.contract.receipt import Receipt
 from gpufleet.job.text import counted
 
-NAMES = ("stack", "run", "region", "owner", "state", "since")
-
 
 class ListedRun(NamedTuple):
     """One run. `since` is when its fleet was made or when it ended, UTC; empty for a run that has not begun."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpufleet.infra import text
 from gpufleet.infra.account import aws
-from gpufleet.infra.account.all_runs import NAMES, all_runs
+from gpufleet.infra.account.all_runs import ListedRun, all_runs
 from gpufleet.infra.definition.loader import find, load, names_of, project_root
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.evidence import receipts
@@ -39,5 +39,5 @@ def run(args: argparse.Namespace) -> int:
     live = sum(bool(each.region and each.since) and each.state != "over" for each in runs)
     print(f"{counted(live, 'run')} in {', '.join(regions)}, {len(runs) - live} over or not launched.")
     if runs:
-        print("\n".join(text.table(NAMES, runs, spare=(5, 2, 3))))
+        print("\n".join(text.table(ListedRun._fields, runs, spare=(5, 2, 3))))
     return 0
