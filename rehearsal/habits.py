@@ -1,6 +1,6 @@
 """What AWS does by habit, and nothing in a request decides: how long things take, and by which codes it refuses.
 
-The defaults are those of the rehearsal. `of` gives those of a real account, as a canary's file has them.
+The defaults are those of the rehearsal. `recorded` gives those of a real account, as a canary's file has them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Habits:
         yield from (f"{other} in the place of {code}" for code, other in self.codes.items())
 
 
-def of(proof: Proof) -> Habits:
+def recorded(proof: Proof) -> Habits:
     """The account's: the middle of its times; the most that a node had left of a notice, which it sees late."""
     usual = Habits()
     return Habits(

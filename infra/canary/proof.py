@@ -52,11 +52,11 @@ def make(
         "assumptions": [{**each.to_json(), "seen": redacted(each.seen)} for each in judged],
         "figures": {name: spread(values) for name, values in sorted(flight.facts.seen.items()) if _numbers(values)},
         "answers": (answers := dict(sorted(flight.facts.answers.items()))),
-        **(_beside(answers, beside) if embedded else {}),
+        **(_replayed(answers, beside) if embedded else {}),
     }
 
 
-def _beside(answers: dict[str, Any], recorded: Proof | None) -> dict[str, Any]:
+def _replayed(answers: dict[str, Any], recorded: Proof | None) -> dict[str, Any]:
     """How the embedded AWS's answers differ from AWS's."""
     theirs = recorded.tree["answers"] if recorded else replay.documented(answers)
     found = [each._asdict() for each in replay.differences(theirs, answers)]

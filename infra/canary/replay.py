@@ -18,7 +18,7 @@ _KINDS = ((bool, "true or false"), ((int, float), "number"), (str, "text"), (obj
 Answers = Mapping[str, Any]  # by SERVICE.Operation, or SERVICE.Operation CODE for a refusal
 
 
-class Difference(NamedTuple):
+class AnswerDifference(NamedTuple):
     """A field of an answer."""
 
     call: str
@@ -27,7 +27,7 @@ class Difference(NamedTuple):
     embedded: str
 
 
-def differences(recorded: Answers, own: Answers) -> Iterator[Difference]:
+def differences(recorded: Answers, own: Answers) -> Iterator[AnswerDifference]:
     """The fields of AWS's that the embedded AWS lacks, or answers with another kind of value. Only calls that both
     answered count, and lists that both filled.
     """
@@ -38,7 +38,7 @@ def differences(recorded: Answers, own: Answers) -> Iterator[Difference]:
             if inside and ours.get(above) != "list":
                 continue  # of a list that is lacking or empty
             if (has := ours.get(field, _LACKING)) != kind and "empty list" not in (kind, has):
-                yield Difference(call, field, kind, has)
+                yield AnswerDifference(call, field, kind, has)
 
 
 def documented(calls: Iterable[str]) -> dict[str, Any]:

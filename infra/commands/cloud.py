@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         raise GpufleetError(f"the embedded AWS is not there ({error}): pip install 'gpufleet[rehearsal]'") from error
 
     root = project_root(Path.cwd())
-    like = habits.of(proofs.read(args.proof)) if args.proof else habits.Habits()
+    like = habits.recorded(proofs.read(args.proof)) if args.proof else habits.Habits()
     try:
         with tempfile.TemporaryDirectory(prefix="gpufleet-cloud-") as folder:
             project = scratch.make(Path(folder) / "project", {})

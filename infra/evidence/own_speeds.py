@@ -33,7 +33,9 @@ def known(root: Path, instances: Mapping[str, Instance], stack: str = "") -> Spe
 
 
 def canary_start_ups(root: Path) -> dict[str, float]:
-    """The same of the account's newest canary, whose image may be smaller than the job's."""
+    """Seconds from launch to first step by a type's family, in the account's newest canary. Its image may be smaller
+    than the job's.
+    """
     last = newest(root)
     seconds = None if last is None else last.figure("node.started_s")
     return {} if last is None or seconds is None else {family(kind): seconds for kind in last.tree["types"]}

@@ -56,7 +56,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def cloud(tmp_path: Path, clock: ManualClock, proof: Proof) -> Iterator[Cloud]:
-    with Cloud(tmp_path / "cloud", clock=clock, habits=habits.of(proof)) as cloud:
+    with Cloud(tmp_path / "cloud", clock=clock, habits=habits.recorded(proof)) as cloud:
         yield cloud
 
 
@@ -72,14 +72,14 @@ def refused(call: Callable[[], Any]) -> str:
 
 
 def test_times_are_the_files_and_what_it_lacks_is_as_usual(proof: Proof) -> None:
-    own = habits.of(proof)
+    own = habits.recorded(proof)
     assert (own.notice_s, own.launch_s, own.deleted_s, own.shown_s) == (117, 40, 90, 3)
     assert (own.relaunch_s, own.retry_s) == (Habits().relaunch_s, Habits().retry_s)
     assert any("40 s" in each for each in own.sentences())
 
 
 def test_only_codes_of_refusals_are_taken(proof: Proof) -> None:
-    codes = habits.of(proof).codes
+    codes = habits.recorded(proof).codes
     assert set(codes) == {"InvalidFleetId.NotFound", "fleetIdDoesNotExist", "ParameterNotFound"}
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from gpufleet.infra.canary.replay import Difference, differences, documented
+from gpufleet.infra.canary.replay import AnswerDifference, differences, documented
 
 CALL = "ec2.DescribeFleets"
 FLEET = {"FleetId": "fleet-(taken out)", "Tags": [{"Key": "a"}], "Spot": {"Price": 1.5}, "Replace": True}
 
 
-def found(own: dict[str, Any], recorded: dict[str, Any]) -> list[Difference]:
+def found(own: dict[str, Any], recorded: dict[str, Any]) -> list[AnswerDifference]:
     answers = ({CALL: {"Fleets": [each]}} for each in (recorded, own))
     return list(differences(*answers))
 
@@ -34,7 +34,7 @@ def test_equal_shapes_differ_in_nothing_whatever_their_values_are() -> None:
 def test_a_field_that_is_lacking_or_of_another_kind_is_named(
     change: dict[str, Any], field: str, kinds: tuple[str, str]
 ) -> None:
-    assert found({**FLEET, **change}, FLEET) == [Difference(CALL, field, *kinds)]
+    assert found({**FLEET, **change}, FLEET) == [AnswerDifference(CALL, field, *kinds)]
 
 
 def test_an_empty_list_and_a_call_that_was_not_made_tell_nothing() -> None:
