@@ -29,7 +29,7 @@ def keep(receipts: Sequence[Receipt], proof: Path, root: Path) -> None:
         atomic.write_bytes(place / f"{each.stack}.json", (json.dumps(each.to_json()) + "\n").encode())
 
 
-def kept(proof: Proof, root: Path) -> list[Receipt]:
+def kept_receipts(proof: Proof, root: Path) -> list[Receipt]:
     """Its receipts. Raises GpufleetError when they are not here."""
     found = [parse(path.read_bytes()) for path in sorted((root / FOLDER / proof.path.stem).glob("*.json"))]
     if not found:

@@ -96,7 +96,7 @@ def _bill(region: str, root: Path) -> int:
     last = proofs.newest(root, region)
     if last is None:
         raise GpufleetError(f"no canary has flown in {region}: `gpufleet canary --region {region}` sends one")
-    receipts = charges.kept(last, root)
+    receipts = charges.kept_receipts(last, root)
     ce = aws.client("ce", actual_bill.REGION)
     actual_bill.require_tags(ce)
     for line in charges.judged(last, receipts, ce, datetime.now(UTC).date()):

@@ -38,7 +38,7 @@ def judged(flown: Proof, root: Path, *groups: tuple[str, str, str]) -> dict[str,
     ce, stub = explorer()
     stub.add_response("get_cost_and_usage", {"ResultsByTime": [day(*groups)]})
     with stub:
-        list(charges.judged(flown, charges.kept(flown, root), ce, TODAY))
+        list(charges.judged(flown, charges.kept_receipts(flown, root), ce, TODAY))
     rows = flown.tree["assumptions"]
     return {each["id"]: each["state"] for each in rows if each["id"].startswith("charged-")}
 
@@ -73,7 +73,7 @@ def test_a_charge_that_is_not_known_yet_leaves_the_file_as_it_is(flown: Proof, t
 
 def test_receipts_that_lie_elsewhere_are_said_to(flown: Proof, tmp_path: Path) -> None:
     with pytest.raises(GpufleetError, match="ask for its bill where the canary flew"):
-        charges.kept(flown, tmp_path / "other")
+        charges.kept_receipts(flown, tmp_path / "other")
 
 
 def test_the_command_writes_the_charges_into_the_newest_file(
