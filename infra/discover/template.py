@@ -27,7 +27,7 @@ IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
 REHEARSED_STEPS, REHEARSED_EVERY = 60, 10  # a fast script needs more, and its rehearsal says how many
 REHEARSED_EPOCHS, REHEARSED_EPOCH_STEPS = 6, 10
 BY_GPUS = {1: "g6e.2xlarge", 4: "g6e.12xlarge", 8: "g6e.48xlarge"}  # L40S with 48 GB each
-_HF_ON_CPU = "--use_cpu true --report_to none"
+_HF_ON_CPU = ("--use_cpu true", "--report_to none")
 _CHECKPOINTS = "'{checkpoints}'"
 _REQUIRED = re.compile(r"  (image|command|code):")
 _REHEARSED = """\
@@ -632,7 +632,8 @@ class _Writer:
             command = with_setting(command, setting, False, self.part)
         parses = any(each.form for each in self.settings.several(["output_dir"]))
         is_script = self.starts_trainer and self.row is not None and not self.row.form and parses
-        return f"{command} {_HF_ON_CPU}" if is_script else command
+        more = [flag for flag in _HF_ON_CPU if is_script and flag not in command.lower()]
+        return " ".join([command, *more])
 
     @property
     def asked(self) -> Span | None:

@@ -75,6 +75,16 @@ def test_a_trainer_that_is_given_no_checkpoint_is_pointed_out(tmp_path: Path, gi
     assert value(made.text, "job.checkpoint.format") == "hf-trainer"
 
 
+def test_a_flag_of_the_rehearsal_that_the_command_has_already_is_not_written_twice(tmp_path: Path) -> None:
+    command = "python t.py --output_dir out --use_cpu True --report_to wandb"
+    rehearsed = value(
+        drafted(folder(tmp_path, {"t.py": TRAINER.format(given="")}), command).text, "rehearsal.job.command"
+    )
+    assert rehearsed is not None
+    assert rehearsed.lower().count("--use_cpu") == 1
+    assert rehearsed.endswith("--report_to none")
+
+
 @pytest.mark.parametrize(
     ("text", "framework"),
     [
