@@ -91,8 +91,8 @@ def _ask(url: str, image: str, headers: dict[str, str]) -> HTTPMessage:
             raise _missing(image) from None
         if error.code == 429:
             raise AwsRefused(
-                f"the registry of {image} has answered too many that have no login (429). Try again later; nodes may "
-                "meet the same, which a copy in a repository of your own avoids, in Amazon ECR say."
+                f"the registry of {image} limits requests without a login (429). Try again later. Nodes may fail alike:"
+                " copy the image to a repository of your own, such as Amazon ECR."
             ) from None
         wants_login = error.code == 401 and not challenge.startswith("Bearer ")
         if wants_login or ("Authorization" in headers and error.code in (401, 403)):

@@ -127,7 +127,7 @@ def read(folder: Path) -> Prices:
         high = _usd(row["high_usd"], above_0=True) if row["high_usd"] else None
         of_type = zones.setdefault((row["type"], checked_region(row["region"])), [])
         if not _ZONE.fullmatch(zone):
-            raise ValueError(f"zone {zone!r} is not az and a number")
+            raise ValueError(f"zone {zone!r} is not like az1")
         for other in of_type:
             if other.zone == zone:
                 raise ValueError(f"{row['type']} in {row['region']} {zone} is there twice")

@@ -276,8 +276,8 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
 
 
 def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> list[tuple[StackDefinition, str]]:
-    """The distinct (parameters, estimate, hold, storage, nodes, zone ids) among the scenarios, each with its names and
-    the widest of their limits.
+    """The scenarios, one for each (parameters, estimate, hold, storage, nodes, zone ids), with the group's names
+    and widest limits.
     """
     found: dict[tuple[object, ...], list[StackDefinition]] = {}
     for variant in variants or (definition,):

@@ -31,7 +31,7 @@ class Run:
     owner: str
 
 
-# The image for gpufleet's own part beside a command's: only Python, from a registry without a login.
+# The image of the supervisor beside a user's command: only Python, from a registry without a login.
 SUPERVISOR_IMAGE = "public.ecr.aws/docker/library/python:3.13-slim"
 
 

@@ -63,7 +63,7 @@ class SeenCheckpoint:
 
 @dataclass(slots=True)
 class TrialFindings:
-    """The results of the trial. None: it did not come to that; `problems` has the reason."""
+    """The results of the trial. None: the trial never got there; `problems` says why."""
 
     checkpoint: SeenCheckpoint | None = None
     line: PrintedLine | None = None  # a form of line that came repeatedly

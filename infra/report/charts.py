@@ -64,8 +64,8 @@ def lines(
     level: tuple[float, str] | None = None,
     from_zero: bool = False,
 ) -> str:
-    """Lines over `x`, each with its name at its end if there are several; `level` is a bound with its name. Empty
-    without a point, and without matplotlib.
+    """Lines over `x`, each with its name at its end if there are several; `level` is a bound with its name.
+    Returns '' without points or matplotlib.
     """
     series = [line for line in series if line.points]
     if not series or not drawable():

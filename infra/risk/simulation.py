@@ -218,7 +218,7 @@ def simulate_each(
     several exposures has a planned end.
     """
     if len(exposures) > 1 and any(exposure.leave for exposure in exposures):
-        raise ValueError("a run that its owner ends is simulated alone")
+        raise ValueError("simulate a run with a planned end by itself")
     sizes = [min(_CHUNK, runs - start) for start in range(0, runs, _CHUNK)]
     together = max(1, _CHUNK // max(1, runs))
     found: list[SimulatedRuns] = []

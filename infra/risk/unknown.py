@@ -26,8 +26,8 @@ from gpufleet.infra.risk.hazard import Floats
 MEASURED = 0.06
 STATED = 0.25  # if the definition says how long a step takes: assumption, until there are receipts
 PAGE = 0.45  # if it takes that from a web page: of five published pairs two lay within a quarter of each other
-# For each doubling of the number of GPUs for which a step time is stated. Twice as many fell short of twice the speed
-# by 8 to 10 % on two nodes of 8 H100s (NVIDIA NeMo AutoModel, 2026-06), by 15 % on two A100s and 2 % more on four
+# For each doubling of the number of GPUs for which a step time is stated. Doubling the GPUs lost 8 to 10 % of the speed
+# on two nodes of 8 H100s (NVIDIA NeMo AutoModel, 2026-06), 15 % from one A100 to two, and 2 % from two to four
 # (vectorlm, 2024-05).
 PER_DOUBLING = 0.1
 SETUP = 0.3  # of ln set-up time, if assumed by family: assumption

@@ -136,7 +136,7 @@ class Terms:
         return Rates(capacity=capacity or self.capacity, on_demand=on_demand, spot=spot, hourly=self.hourly)
 
 
-# Of a run whose run.json is not here yet: one node, which is replaced.
+# Terms until run.json is here: one node, replaced if lost.
 UNKNOWN = Terms(
     limits=RunLimits(Decimal(0), Decimal(0)), capacity="on-demand", prices={}, hourly={}, fixed_usd=Decimal(0)
 )

@@ -235,7 +235,7 @@ class CommandConfig(JobConfig):
 
     @property
     def format(self) -> Format:
-        """The declared format's texts; empty without one."""
+        """The declared format's entry; empty without one."""
         return FORMATS[self.checkpoint.format or "file"]
 
     @property

@@ -112,7 +112,7 @@ class Workload(ABC):
         return "fp32"
 
     def problems(self) -> list[tuple[str, str]]:
-        """Problems beyond a field's range, as (path under `path`, sentence)."""
+        """Problems other than a field out of range: (key path, sentence)."""
         return []
 
     def doubts(self, steps: int) -> Iterator[str]:

@@ -540,7 +540,7 @@ class NodeRun:
         if fleet is None:
             say("no fleet id: nothing to delete")
         elif run.is_gang and not run.replaces and not self._is_last(fleet):
-            say("left to the node that has ended the run")
+            say("whoever ended the run deletes the fleet")
         elif retry(3, lambda: delete_fleet(fleet, with_nodes=not run.replaces)):
             say(f"fleet {fleet} is deleted")
             if not call(

@@ -18,7 +18,7 @@ from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset.shards import HEADER, read_header
 
 MOST_EXAMPLES = (1 << 15) - 1  # examples in a row, as many as a mark can count
-# a row with more examples than the first, and more than the second times the mean, trades
+# a row trades if it has over CROWDED examples, and over CROWDED_MEANS times the mean
 CROWDED, CROWDED_MEANS = 32, 3
 GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea, Flood 2014)
 Split = Literal["train", "validation"]

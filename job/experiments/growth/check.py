@@ -210,7 +210,7 @@ def expert_load(module: Growth, probe_BT: Tensor) -> tuple[tuple[int, ...], tupl
 
 def fit_capacity(module: Growth, probe_BT: Tensor) -> tuple[float | None, float | None]:
     """(capacity, loss difference padded - dropless), the capacity raised in steps until the difference is within
-    LOSS_LIMIT. It does so even if nothing is dropped here: the run's next node may have a GPU on which tokens are.
+    LOSS_LIMIT. It is raised even if no token is dropped here: the next node's GPU may drop some.
     (None, None) for a dense model.
     """
     ffn = module.blocks[0].ffn

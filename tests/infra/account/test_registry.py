@@ -34,8 +34,8 @@ def test_a_digest_that_is_gone_is_noticed(cloud: Cloud) -> None:
         (401, 401, "is not public, and a node has no login"),
         (401, 403, "is not public, and a node has no login"),
         (401, 500, "cannot be asked"),
-        (429, 0, "answered too many that have no login"),
-        (401, 429, "answered too many that have no login"),
+        (429, 0, "limits requests without a login"),
+        (401, 429, "limits requests without a login"),
         (403, 0, "cannot be asked"),
     ],
 )

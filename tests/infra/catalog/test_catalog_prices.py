@@ -189,7 +189,7 @@ def test_a_price_file_that_a_spreadsheet_wrote_is_read(project: Path) -> None:
         ("az1,0,,", "0 USD"),
         ("az1,0.4,NaN,", "NaN USD"),
         ("az1,0.4,0.5,0.6", "0.4 USD is not within 0.5 to 0.6"),
-        ("us-east-2a,0.4,,", "is not az and a number"),
+        ("us-east-2a,0.4,,", "is not like az1"),
         ("az2,0.4,,", "g5.2xlarge in us-east-2 az2 is there twice"),
     ],
 )

@@ -79,7 +79,7 @@ def test_of_several_one_that_follows_leaves_the_fleet_to_who_has_ended_the_run(n
     outcome = node.boot()
     assert deletions(outcome) == []
     assert outcome.calls_starting(SHUTDOWN) == [SHUTDOWN]
-    assert "left to the node that has ended the run" in outcome.log
+    assert "whoever ended the run deletes the fleet" in outcome.log
 
 
 def test_of_several_one_that_comes_after_the_end_ends_the_fleet_where_who_ended_the_run_is_gone(node: StubNode) -> None:

@@ -40,7 +40,7 @@ METHODS = _words(
     "element_ty itemsize append items get broadcast_to trans value type nelement is_floating_point float half "
     "bfloat16 view_as expand_as get_device index ALL NONE is_floating requires_grad layout multi_processor_count "
     "is_complex "
-    # Methods of a call's own lists, dicts and numbers; no tensor has a method of these names that computes.
+    # Methods of Python's lists, dicts and numbers; no tensor method of such a name computes.
     "insert extend pop remove reverse clear count copy keys values update setdefault bit_length is_integer"
 )
 # Methods of blocks, allowed only within kernels; torch tensors have methods of these names that compute.
