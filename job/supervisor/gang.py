@@ -182,10 +182,11 @@ def timely(places: Iterable[CheckpointPlace], newest: GangGeneration | None) -> 
 
 
 def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: CheckpointPlace | None) -> GangGeneration:
-    """The next generation; the oldest node leads, or the node that had rank 0 last: a launcher that assigns ranks by
-    host name puts it there again.
+    """The next generation. The node that had rank 0 last leads, else the one whose address is the first as text:
+    PyTorch's c10d assigns ranks in the order of host names, which in EC2 is that of addresses (torch 2.13,
+    elastic/rendezvous/dynamic_rendezvous.py; names as ip-10-0-1-5.us-east-2.compute.internal).
     """
-    members = sorted(ready, key=lambda each: -each.first_in)
+    members = sorted(ready, key=lambda each: (-each.first_in, each.address))
     made = GangGeneration(
         number=newest.number + 1 if newest else 1,
         members=tuple(each.instance for each in members),

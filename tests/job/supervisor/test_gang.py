@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.gang import GangGeneration, Presence
@@ -47,7 +48,7 @@ def why_over(seen: View, generation: GangGeneration = PAIR, idle_s: float = 1.0)
     return gang.why_over(seen, generation, idle_s=idle_s)
 
 
-def test_the_oldest_ready_node_proposes_and_leads() -> None:
+def test_the_oldest_ready_node_proposes() -> None:
     proposed = act(view(OLD, NEW))
     assert isinstance(proposed, Propose)
     assert proposed.generation == replace(PAIR, number=1)
@@ -65,6 +66,17 @@ def test_who_had_rank_0_last_leads_the_next_generation() -> None:
     assert isinstance(proposed, Propose)
     assert proposed.generation.members == ("i-2", "i-1", "i-3")
     assert proposed.generation.addresses == ("10.0.0.2", "10.0.0.1", "10.0.0.3")
+
+
+def test_without_a_rank_0_before_the_node_leads_to_which_c10d_gives_it() -> None:
+    """By the host names that EC2 gives machines, the order is torch's own."""
+    addresses = ["10.0.1.9", "10.0.1.12", "10.0.1.120", "10.0.12.3", "10.0.2.200"]
+    names = {f"ip-{each.replace('.', '-')}.us-east-2.compute.internal": each for each in addresses}
+    first = names[min(_NodeDesc(name, 1, 0) for name in names).addr]
+    nodes = [Presence(instance=each, address=each, launched_at=at) for at, each in enumerate(addresses)]
+    proposed = act(view(*nodes), nodes=len(nodes))
+    assert isinstance(proposed, Propose)
+    assert proposed.generation.addresses[0] == first == "10.0.1.12"
 
 
 def test_a_generation_ends_where_rank_0_is_not_the_leader_s() -> None:
