@@ -35,13 +35,13 @@ from werkzeug.serving import BaseWSGIServer, make_server
 
 from gpufleet.infra.definition.model import Account
 from gpufleet.job.contract import environment
-from gpufleet.rehearsal import account, habits
+from gpufleet.rehearsal import account
 from gpufleet.rehearsal.actions import FLEETS
 from gpufleet.rehearsal.clock import Clock, SystemClock
 from gpufleet.rehearsal.controller import FleetController
 from gpufleet.rehearsal.environment import past_proxies
 from gpufleet.rehearsal.gate import NODE_KEY, SECRET, USER_KEY, Gate
-from gpufleet.rehearsal.habits import Habits
+from gpufleet.rehearsal.habits import Habits, renaming
 from gpufleet.rehearsal.imds import Imds
 from gpufleet.rehearsal.launch import CloudInstance, Launcher, Reservation
 from gpufleet.rehearsal.schedules import Schedules
@@ -109,7 +109,7 @@ class Cloud:
         logging.getLogger("moto").setLevel(logging.CRITICAL)
         FLEETS[self.account] = self.fleets
         account.seed(self.account)
-        app = habits.renaming(self._gate, self.fleets.habits.codes)
+        app = renaming(self._gate, self.fleets.habits.codes)
         self._server = make_server("127.0.0.1", self._port, app, threaded=True, request_handler=_QuietHandler)
         self.endpoint = self._gate.endpoint = f"http://127.0.0.1:{self._server.server_port}"
         self._seed(self.region)

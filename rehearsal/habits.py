@@ -13,7 +13,6 @@ from typing import Any
 from gpufleet.infra.evidence.proofs import Proof
 
 _CODE = re.compile(r"[A-Za-z][A-Za-z.]*[A-Z][A-Za-z.]*")  # InvalidFleetId.NotFound, fleetIdDoesNotExist
-_TAKEN = "accepted"  # where no code was seen: the canary's word for a call that AWS took
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +51,9 @@ def recorded(proof: Proof) -> Habits:
 def _codes(proof: Proof) -> Iterator[tuple[str, str]]:
     """The codes of refusals that were others than expected."""
     for each in proof.refuted():
-        how, _, code = str(each["expected"]).partition(" ")
-        if how == "is" and _CODE.fullmatch(code) and _CODE.fullmatch(str(each["seen"])) and each["seen"] != _TAKEN:
-            yield code, str(each["seen"])
+        how, _, code = each["expected"].partition(" ")
+        if how == "is" and _CODE.fullmatch(code) and _CODE.fullmatch(each["seen"]):
+            yield code, each["seen"]
 
 
 def renaming(app: Callable[..., Iterable[bytes]], codes: Mapping[str, str]) -> Callable[..., Iterable[bytes]]:

@@ -38,7 +38,7 @@ def canary_start_ups(root: Path) -> dict[str, float]:
     """
     last = newest(root)
     seconds = None if last is None else last.figure("node.started_s")
-    return {} if last is None or seconds is None else {family(kind): seconds for kind in last.tree["types"]}
+    return {} if last is None or seconds is None else {family(kind): seconds for kind in last.tree.get("types", [])}
 
 
 def start_ups(root: Path, stack: str) -> dict[str, float]:

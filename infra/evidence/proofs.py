@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.job import atomic
+from gpufleet.job.contract import reading
+from gpufleet.job.contract.reading import DoubtError, Fields
 
 SCHEMA = 1
 FOLDER = "proofs"
@@ -40,24 +41,39 @@ class Proof:
 
 
 def read(path: Path) -> Proof:
-    """Raises GpufleetError for a file that no canary of this version wrote."""
+    """Raises GpufleetError for a file that no canary wrote."""
     try:
-        tree = atomic.parse_object(path.read_bytes())
-    except OSError as error:
-        raise GpufleetError(f"{path}: {error.strerror}; allowed are files of `gpufleet canary`, in {FOLDER}/") from None
-    if not tree or tree.get("schema") != SCHEMA:
-        raise GpufleetError(f"{path} is no file of `gpufleet canary`, or one of another version")
+        tree = reading.parse(path.read_bytes())
+        _check(Fields(tree))
+    except (OSError, DoubtError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise GpufleetError(f"{path}: {why}; allowed are files of `gpufleet canary`, in {FOLDER}/") from None
     return Proof(path=path, tree=tree)
+
+
+def _check(fields: Fields) -> None:
+    """Raises DoubtError for what is missing or of another kind."""
+    fields.schema(SCHEMA)
+    fields.need("at", reading.moment)
+    fields.need("region", reading.text)
+    fields.need("embedded", reading.flag)
+    fields.section("answers")
+    fields.take("types", reading.listed(reading.text), ())  # the first version wrote none
+    for figure in fields.table("figures").values():
+        for which in ("least", "median", "most"):
+            figure.need(which, reading.number)
+    for assumption in fields.sections("assumptions"):
+        for key in ("id", "state", "expected", "seen"):
+            assumption.need(key, reading.text)
 
 
 def newest(root: Path, region: str = "") -> Proof | None:
     """The newest of the region, or of any, from a real account. None: there is none that can be read."""
-    found = list[Proof]()
-    for path in (root / FOLDER).glob("*.json"):
+    for path in sorted((root / FOLDER).glob("*.json"), reverse=True):  # their names begin with the day
         try:
             proof = read(path)
         except GpufleetError:
             continue
         if not proof.tree["embedded"] and region in ("", proof.tree["region"]):
-            found.append(proof)
-    return max(found, key=lambda each: (each.day, each.path.name), default=None)
+            return proof
+    return None

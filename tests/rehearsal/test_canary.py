@@ -21,7 +21,6 @@ from gpufleet.infra.canary.assumptions import judge
 from gpufleet.infra.canary.facts import FlightFacts
 from gpufleet.infra.canary.flight import Flight
 from gpufleet.infra.definition.model import StackDefinition
-from gpufleet.infra.definition.pin import pin
 from gpufleet.rehearsal import canary
 from gpufleet.rehearsal.actions import FLEETS
 from gpufleet.rehearsal.cloud import Cloud
@@ -30,9 +29,8 @@ from gpufleet.rehearsal.gate import SECRET, USER_KEY
 from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.schedules import Schedules
 from tests import forked
-from tests.rehearsal.engine_world import AMI
+from tests.rehearsal.canary_program import pinned
 
-DIGEST = "@sha256:" + "5" * 64
 SESSION = boto3.session.Session()
 KEYS = {"aws_access_key_id": USER_KEY, "aws_secret_access_key": SECRET}
 
@@ -88,8 +86,7 @@ def flight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flight]:
     place = tmp_path_factory.mktemp("canary")
     with Cloud(place / "cloud", habits=Habits(relaunch_s=0.0)) as cloud, forked.programs(place / "project"):
         made = canary.flight(place / "project", cloud, say=lambda line: None, real=False)
-        image, supervisor = stacks.PYTORCH + DIGEST, stacks.PYTHON + DIGEST
-        pin(made.project / "stacks" / f"{stacks.RUN}.yaml", ami=AMI, image=image, supervisor_image=supervisor)
+        pinned(made, "prepare", stacks.RUN)
         with made.engine(stacks.RUN) as engine:
             done = engine.up()
             assert done.ok, done.diagnostics

@@ -16,7 +16,6 @@ from gpufleet.infra.canary.assumptions import judge, known
 from gpufleet.infra.canary.flight import Flight, PhaseError
 from gpufleet.infra.cli import main
 from gpufleet.infra.definition.model import StackDefinition
-from gpufleet.infra.definition.pin import pin
 from gpufleet.infra.errors import AwsRefused, GpufleetError
 from gpufleet.job.contract.done import Done
 from gpufleet.rehearsal import canary, gate, scratch
@@ -26,9 +25,8 @@ from gpufleet.rehearsal.gate import NODE_KEY, Gate
 from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.launch import Launcher
 from tests import forked
-from tests.rehearsal.engine_world import AMI
+from tests.rehearsal.canary_program import pinned
 
-DIGEST = "@sha256:" + "5" * 64
 GPU_SPOT = "L-3819A6DF"
 
 
@@ -100,12 +98,6 @@ def test_where_nothing_is_offered_each_type_says_so(
 
 def test_a_flight_that_breaks_off_leaves_nothing(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-
-    def pinned(flown: Flight, *words: str) -> str:
-        file = flown.project / "stacks" / f"{words[1]}.yaml"
-        images = {"image": stacks.PYTORCH + DIGEST, "supervisor_image": stacks.PYTHON + DIGEST}
-        pin(file, ami=AMI, **images)
-        return ""
 
     def broken(flown: Flight, stack: StackDefinition, planned: list[str]) -> Done:
         notice.interrupt(stack, cloud.instances()[0].id, cloud.client, lambda _: None)

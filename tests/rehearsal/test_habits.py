@@ -41,6 +41,9 @@ def proof(tmp_path: Path) -> Proof:
     tree = {
         "schema": proofs.SCHEMA,
         "at": "2026-11-29T16:00:00+00:00",
+        "region": "us-east-2",
+        "embedded": False,
+        "answers": {},
         "figures": FIGURES,
         "assumptions": [{**each, "state": "refuted"} for each in REFUTED],
     }

@@ -219,7 +219,7 @@ def test_without_a_receipt_set_up_is_that_of_the_accounts_newest_canary(tmp_path
     (tmp_path / proofs.FOLDER).mkdir()
     started = {"node.started_s": {"count": 3, "least": 200.0, "median": 222.0, "most": 300.0}}
     tree = {"schema": proofs.SCHEMA, "at": "2026-11-29T16:00:00+00:00", "region": "us-east-2", "embedded": False}
-    tree |= {"types": ["g4dn.xlarge"], "figures": started}
+    tree |= {"types": ["g4dn.xlarge"], "figures": started, "assumptions": [], "answers": {}}
     (tmp_path / proofs.FOLDER / "2026-11-29-us-east-2.json").write_text(json.dumps(tree))
     speeds = own_speeds.known(tmp_path, CATALOG.instances, "mine")
 

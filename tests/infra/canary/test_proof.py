@@ -14,7 +14,9 @@ from gpufleet.infra.canary.assumptions import known
 from gpufleet.infra.canary.facts import FlightFacts
 from gpufleet.infra.canary.flight import Flight
 from gpufleet.infra.canary.stacks import AWS
-from gpufleet.infra.evidence.proofs import FOLDER, newest
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence import own_speeds
+from gpufleet.infra.evidence.proofs import FOLDER, newest, read
 from tests.repository import ROOT
 
 AT = datetime(2026, 11, 29, 16, 0, tzinfo=UTC)
@@ -89,3 +91,24 @@ def test_a_fact_that_is_no_figure_is_no_figure() -> None:
     facts = FlightFacts()
     facts.add("x", True)
     assert proof._numbers(facts.seen["x"]) == []
+
+
+@pytest.mark.parametrize("lacks", ["at", "region", "embedded", "figures", "assumptions", "answers", "schema"])
+def test_a_damaged_file_is_refused_by_name_and_stops_no_bill(tmp_path: Path, lacks: str) -> None:
+    path = proof.write(made(tmp_path), tmp_path / FOLDER)
+    tree = json.loads(path.read_text())
+    del tree[lacks]
+    path.write_text(json.dumps(tree))
+    with pytest.raises(GpufleetError, match=rf"us-east-2\.json: .*{lacks}.*; allowed are files of `gpufleet canary`"):
+        read(path)
+    assert newest(tmp_path) is None
+    assert own_speeds.canary_start_ups(tmp_path) == {}
+
+
+def test_a_file_of_the_first_version_says_no_types_and_moves_no_bill(tmp_path: Path) -> None:
+    path = proof.write(made(tmp_path), tmp_path / FOLDER)
+    tree = json.loads(path.read_text())
+    del tree["types"]
+    path.write_text(json.dumps(tree))
+    assert newest(tmp_path) is not None
+    assert own_speeds.canary_start_ups(tmp_path) == {}
