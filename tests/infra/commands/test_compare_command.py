@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,12 @@ def test_what_the_file_has_already_is_nothing_to_do(project: Path, capsys: pytes
     path.write_text(path.read_text().replace("g5.xlarge", "g4dn.xlarge", 1).partition("\nscenarios:")[0] + "\n")
     assert main(["compare", "two-tower"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"g4dn\.xlarge spot, about 0\.\d+ USD", said)
+    assert main(["compare", "two-tower", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["scenarios"]
+    (p50,) = (row["usd"]["p50"] for row in rows if (row["type"], row["capacity"]) == ("g4dn.xlarge", "spot"))
+    shown = re.search(r"g4dn\.xlarge spot, about (0\.\d{3}) USD", said)
+    assert shown is not None
+    assert Decimal(shown[1]) == pytest.approx(Decimal(p50), abs=Decimal("0.0006"))  # each is rounded by itself
     assert "costs least, as the file has it." in said
     assert "write fleet.instance_types" not in said
 
