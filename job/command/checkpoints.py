@@ -262,8 +262,8 @@ class CommandCheckpoints:
     def end(self, *, by_itself: bool) -> None:
         """Commits what the command has left whole, after all of its processes have ended. Waits until that is done.
 
-        `by_itself`: the command ended well, so no file is cut. Otherwise a file that was never seen closed counts only
-        if its format would show a cut.
+        `by_itself`: the command ended well, so no file is cut. Otherwise a file that was not closed in two looks counts
+        only if its format would show a cut.
         """
         self._settle()
         until = self._clock() + LEADER_S
@@ -281,7 +281,9 @@ class CommandCheckpoints:
             found = watched.found
             if self._lacks(found) or not (by_itself or self._node or self._is_settled or found is not there[-1]):
                 continue
-            if by_itself or watched.still or self._shows_a_cut(found):
+            # The writer of one that was looked at once may have ended before.
+            was_closed = watched.still and watched.since < self._looked_at
+            if by_itself or was_closed or self._shows_a_cut(found):
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, False))
                 self._settle()
                 if not self._is_new(found):

@@ -228,7 +228,7 @@ class GuardedProcesses:
         return bool(self._first)
 
     def alive(self) -> list[int]:
-        return processes.descendants(self._first)
+        return processes.alive(self._first)
 
     def send(self, signal: str) -> tuple[int, bool]:
         return processes.send(self._first, signal)

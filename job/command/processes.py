@@ -24,6 +24,7 @@ from typing import NoReturn
 PROC = Path("/proc")
 KNOWN = (PROC / "self" / "stat").exists()
 ADOPT, DIE_WITH_PARENT = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG: linux/prctl.h; kept across execve
+EXITING = 0x4  # PF_EXITING in a process's flags: linux/sched.h
 GONE_S = 10.0  # for killed processes to be gone; one that waits for a lost GPU stays
 KILLED = 137
 SOCKET = "socket"  # in the folder; questions are answered at it
@@ -45,6 +46,18 @@ def descendants(first: int) -> list[int]:
     parent in between would seem to be nobody's child.
     """
     return _walk(first) or _walk(first)
+
+
+def alive(first: int) -> list[int]:
+    """Processes below `first` that have not begun to exit. One that exits closes its files before it is gone, so a file
+    that is closed says nothing about the save of a process that was there.
+    """
+    return [pid for pid in descendants(first) if not _is_exiting(pid)]
+
+
+def _is_exiting(pid: int) -> bool:
+    fields = _read(pid, "stat").rpartition(b")")[2].split()  # from the process's state on; flags are the seventh
+    return len(fields) > 6 and bool(int(fields[6]) & EXITING)
 
 
 def _walk(first: int) -> list[int]:
@@ -233,7 +246,7 @@ def guard(parent: int, argv: list[str], die: Callable[[int], None] = os._exit) -
 
 def watch(folder: Path, first: int) -> NoReturn:
     """Answers questions about the processes below `first`, one per line, until it is killed."""
-    answers: dict[str, Callable[..., object]] = {"alive": descendants, "send": send, "kill": kill, "world": world}
+    answers: dict[str, Callable[..., object]] = {"alive": alive, "send": send, "kill": kill, "world": world}
     with suppress(FileNotFoundError):
         (folder / SOCKET).unlink()
     with socket.socket(socket.AF_UNIX) as listening:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from gpufleet.job.command import processes
 from gpufleet.job.command.checkpoints import CommandCheckpoints
 from gpufleet.job.command.lines import Counting, Position
 from gpufleet.job.command.names import FoundCheckpoint, Names, torn
@@ -240,6 +241,31 @@ def test_a_process_that_ends_amid_a_look_leaves_its_file_in_doubt(tmp_path: Path
     disk.wait(70)
     disk.found.end(by_itself=False)
     assert disk.committed() == []
+
+
+def test_a_file_whose_writer_ended_before_the_only_look_is_in_doubt_where_the_command_fails(
+    tmp_path: Path,
+) -> None:
+    """The machine is so busy that the writer's whole life falls between two looks."""
+    disk = WatchedDisk(tmp_path, each=["a-{step}.bin"])
+    disk.wait(1)
+    disk.write("a-5.bin", b"not a zip")
+    disk.wait(1)
+    disk.found.end(by_itself=False)
+    assert disk.committed() == []
+
+
+def test_a_process_that_exits_is_not_alive_though_it_is_still_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has closed its files by then. Field 9 of /proc/PID/stat holds the flags: proc(5)."""
+    for pid, state, flags in ((8, "R", 0x400000), (9, "R", 0x400000 | 0x4), (10, "S", 0x400100)):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a (b) c) {state} 7 8 8 0 -1 {flags} 1 0 0")
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    monkeypatch.setattr(processes, "KNOWN", True)
+    assert processes.descendants(7) == [8, 9, 10]
+    assert processes.alive(7) == [8, 10]
 
 
 def test_a_process_that_ends_after_its_save_was_seen_closed_raises_no_doubt(tmp_path: Path) -> None:
