@@ -55,9 +55,8 @@ def scenarios(
     drafts = []
     for work in variants or (definition,):
         name, capacity = work.scenario or definition.name, work.fleet.capacity
-        if (variant := work.variant).reference:
-            claimed = {"note": variant.note, "claim": variant.claim, "reference": True, "basis": "claim"}
-            drafts.append(Row(scenario=name, type="elsewhere", capacity=capacity, region="", **claimed))  # type: ignore[arg-type]
+        if work.variant.reference:
+            drafts.append(Row(scenario=name, work=work, capacity=capacity))
             continue
         basis = study.basis(work, work.fleet.instance_types[:1])
         option = options.type_cost(basis, work.fleet.instance_types[0])
@@ -151,9 +150,7 @@ def every_region(definition: StackDefinition, study: Study, *, runs: int = RUNS_
         cheapest = _on_the_cheapest(there, work.name, priced, study.hours_left)
         drafts += [replace(row, inputs_usd=_brought(work, region)) for row in cheapest]
     rows = [row for row in filled(drafts, study.hours_left, runs=runs) if row.ranked]
-    return sorted(
-        (replace(row, usd=row.usd and row.usd.plus(row.inputs_usd)) for row in rows), key=attrgetter("mean_usd")
-    )
+    return sorted(rows, key=attrgetter("mean_usd"))
 
 
 def every_batch(definition: StackDefinition, study: Study, *, runs: int = RUNS_EACH) -> list[Row]:

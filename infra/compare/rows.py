@@ -13,16 +13,16 @@ from decimal import Decimal
 from statistics import median
 
 from gpufleet.infra.bill import side
+from gpufleet.infra.bill.fit import Fit
 from gpufleet.infra.bill.lines import CENT_100
 from gpufleet.infra.bill.options import BillBasis, TypeCost
 from gpufleet.infra.bill.runtime import Runtime
 from gpufleet.infra.bill.side import Prepared, Quantiles, Side
 from gpufleet.infra.catalog import Catalog, Instance
-from gpufleet.infra.definition.model import Capacity, Claim, Limits, StackDefinition
+from gpufleet.infra.definition.model import Capacity, Claim, StackDefinition
 from gpufleet.infra.risk import simulation
 from gpufleet.infra.risk.hazard import Hazards
 from gpufleet.infra.text import hours
-from gpufleet.job.kind import JobConfig
 from gpufleet.job.text import counted
 
 # words for a row's basis
@@ -62,45 +62,31 @@ class Row:
     """One way to do one piece of work. Figures are None if they cannot be known; `why` has the reason."""
 
     scenario: str  # every scenario with this work, the first one leading
-    type: str
+    work: StackDefinition  # with the counts of its prepared dataset
     capacity: Capacity
-    region: str
-    gpus: str = ""
-    gpu_count: int = 0  # per node
-    ranks: int = 0  # GPUs used, on all nodes
-    nodes: int = 1
-    note: str = ""
-    claim: Claim = field(default_factory=Claim)
-    reference: bool = False
-    tokens: int = 0  # trained on; 0: not counted
-    steps: int = 0  # optimizer steps
+    option: TypeCost | None = None  # the work on one type; None: a run elsewhere, which has only a claim
+    refusal: str = ""  # why a fleet cannot launch the type for this work
     dataset: str = ""  # the prepared one with these counts and size; empty: from job.parameters.data
-    used_gpu_h: float | None = None  # GPUs used x hours of work, without set-up and idle time
-    billed_gpu_h: float | None = None  # all GPUs of the nodes x node-hours, p50
-    work: str = ""  # phases, their hours, the GPUs they use
-    compute_h: float | None = None  # optimizer steps alone; a held node's hours if they are longer
-    hours: Quantiles | None = None  # node-hours
-    wall_hours: Quantiles | None = None
-    usd: Quantiles | None = None  # to finish, with everything in the bill
-    dearest_usd: Decimal | None = None  # p50 in the most expensive zone, which a limit is compared with
-    inputs_usd: Decimal = Decimal(0)  # the part of usd for the transfer of inputs from another region
-    free_usd: Decimal | None = None  # mean USD that AWS does not charge, for interrupted first hours; not in usd
-    interruptions: Quantiles | None = None
     rates: tuple[Rate, ...] = ()
-    fits: bool = False
-    launchable: bool = False
-    why: str = ""  # does not fit, has no price, has left EC2
-    nearest: str = ""  # the change that would make it fit
-    untried: str = ""  # why it is unknown whether its GPUs hold a command
-    limits: Limits | None = None  # the file's; None if nothing is priced
-    over_limit: bool = False  # whether p90 passes limits.max_usd or limits.max_hours
+    inputs_usd: Decimal = Decimal(0)  # the part of usd for the transfer of inputs from another region
+    prepared: Prepared | None = field(default=None, repr=False)  # None without figures: `why` has the reason
+    side: Side | None = field(default=None, repr=False)  # None before its runs are simulated
+    hours_left: float | None = None  # to the deadline; None without one
     # probability that it costs less than the work's own fleet; None if that has no figures
     cheaper: float | None = None
-    late: float = 0.0  # probability of missing the deadline, including the time to stop
-    basis: str = ""  # claim, target (roofline and an efficiency), measured, declared, guessed (from other GPUs)
     lost: str = ""  # why it is not the first
-    prepared: Prepared | None = field(default=None, repr=False)  # None without figures: `why` has the reason
-    side: Side | None = field(default=None, repr=False)
+
+    @property
+    def type(self) -> str:
+        return self.option.type if self.option else "elsewhere"
+
+    @property
+    def region(self) -> str:
+        return self.work.fleet.region if self.option else ""
+
+    @property
+    def nodes(self) -> int:
+        return self.work.nodes if self.option else 1
 
     @property
     def place(self) -> str:
@@ -108,53 +94,172 @@ class Row:
         return f"{self.type} x{self.nodes}".removesuffix(" x1")
 
     @property
+    def gpus(self) -> str:
+        """The GPUs of a node, in words."""
+        return self.option.instance.gpus if self.option else ""
+
+    @property
+    def runtime(self) -> Runtime | None:
+        return self.option.runtime if self.option else None
+
+    @property
+    def ranks(self) -> int:
+        """GPUs used, on all nodes."""
+        return self.runtime.ranks if self.runtime else 0
+
+    @property
+    def claim(self) -> Claim:
+        return self.work.variant.claim
+
+    @property
+    def reference(self) -> bool:
+        """Whether it ran or was planned elsewhere."""
+        return self.option is None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on; 0: not counted."""
+        phases = self.work.job.parameters.phases() if self.option else ()
+        return sum(phase.steps * phase.tokens_per_step for phase in phases if phase.flops_per_token)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; 0 for a run elsewhere."""
+        return sum(phase.steps for phase in self.work.job.parameters.phases()) if self.option else 0
+
+    @property
+    def used_gpu_h(self) -> float | None:
+        """GPUs used x hours of work, without set-up and idle time."""
+        return self.ranks * sum(phase.seconds for phase in self.runtime.phases) / 3600 if self.runtime else None
+
+    @property
+    def billed_gpu_h(self) -> float | None:
+        """All GPUs of the nodes x node-hours, p50."""
+        return float(self.hours.p50) * self.option.instance.gpu_count if self.option and self.hours else None
+
+    @property
+    def compute_h(self) -> float | None:
+        """Hours of optimizer steps alone; a held node's hours if they are longer."""
+        if self.runtime is None:
+            return None
+        return max(float(self.work.variant.hold_hours or 0), self.runtime.compute_s / 3600)
+
+    @property
+    def basis(self) -> str:
+        """The source of the speed: claim, target (roofline and an efficiency), measured, declared, guessed (from other
+        GPUs)."""
+        if self.option is None:
+            return "claim"
+        return BASIS[self.runtime.speed] if self.runtime else "target"
+
+    @property
+    def unfit(self) -> Fit | None:
+        """The first phase that the GPUs do not hold."""
+        return next((phase for phase in self.option.fits if not phase.fits), None) if self.option else None
+
+    @property
+    def fits(self) -> bool:
+        return self.option is not None and self.unfit is None
+
+    @property
+    def launchable(self) -> bool:
+        return self.option is not None and not self.refusal
+
+    @property
+    def why(self) -> str:
+        """Why it cannot be run or priced: it cannot be launched, does not fit, or has no price."""
+        if self.option is None or self.refusal:
+            return self.refusal
+        if self.unfit:
+            return f"phase {self.unfit.phase}: {self.unfit.why}"
+        return self.option.left_out.get(self.capacity) or self.option.why
+
+    @property
+    def nearest(self) -> str:
+        """The change that would make it fit."""
+        return self.unfit.nearest if self.unfit else ""
+
+    @property
+    def untried(self) -> str:
+        """Why it is unknown whether its GPUs hold a command."""
+        return self.option.untried if self.option else ""
+
+    @property
+    def ranked(self) -> bool:
+        """Whether it could be run as it is."""
+        return self.launchable and self.fits and self.side is not None
+
+    @property
+    def hours(self) -> Quantiles | None:
+        """Node-hours."""
+        return self.side.hours.times(self.nodes) if self.side else None
+
+    @property
+    def wall_hours(self) -> Quantiles | None:
+        return self.side.wall_hours if self.side else None
+
+    @property
+    def usd(self) -> Quantiles | None:
+        """USD to finish, with everything in the bill."""
+        return self.side.usd.plus(self.inputs_usd) if self.side else None
+
+    @property
     def mean_usd(self) -> Decimal:
         """The mean of a row with figures; else zero."""
         return self.usd.mean if self.usd else Decimal(0)
 
     @property
-    def ranked(self) -> bool:
-        """Whether it could be run as it is."""
-        return self.launchable and self.fits and self.usd is not None
+    def dearer_usd_h(self) -> Decimal:
+        """USD that an hour of all nodes costs more in the most expensive zone than at the price of these figures."""
+        dearest = self.option.hourly(self.capacity) if self.option else None
+        if dearest is None or self.side is None:
+            return Decimal(0)
+        return (dearest.amount - self.side.price.amount) * self.nodes
+
+    @property
+    def dearest_usd(self) -> Decimal | None:
+        """p50 in the most expensive zone, which a limit is compared with; without `inputs_usd`."""
+        return side.exact(float(self.side.usd.p50 + self.dearer_usd_h * self.side.hours.p50)) if self.side else None
+
+    @property
+    def free_usd(self) -> Decimal | None:
+        """Mean USD that AWS does not charge, for interrupted first hours; not in `usd`."""
+        return side.exact(float((self.side.needed.metered_usd - self.side.needed.usd).mean())) if self.side else None
+
+    @property
+    def interruptions(self) -> Quantiles | None:
+        return self.side.interruptions if self.side else None
+
+    @property
+    def over_limit(self) -> bool:
+        """Whether p90 passes limits.max_usd or limits.max_hours."""
+        if self.side is None:
+            return False
+        stop_usd, stop_h = self.side.reserve
+        usd = self.side.metered_usd.p90 + self.dearer_usd_h * self.side.hours.p90 + stop_usd
+        limits = self.work.limits
+        return usd > limits.max_usd or (self.side.hours.p90 + stop_h) * self.nodes > limits.max_hours
+
+    @property
+    def late(self) -> float:
+        """The probability of missing the deadline, including the time to stop."""
+        if self.side is None or self.hours_left is None:
+            return 0.0
+        return float((self.side.needed.wall_hours + self.side.exposure.reserve_h > self.hours_left).mean())
 
 
 def draft(basis: BillBasis, name: str, option: TypeCost, capacity: Capacity, *, likely: bool = False) -> Row:
     """The row before simulation. The definition's limits are marked, never applied. `likely`: as in side.prepare."""
-    definition = basis.definition
-    fleet, instance, runtime = definition.fleet, option.instance, option.runtime
-    config, variant = definition.job.parameters, definition.variant
-    unfit = next((phase for phase in option.fits if not phase.fits), None)
-    why = _unlaunchable(option, fleet.region) or _lacking(config, instance)
-    if fleet.is_gang and config.demands.one_node:
-        why = f"is for one node: {config.demands.one_node}"
-    prepared = None
-    if runtime is not None and option.hourly(capacity) is not None and unfit is None:
-        prepared = side.prepare(basis, [option], capacity, likely=likely)
+    work = basis.definition
+    priced = option.runtime is not None and option.hourly(capacity) is not None and option.holds_the_job
     return Row(
         scenario=name,
-        type=option.type,
+        work=work,
         capacity=capacity,
-        region=fleet.region,
-        gpus=instance.gpus,
-        gpu_count=instance.gpu_count,
-        ranks=runtime.ranks if runtime else 0,
-        nodes=definition.nodes,
-        note=variant.note,
-        claim=variant.claim,
-        tokens=sum(phase.steps * phase.tokens_per_step for phase in config.phases() if phase.flops_per_token),
-        steps=sum(phase.steps for phase in config.phases()),
-        dataset="" if basis.dataset_bytes is None else definition.storage.dataset,
-        compute_h=_compute_h(definition, option),
-        used_gpu_h=None if runtime is None else runtime.ranks * sum(p.seconds for p in runtime.phases) / 3600,
-        work="" if runtime is None else _work(runtime),
-        fits=unfit is None,
-        launchable=not why,
-        why=why or (f"phase {unfit.phase}: {unfit.why}" if unfit else option.left_out.get(capacity) or option.why),
-        nearest=unfit.nearest if unfit else "",
-        untried=option.untried,
-        basis=BASIS[runtime.speed] if runtime else "target",
-        limits=definition.limits,
-        prepared=prepared,
+        option=option,
+        refusal=_refusal(work, option.instance),
+        dataset="" if basis.dataset_bytes is None else work.storage.dataset,
+        prepared=side.prepare(basis, [option], capacity, likely=likely) if priced else None,
     )
 
 
@@ -178,7 +283,8 @@ def filled(
             continue
         outcome = next(outcomes)
         if below is None or side.mean_usd(row.prepared, outcome) < below:
-            found.append(_figures(row, side.settle(row.prepared, outcome, outcome), hours_left))
+            settled = side.settle(row.prepared, outcome, outcome)
+            found.append(replace(row, side=settled, hours_left=hours_left))
     return found
 
 
@@ -196,54 +302,23 @@ def _simulated(exposures: Sequence[simulation.Exposure], *, runs: int, attempts:
     return [found[each] for each in exposures]
 
 
-def _figures(row: Row, found: Side, hours_left: float | None) -> Row:
-    """The row with the figures of its simulated runs."""
-    outcome, (stop_usd, stop_h) = found.needed, found.reserve
-    assert row.limits is not None
-    dearest = found.option.hourly(row.capacity)
-    more = Decimal(0) if dearest is None else (dearest.amount - found.price.amount) * row.nodes
-    over = found.metered_usd.p90 + more * found.hours.p90 + stop_usd > row.limits.max_usd
-    return replace(
-        row,
-        over_limit=over or (found.hours.p90 + stop_h) * row.nodes > row.limits.max_hours,
-        hours=found.hours.times(row.nodes),
-        billed_gpu_h=float(found.hours.p50) * row.nodes * row.gpu_count,
-        wall_hours=found.wall_hours,
-        usd=found.usd,
-        dearest_usd=side.exact(float(found.usd.p50 + more * found.hours.p50)),
-        free_usd=side.exact(float((outcome.metered_usd - outcome.usd).mean())),
-        interruptions=found.interruptions,
-        late=0.0 if hours_left is None else float((outcome.wall_hours + found.exposure.reserve_h > hours_left).mean()),
-        side=found,
-    )
-
-
-def _compute_h(definition: StackDefinition, option: TypeCost) -> float | None:
-    if option.runtime is None:
-        return None
-    held = definition.variant.hold_hours
-    return option.runtime.compute_s / 3600 if held is None else max(float(held), option.runtime.compute_s / 3600)
-
-
-def _work(runtime: Runtime) -> str:
-    """A text such as `sft 0.05 h, generate 0.01 h, each on 8 GPUs`."""
+def in_phases(runtime: Runtime) -> str:
+    """The work, such as `sft 0.05 h, generate 0.01 h, each on 8 GPUs`."""
     phases = ", ".join(f"{phase.name} {hours(phase.seconds / 3600)} h" for phase in runtime.phases)
     spare = f", {hours(runtime.held_s / 3600)} h held or spare" if runtime.held_s else ""
     gpus = f"{runtime.ranks} GPUs" if runtime.ranks > 1 else "one GPU"
     return f"{phases} on {gpus}{spare}"
 
 
-def _unlaunchable(option: TypeCost, region: str) -> str:
-    instance = option.instance
+def _refusal(work: StackDefinition, instance: Instance) -> str:
+    """Why a fleet cannot launch the type for this work; empty if it can."""
+    config, region = work.job.parameters, work.fleet.region
+    if work.fleet.is_gang and config.demands.one_node:
+        return f"is for one node: {config.demands.one_node}"
     if instance.unusable:
         return instance.unusable
     if instance.regions is not None and region not in instance.regions:
         return f"not offered in {region}"
-    return ""
-
-
-def _lacking(config: JobConfig, instance: Instance) -> str:
-    """Why a file that lists the type would be refused, and a node of it too."""
     asked = config.gpus_needed()
     if asked <= instance.gpu_count:
         return ""

@@ -15,7 +15,7 @@ from gpufleet.infra.compare import columns
 from gpufleet.infra.compare.columns import COLUMNS, number, record_row, sheet
 from gpufleet.infra.compare.comparison import Comparison
 from gpufleet.infra.compare.ranking import LEAST, SURE
-from gpufleet.infra.compare.rows import Row
+from gpufleet.infra.compare.rows import Row, in_phases
 from gpufleet.infra.show.sheet import Column, Sheet
 from gpufleet.infra.text import about_hours, wrap
 
@@ -226,7 +226,9 @@ def full_text(found: Comparison, today: date) -> str:
 
 
 def _note(row: Row) -> str:
-    parts = [part for part in (row.note, row.work, row.why, f"nearest: {row.nearest}" if row.nearest else "") if part]
+    work = in_phases(row.runtime) if row.runtime else ""
+    nearest = f"nearest: {row.nearest}" if row.nearest else ""
+    parts = [part for part in (row.work.variant.note, work, row.why, nearest) if part]
     if row.tokens and not row.reference:
         parts.append(f"{row.tokens / 1e6:,.0f} M tokens" if row.tokens >= 10_000_000 else f"{row.tokens:,} tokens")
     return "; ".join(parts)

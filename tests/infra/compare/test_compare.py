@@ -8,6 +8,7 @@ from decimal import Decimal
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gpufleet.infra.bill.estimate import price
@@ -198,7 +199,7 @@ def test_a_sweep_is_priced_by_its_work_within_the_hour_that_was_meant_for_it() -
 def test_a_type_whose_gpu_the_image_cannot_use_is_marked_with_its_price() -> None:
     definition, _ = stack("two-tower")
     option = type_cost(BillBasis(definition, load_catalog()), "p3dn.24xlarge")
-    assert "compute capability 7.0" in compare_rows._unlaunchable(option, "us-east-1")
+    assert "compute capability 7.0" in compare_rows._refusal(definition, option.instance)
 
 
 def test_a_type_with_fewer_gpus_than_the_job_asks_for_is_no_option_as_its_file_would_be_refused() -> None:
@@ -221,10 +222,10 @@ def test_a_row_beyond_the_limits_is_marked_and_still_priced() -> None:
 def test_a_row_that_a_limit_leaves_too_little_to_stop_in_is_beyond_it() -> None:
     row = rows("sft-h100")["p5-8xh100"]
     assert row.side is not None
-    assert row.limits is not None
     needed, reserve = row.side.needed_usd.p90, row.side.reserve[0]
     for usd, beyond in ((needed + reserve / 2, True), (needed + reserve, False)):
-        (found,) = compare_rows.filled([replace(row, limits=replace(row.limits, max_usd=usd))], None, runs=1)
+        limited = replace(row, work=replace(row.work, limits=replace(row.work.limits, max_usd=usd)))
+        (found,) = compare_rows.filled([limited], None, runs=1)
         assert found.over_limit is beyond
 
 
@@ -235,7 +236,7 @@ def test_a_row_says_what_its_simulated_runs_say_and_is_over_a_limit_of_all_its_n
     drafted = compare_rows.draft(BillBasis(rough, load_catalog()), "own", option, "spot")
 
     def filled(nodes: int = 1, **limits: Any) -> Row:
-        made = replace(drafted, nodes=nodes, limits=replace(UNBOUND, **limits))
+        made = replace(drafted, work=replace(rough.on_nodes(nodes), limits=replace(UNBOUND, **limits)))
         return compare_rows.filled([made], 1.0, runs=500, attempts=200)[0]
 
     row = filled()
@@ -260,18 +261,19 @@ def test_a_node_is_held_for_its_hours_or_for_its_work_where_that_is_longer() -> 
     definition, _ = stack("tinystories-growth")
     option = type_cost(BillBasis(definition, load_catalog()), "g5.2xlarge")
     assert option.runtime is not None
+    row = compare_rows.draft(BillBasis(definition, load_catalog()), "own", option, "spot")
     work_h = option.runtime.compute_s / 3600
     for held, found in (("0.001", work_h), ("9", 9.0)):
         variant = replace(definition.variant, hold_hours=Decimal(held))
-        assert compare_rows._compute_h(replace(definition, variant=variant), option) == pytest.approx(found)
+        assert replace(row, work=replace(definition, variant=variant)).compute_h == pytest.approx(found)
 
 
 def test_a_type_that_is_not_offered_in_the_region_is_marked() -> None:
-    option = type_cost(BillBasis(stack("tinystories-growth")[0], load_catalog()), "g5.2xlarge")
-    assert option.instance is not None
-    elsewhere = replace(option, instance=replace(option.instance, regions=(E1,)))
-    assert compare_rows._unlaunchable(elsewhere, W2) == f"not offered in {W2}"
-    assert compare_rows._unlaunchable(elsewhere, E1) == ""
+    definition, catalog = stack("tinystories-growth")[0], load_catalog()
+    instance = replace(catalog.instances["g5.2xlarge"], regions=(E1,))
+    there = {region: replace(definition, fleet=replace(definition.fleet, region=region)) for region in (E1, W2)}
+    assert compare_rows._refusal(there[W2], instance) == f"not offered in {W2}"
+    assert compare_rows._refusal(there[E1], instance) == ""
 
 
 def test_a_held_node_is_billed_for_its_hours_and_not_for_its_work() -> None:
@@ -292,7 +294,10 @@ def test_gpu_hours_billed_are_those_of_the_whole_node_and_those_used_are_the_wor
     assert half.used_gpu_h == pytest.approx(4 * work_s / 3600)
     (two,) = (row for row in rows("sft-h100").values() if row.nodes == 2)
     assert two.hours is not None
-    assert two.billed_gpu_h == pytest.approx(float(two.hours.p50) * two.gpu_count)  # those hours are of both nodes
+    assert two.option is not None
+    assert two.billed_gpu_h == pytest.approx(
+        float(two.hours.p50) * two.option.instance.gpu_count
+    )  # those hours are of both nodes
 
 
 def test_a_buffer_adds_its_share_of_the_work_and_nothing_else() -> None:
@@ -351,7 +356,10 @@ def test_options_are_ranked_by_mean_dollars_and_every_loser_says_why() -> None:
     least, most = min(added), max(added)
     assert abs(least) >= Decimal("0.01")
     assert f", interruptions cost {most - least:.2f} more" in ranking._lost(added[most], added[least], None)
-    assert "late in 20% of runs" in ranking._lost(replace(able[1], late=0.2), best, 1.0)
+    assert able[1].side is not None
+    hours = np.quantile(able[1].side.needed.wall_hours, 0.8) + able[1].side.exposure.reserve_h
+    late = replace(able[1], hours_left=float(hours))
+    assert "late in 20% of runs" in ranking._lost(late, best, late.hours_left)
     assert options()[: len(able)] == able
 
 
@@ -385,7 +393,8 @@ def test_scenarios_that_share_their_work_share_the_widest_of_their_limits() -> N
     long = replace(plan, scenario="long", limits=replace(plan.limits, max_hours=Decimal(20)))
     found = ranking.every_option(plan, [plan, dear, long], Study(load_catalog()), types=["g5.48xlarge"], runs=10)
     assert {row.scenario for row in found} == {"tinystories-growth, dear, long"}
-    assert {(row.limits.max_usd, row.limits.max_hours) for row in found if row.limits} == {(Decimal(9), Decimal(20))}
+    limits = [row.work.limits for row in found if row.side]
+    assert {(each.max_usd, each.max_hours) for each in limits} == {(Decimal(9), Decimal(20))}
     assert not any(row.over_limit for row in found)
     alone = ranking.every_option(plan, [plan], Study(load_catalog()), types=["g5.48xlarge"], runs=10)
     assert all(row.over_limit for row in alone)
@@ -408,7 +417,7 @@ def test_a_slice_of_a_gpu_is_not_no_gpu() -> None:
 def test_the_frontier_falls_in_dollars_only_where_hours_rise() -> None:
     edge = ranking.frontier(options())
     assert len(edge) >= 2
-    assert ranking.frontier([edge[0], replace(edge[0], type="another")]) == edge[:1]  # as good is no better
+    assert ranking.frontier([edge[0], replace(edge[0], lost="another")]) == edge[:1]  # as good is no better
     points = [(row.usd.mean, row.wall_hours.p50) for row in edge if row.usd and row.wall_hours]
     assert points == sorted(points)
     assert [hours for _, hours in points] == sorted((hours for _, hours in points), reverse=True)
@@ -425,10 +434,11 @@ def test_a_dearer_option_is_on_the_frontier_only_where_it_is_faster_by_more_than
 ) -> None:
     """A node of eight GPUs of which one works takes as long as a node of one: 6 s of p50 are the simulation's."""
     first = ranking.frontier(options())[0]
+    assert first.side is not None
     assert first.wall_hours is not None
-    assert first.usd is not None
     hours = first.wall_hours.p50 * (1 - Decimal(faster))
-    dear = replace(first, usd=first.usd.plus(Decimal(40)), wall_hours=replace(first.wall_hours, p50=hours))
+    side = replace(first.side, usd=first.side.usd.plus(Decimal(40)), wall_hours=replace(first.wall_hours, p50=hours))
+    dear = replace(first, side=side)
     assert (dear in ranking.frontier([first, dear])) is starred
 
 
