@@ -38,6 +38,7 @@ _CODES = (  # family, and by market the quota that counts it; capacity blocks co
     (r"g|vt", {"spot": "L-3819A6DF", "on-demand": "L-DB2E81BA"}),
     (r"p[234]", {"spot": "L-7212CCBC", "on-demand": "L-417A185B"}),
     (r"p5", {"spot": "L-C4BD4855", "on-demand": "L-417A185B"}),
+    (r"[acdhmrtz](?=\d)|i(?=[ms]?\d)", {"spot": "L-34B43A08", "on-demand": "L-1216C47A"}),  # the standard ones
 )
 
 

@@ -289,8 +289,7 @@ def _step_ms(
         if sizes[index].counts == "epochs":
             what, ways = "an epoch", f"write {declared.key}"
         raise GpufleetError(
-            f"{instance.type}: it is not known how long {what} takes on its GPU{peak}: {ways}:"
-            f" {{{instance.gpu.name}: ...}}"
+            f"{instance.type}: it is not known how long {what} takes there{peak}: {ways}: {{{instance.gpu.name}: ...}}"
         )
     if config.device == "cpu":
         raise GpufleetError(f"job.parameters.device: cpu has no roofline; give {_STEP_MS}")

@@ -245,7 +245,7 @@ def _setup_and_idle(bill: Bill) -> str:
     parts = [f"{runtime.setup_s / 60:.1f} min of set-up before the first phase"]
     if runtime.held_s:
         parts.append(f"{runtime.held_s / 3600:.2f} h held idle after the last")
-    used = "one GPU" if runtime.ranks == 1 else f"{runtime.ranks} GPUs"
+    (used,) = (each.instance.used(runtime.ranks) for each in bill.types if each.type == bill.chosen.type)
     return f"{bill.chosen.type}: {', '.join(parts)}; {used} in use."
 
 

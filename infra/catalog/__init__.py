@@ -12,12 +12,15 @@ Three things that surprise:
 - The shipped spot figures come from an undated file made between 2026-01-21 and 2026-05-18; the earlier day is their
   date.
 - A fractional GPU is one device with a share: g6f.xlarge has gpu_count 1 and gpu_share 0.125, never 0 GPUs.
+- A type without a GPU has gpu_count 0. Its `gpu` is the machine itself, under the type's name and without a peak, so
+  that a step time stated for c7i.xlarge says nothing of c7i.16xlarge.
 - A region stands in the lists from its row in regions.csv on, and what no public source says of its prices is not
   there: `missing` names what a bill would lack.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
@@ -109,7 +112,7 @@ class Instance:
         """Why no run can use it; or empty."""
         if self.left_ec2:
             return f"left EC2 by {self.left_ec2}"
-        if self.gpu.capability < LEAST_CAPABILITY:
+        if self.gpu_count and self.gpu.capability < LEAST_CAPABILITY:
             has = f"{self.gpu.name}, of compute capability {self.gpu.capability}"
             return f"has {has}; the AMI's driver and CUDA 13 begin at {LEAST_CAPABILITY}"
         if self.gpu_share < 1:  # EC2 User Guide, NVIDIA drivers: only GRID works; open modules refuse a vGPU (2026-11)
@@ -128,9 +131,17 @@ class Instance:
         """How many of them a node launched with these cards has."""
         return self.efa_cards if cards == "all" else int(self.efa_cards == self.network_cards)
 
+    def used(self, ranks: int) -> str:
+        """What of a node so many processes use: `8 GPUs`, `one GPU`, or all `16 vCPUs`."""
+        if not self.gpu_count:
+            return f"{self.vcpu} vCPUs"
+        return f"{ranks} GPUs" if ranks > 1 else "one GPU"
+
     @property
     def gpus(self) -> str:
-        """`8 x H100`, or `1/8 of one L4` for a slice."""
+        """`8 x H100`, `1/8 of one L4` for a slice, or `none`."""
+        if not self.gpu_count:
+            return "none"
         if self.gpu_share < 1:
             return f"1/{1 / self.gpu_share:g} of one {self.gpu.name}"
         return f"{self.gpu_count} x {self.gpu.name}"
@@ -232,7 +243,7 @@ class Catalog:
     def unknown_type(self, type_: str) -> str:
         """The sentence for an unknown type."""
         near = self.nearest_type(type_)
-        return f"{type_} is not a GPU instance type of the catalog" + (f"; nearest: {near}" if near else "")
+        return f"{type_} is not an instance type of the catalog" + (f"; nearest: {near}" if near else "")
 
     def _missing(self, kind: str, type_: str, region: str, known: Mapping[tuple[str, str], object]) -> str:
         if type_ not in self.instances:
@@ -310,13 +321,13 @@ def _gpu(row: dict[str, str]) -> Gpu:
 
 def _instance(row: dict[str, str], gpus: dict[str, Gpu]) -> Instance:
     count, share = int(row["gpu_count"]), float(row["gpu_share"])
-    if count < 1 or not 0 < share <= 1 or (share < 1 and count > 1):
-        raise ValueError(f"{count} GPUs with a share of {share:g}: allowed: 1 or more whole ones, or a share of one")
+    if count < 0 or not 0 < share <= 1 or (share < 1 and count != 1):
+        raise ValueError(f"{count} GPUs with a share of {share:g}: allowed: 0 or more whole ones, or a share of one")
     return Instance(
         type=row["type"],
         vcpu=int(row["vcpu"]),
         memory_gib=float(row["memory_gib"]),
-        gpu=gpus[row["gpu"]],
+        gpu=gpus[row["gpu"]] if count else _machine(row["type"]),
         gpu_count=count,
         gpu_share=share,
         nvme_gb=float(row["nvme_gb"]),
@@ -327,6 +338,21 @@ def _instance(row: dict[str, str], gpus: dict[str, Gpu]) -> Instance:
         ebs_gbps=float(row["ebs_gbps"]),
         regions=None if row["regions"] == "unknown" else tuple(row["regions"].split()),
         left_ec2=date.fromisoformat(row["left_ec2"]) if row["left_ec2"] else None,
+    )
+
+
+def _machine(type_: str) -> Gpu:
+    """The device of a type without a GPU: the machine, whose processes exchange through its memory."""
+    return Gpu(
+        name=type_,
+        memory_gb=0.0,
+        bf16_tflops=None,
+        fp32_tflops=None,
+        bandwidth_gb_s=None,
+        link="pcie",
+        link_gb_s=math.inf,
+        bf16=False,
+        capability=0.0,
     )
 
 

@@ -302,12 +302,11 @@ def _simulated(exposures: Sequence[simulation.Exposure], *, runs: int, attempts:
     return [found[each] for each in exposures]
 
 
-def in_phases(runtime: Runtime) -> str:
-    """The work, such as `sft 0.05 h, generate 0.01 h, each on 8 GPUs`."""
+def in_phases(runtime: Runtime, instance: Instance) -> str:
+    """The work, such as `sft 0.05 h, generate 0.01 h, each on 8 GPUs`, or on vCPUs."""
     phases = ", ".join(f"{phase.name} {hours(phase.seconds / 3600)} h" for phase in runtime.phases)
     spare = f", {hours(runtime.held_s / 3600)} h held or spare" if runtime.held_s else ""
-    gpus = f"{runtime.ranks} GPUs" if runtime.ranks > 1 else "one GPU"
-    return f"{phases} on {gpus}{spare}"
+    return f"{phases} on {instance.used(runtime.ranks)}{spare}"
 
 
 def _refusal(work: StackDefinition, instance: Instance) -> str:

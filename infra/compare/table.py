@@ -226,7 +226,7 @@ def full_text(found: Comparison, today: date) -> str:
 
 
 def _note(row: Row) -> str:
-    work = in_phases(row.runtime) if row.runtime else ""
+    work = in_phases(row.runtime, row.option.instance) if row.option and row.runtime else ""
     nearest = f"nearest: {row.nearest}" if row.nearest else ""
     parts = [part for part in (row.work.variant.note, work, row.why, nearest) if part]
     if row.tokens and not row.reference:

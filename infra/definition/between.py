@@ -5,6 +5,7 @@ cannot express.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -160,8 +161,7 @@ def of_ready_made(name: str) -> Iterator[Schema]:
     else:
         generated = has("job.parameters.data.source", {"pattern": "^generated-"})
         yield when(no(generated), has("storage.base_weights"))
-    if "gpus" in {*config.__dataclass_fields__}:
-        yield from _enough_gpus("job.parameters.gpus", on_gpus)
+    yield from _enough_gpus("job.parameters.gpus", on_gpus)
     phases = sum(1 for phase in config.phases() if phase.steps)
     yield limited("estimate.step_ms", {"minItems": phases, "maxItems": phases})
     lists = {"optim.lr": phases, "optim.betas": 2, "optim.momentum": 2}
@@ -179,8 +179,9 @@ def _heartbeat(of: str) -> Schema:
 
 
 def _enough_gpus(path: str, condition: Schema) -> Iterator[Schema]:
-    """At most the GPUs of each listed type, which are 1, 2, 4 or 8."""
-    counts = sorted({kind.gpu_count for kind in USABLE.values()})
+    """At most the GPUs of each listed type, which are 1, 2, 4 or 8, and at least one."""
+    counts = sorted({kind.gpu_count for kind in USABLE.values() if kind.gpu_count})
+    yield when(condition, _types(lambda kind: kind.gpu_count > 0))
     for fewer, count in pairwise(counts):
         asks = has(path, {"minimum": fewer + 1})
         yield when(every(condition, asks), _types(lambda kind, count=count: kind.gpu_count >= count))
@@ -263,15 +264,16 @@ def _signals() -> Iterator[Schema]:
 
 
 def _hardware() -> Iterator[Schema]:
-    yield from _enough_gpus("job.gpus", {})
+    on_cpu = has("job.device", {"const": "cpu"})
+    on_gpus = no(on_cpu)
+    yield from _enough_gpus("job.gpus", on_gpus)
     like = some(*({"items": {"enum": names}} for names in _by_gpus().values()))
-    any_gpus = some(has("job.gpus"), has("job.checkpoint.same_gpus", {"const": False}))
+    any_gpus = some(on_cpu, has("job.gpus"), has("job.checkpoint.same_gpus", {"const": False}))
     yield some(any_gpus, limited(_LISTED, like))
-    on_gpus = no(has("job.device", {"const": "cpu"}))
     for memory in sorted({kind.gpu_memory_gb for kind in USABLE.values()}):
         too_much = has("job.memory_gb", {"exclusiveMinimum": memory - DEVICE_RESERVE_GB})
         yield when(every(on_gpus, too_much), _types(lambda kind, memory=memory: kind.gpu_memory_gb > memory))
-    gpus = "|".join(sorted({kind.gpu.name for kind in SHIPPED.instances.values()}))
+    gpus = "|".join(sorted({re.escape(kind.gpu.name) for kind in SHIPPED.instances.values()}))
     names = {"propertyNames": pattern(f"^([1-9][0-9]{{0,2}} ?x ?)?({gpus})$", "a GPU, or so many: L40S, 8 x H100")}
     yield limited("job.work", {"properties": {"step_ms": names, "epoch_minutes": names}})
 

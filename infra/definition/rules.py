@@ -140,5 +140,5 @@ REQUIRED: dict[tuple[type[Any], str], str] = {
     (Job, "experiment"): f"one of {', '.join(sorted(EXPERIMENTS))}; or job.command in its place, for your own script",
     (Fleet, "region"): "a region with prices in the catalog, such as us-east-2",
     (Fleet, "zones"): "a list of the region's zones, such as [us-east-2a, us-east-2b], or of their ids, [use2-az1]",
-    (Fleet, "instance_types"): "a list of GPU instance types, such as [g5.2xlarge]",
+    (Fleet, "instance_types"): "a list of instance types, such as [g5.2xlarge]",
 }

@@ -22,8 +22,8 @@ def instance_types(
     """Adds a problem for each listed type that is unknown, repeated or unfit for this run. Without a readable run
     config memory is not checked.
     """
-    names = fleet.instance_types
-    current = _launchable(fleet.region, catalog)
+    names, on_gpus = fleet.instance_types, config is None or config.gpus_needed() > 0
+    current = [kind for kind in _launchable(fleet.region, catalog) if kind.gpu_count or not on_gpus]
     for index, name in enumerate(names):
         path, kind = f"fleet.instance_types[{index}]", catalog.instances.get(name)
         if name in names[:index]:
@@ -34,7 +34,8 @@ def instance_types(
                 {k.split(".")[0] + ".*" for k in known}
             )
             closest = catalog.nearest_type(name, known)
-            hint, allowed = _with_gpus(name, config, current), "a GPU instance type of the catalog"
+            of_kind = "a GPU instance type" if on_gpus else "an instance type"
+            hint, allowed = _with_gpus(name, config, current), f"{of_kind} of the catalog"
             if not hint:
                 hint, allowed = f"Nearest: {closest}." if closest else "", f"{allowed}: {', '.join(family)}"
             findings.add(path, allowed, hint)
@@ -49,6 +50,9 @@ def instance_types(
             findings.add(path, allowed, f"{name} {kind.unusable}. {use}".strip())
         elif kind.regions is not None and fleet.region in catalog.regions() and fleet.region not in kind.regions:
             findings.add(path, f"a type offered in {fleet.region}", f"{name} is offered in {', '.join(kind.regions)}.")
+        elif config is not None and on_gpus and not kind.gpu_count:
+            asks = f"a type with a GPU, or {config.path}.device: cpu, by which the job asks for none"
+            findings.add(path, asks, f"{name} has no GPU.")
         elif reason := _misfit(kind, config):
             instead = _suggested_type(kind, config, current)
             use = f"Nearest that fits: {instead}." if instead else "No type in the catalog fits."
@@ -110,7 +114,7 @@ def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Cat
             "A checkpoint of 4 GPUs' shards is read by 4 again, unless your script says otherwise.",
             value=", ".join(f"{kind.type} has {counted(kind.gpu_count, 'GPU')}" for kind in kinds),
         )
-    few = [f"{kind.type} has {kind.gpu_count}" for kind in kinds if kind.gpu_count < asked]
+    few = [f"{kind.type} has {kind.gpu_count}" for kind in kinds if 0 < kind.gpu_count < asked]
     if few:
         findings.add(f"{config.path}.gpus", f"at most the GPUs of each listed type; {', '.join(few)}", value=str(asked))
 

@@ -235,8 +235,8 @@ def _is_of(tree: Mapping[str, Any], definition: StackDefinition, instance: Insta
     """Whether the measured device is the one that the job would run on."""
     if definition.job.parameters.device != tree["device"]["kind"]:
         return False
-    if tree["device"]["kind"] == "cpu":
-        return True
+    if tree["device"]["kind"] == "cpu":  # of a type without a GPU the name says which
+        return instance.gpu_count > 0 or tree["device"]["name"] == instance.type
     return instance.gpu_share == 1 and is_gpu(str(tree["device"]["name"]), instance.gpu.name)
 
 

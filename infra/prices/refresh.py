@@ -215,7 +215,7 @@ def renew(
         raise GpufleetError(
             f"{to} is no folder that prices can go into: {near} is no folder, or must not be written to"
         )
-    say(f"Asking AWS for {len(types)} GPU types and the service prices in {', '.join(regions)} ...")
+    say(f"Asking AWS for {len(types)} types and the service prices in {', '.join(regions)} ...")
     done = refresh(old, types, regions, pricing=pricing, ec2_in=ec2_in, now=now)
     if not done.read:
         why = "; ".join(dict.fromkeys(kept.why for kept in done.kept))

@@ -109,7 +109,11 @@ class Hazard:
 
 
 def prior(gpus: int) -> Hazard:
-    """The hazard of a node with `gpus` GPUs when nothing was observed for its type."""
+    """The hazard of a node with `gpus` GPUs when nothing was observed for its type; one without is taken for one GPU's:
+    no public trace counts such nodes.
+    """
+    if not gpus:
+        return Hazard(source=f"{TRACES}, one GPU's, an assumption for a node without")
     times = gpus**SIZE_POWER
     assumed = "" if gpus == 1 else f", {times:.1f} times one GPU's for {gpus}, an assumption"
     return Hazard(median=HAZARD_MEDIAN * times, source=TRACES + assumed)

@@ -348,7 +348,7 @@ class CommandConfig(JobConfig):
         """What the command needs of a node. A set-up, or `install` in its text, means that it may install packages."""
         return Demands(
             apart=self._trains_apart(),
-            like_nodes=self.checkpoint.same_gpus and self.gpus is None,
+            like_nodes=self.checkpoint.same_gpus and self.gpus is None and self.device == "cuda",
             interval=self.saves and self.checkpoint.every == Every(),
             code=self.code,
             installs=bool(self.setup.strip()) or re.search(r"\binstall\b", self.command) is not None,
@@ -460,7 +460,7 @@ class CommandConfig(JobConfig):
         return (self.gpus or (gpu_count if several and self.device == "cuda" else 1)) * nodes
 
     def gpus_needed(self, there: int = 1) -> int:
-        return self.gpus or there
+        return 0 if self.device == "cpu" else self.gpus or there
 
     @property
     def grace_s(self) -> float:

@@ -104,8 +104,8 @@ class Workload(ABC):
         return min(each * nodes, max(each, rows))
 
     def gpus_needed(self, there: int = 1) -> int:
-        """The least number of GPUs for the job on a node that has `there`; with 1, the least on any node."""
-        return 1 if self.device == "cpu" else self.gpus or self.ranks(there)
+        """The least number of GPUs for the job on a node that has `there`; with 1, on any node. 0 for one on a CPU."""
+        return 0 if self.device == "cpu" else self.gpus or self.ranks(there)
 
     def products(self) -> str:
         """The dtype of matrix products on a GPU: `bf16`, `fp32` or `tf32`."""

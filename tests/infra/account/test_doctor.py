@@ -239,6 +239,10 @@ class Sts:
         ("p3dn.24xlarge", "L-7212CCBC", "L-417A185B"),
         ("p4de.24xlarge", "L-7212CCBC", "L-417A185B"),
         ("p5en.48xlarge", "L-C4BD4855", "L-417A185B"),
+        ("c7i.4xlarge", "L-34B43A08", "L-1216C47A"),
+        ("im4gn.large", "L-34B43A08", "L-1216C47A"),
+        ("inf2.xlarge", None, None),
+        ("trn1.2xlarge", None, None),
         ("p6-b200.48xlarge", None, None),
     ],
 )

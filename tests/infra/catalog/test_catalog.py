@@ -183,7 +183,7 @@ def test_zones_are_names_of_their_region() -> None:
     [
         ("g9.xlarge,4,16,NoGpu,1,1,0,5,1,1,unknown,,a test,2026-01-01", "'NoGpu' is not known"),
         ("g9.xlarge,4", "invalid literal"),
-        ("g9.xlarge,4,16,L4,0,1,0,5,1,1,unknown,,a test,2026-01-01", "0 GPUs with a share of 1"),
+        ("g9.xlarge,4,16,L4,-1,1,0,5,1,1,unknown,,a test,2026-01-01", "-1 GPUs with a share of 1"),
         ("g9.xlarge,4,16,L4,1,0,0,5,1,1,unknown,,a test,2026-01-01", "1 GPUs with a share of 0"),
         ("g5.xlarge,4,16,A10G,1,1,0,5,1,1,unknown,,a test,2026-01-01", "g5.xlarge is there twice"),
     ],

@@ -71,6 +71,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"fleet": {**FLEET, "max_price": 1.2}},
         "line 7, fleet.max_price: unknown key. A ceiling for the price of an hour is limits.usd_per_hour. Allowed:",
     ),
+    "a type without a GPU": (
+        {"fleet": {**FLEET, "instance_types": ["c7i.4xlarge"]}},
+        "line 7, fleet.instance_types[0]: 'c7i.4xlarge' is not accepted; allowed: a type with a GPU, or job.device:"
+        " cpu, by which the job asks for none. c7i.4xlarge has no GPU.",
+    ),
     "both kinds": (
         {"experiment": "sft-h100"},
         "line 2, job: 'both command and experiment' is not accepted; allowed: one of them.",
