@@ -115,7 +115,7 @@ def _known(
         spread = (0.0, 0.0) if declared.hours is None else _spread(*declared.hours)
         if stated is not None:
             spread = unknown.STATED, unknown.STATED
-        for each in catalog.instances.values() if bought else listed:
+        for each in catalog.types_for(config.gpus_needed()).values() if bought else listed:
             yield figure(each.gpu, config.ranks(each.gpu_count, nodes), step_ms, *spread, said)
         return
     for name, found in measured.items():

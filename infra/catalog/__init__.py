@@ -166,6 +166,10 @@ class Catalog:
             return self
         return replace(self, on_demand_prices=files.in_force(self.on_demand_prices, self.dated_prices, day))
 
+    def types_for(self, gpus: int) -> dict[str, Instance]:
+        """The types for a job that asks for so many GPUs: with a GPU if it asks for any, else all."""
+        return {name: each for name, each in self.instances.items() if each.gpu_count or not gpus}
+
     def regions(self) -> tuple[str, ...]:
         """The regions that have prices, even if only of a few items."""
         return self._regions

@@ -84,8 +84,7 @@ def every_option(
     fleets: dict[str, Fleet] = {}
     for work, name in _works(definition, variants):
         region = work.fleet.region
-        asked = work.job.parameters.gpus_needed()
-        listed = tuple(types or (name for name, each in catalog.instances.items() if each.gpu_count or not asked))
+        listed = tuple(types or catalog.types_for(work.job.parameters.gpus_needed()))
         if below is not None:
             listed = tuple(each for each in listed if _is_sold(each, region, catalog))
         basis = _by_the_hour(study.basis(work, listed))

@@ -130,7 +130,10 @@ class Row:
     @property
     def used_gpu_h(self) -> float | None:
         """GPUs used x hours of work, without set-up and idle time."""
-        return self.ranks * sum(phase.seconds for phase in self.runtime.phases) / 3600 if self.runtime else None
+        if self.runtime is None or self.option is None:
+            return None
+        used = min(self.ranks, self.work.nodes * self.option.instance.gpu_count)
+        return used * sum(phase.seconds for phase in self.runtime.phases) / 3600
 
     @property
     def billed_gpu_h(self) -> float | None:

@@ -22,8 +22,8 @@ def instance_types(
     """Adds a problem for each listed type that is unknown, repeated or unfit for this run. Without a readable run
     config memory is not checked.
     """
-    names, on_gpus = fleet.instance_types, config is None or config.gpus_needed() > 0
-    current = [kind for kind in _launchable(fleet.region, catalog) if kind.gpu_count or not on_gpus]
+    names, gpus = fleet.instance_types, 1 if config is None else config.gpus_needed()
+    current = _launchable(fleet.region, catalog, gpus)
     for index, name in enumerate(names):
         path, kind = f"fleet.instance_types[{index}]", catalog.instances.get(name)
         if name in names[:index]:
@@ -34,7 +34,7 @@ def instance_types(
                 {k.split(".")[0] + ".*" for k in known}
             )
             closest = catalog.nearest_type(name, known)
-            of_kind = "a GPU instance type" if on_gpus else "an instance type"
+            of_kind = "a GPU instance type" if gpus else "an instance type"
             hint, allowed = _with_gpus(name, config, current), f"{of_kind} of the catalog"
             if not hint:
                 hint, allowed = f"Nearest: {closest}." if closest else "", f"{allowed}: {', '.join(family)}"
@@ -50,7 +50,7 @@ def instance_types(
             findings.add(path, allowed, f"{name} {kind.unusable}. {use}".strip())
         elif kind.regions is not None and fleet.region in catalog.regions() and fleet.region not in kind.regions:
             findings.add(path, f"a type offered in {fleet.region}", f"{name} is offered in {', '.join(kind.regions)}.")
-        elif config is not None and on_gpus and not kind.gpu_count:
+        elif config is not None and gpus and not kind.gpu_count:
             asks = f"a type with a GPU, or {config.path}.device: cpu, by which the job asks for none"
             findings.add(path, asks, f"{name} has no GPU.")
         elif reason := _misfit(kind, config):
@@ -148,9 +148,9 @@ def several_nodes(fleet: Fleet, config: JobConfig, findings: Findings, catalog: 
         findings.add("fleet.cards", f"one: {kind.type} has no further network card for nodes to talk over")
 
 
-def _launchable(region: str, catalog: Catalog) -> list[Instance]:
+def _launchable(region: str, catalog: Catalog, gpus: int) -> list[Instance]:
     """The types that the file could list instead; in any region while the file's own is wrong."""
-    kinds = [kind for kind in catalog.instances.values() if not kind.unusable]
+    kinds = [kind for kind in catalog.types_for(gpus).values() if not kind.unusable]
     known = region in catalog.regions()
     return [kind for kind in kinds if not known or kind.regions is None or region in kind.regions]
 
