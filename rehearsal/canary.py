@@ -10,7 +10,7 @@ from typing import Any
 
 from gpufleet.infra.canary import stacks
 from gpufleet.infra.canary.flight import Flight
-from gpufleet.infra.canary.stacks import EMBEDDED
+from gpufleet.infra.canary.stacks import EMBEDDED, Scale
 from gpufleet.rehearsal import environment, scratch
 from gpufleet.rehearsal import fis as fis  # moto's service, with notices
 from gpufleet.rehearsal.cloud import Cloud
@@ -28,6 +28,7 @@ def flight(
     say: Callable[[str], None],
     real: bool | None = None,
     by_notice: bool = True,
+    scale: Scale = EMBEDDED,
 ) -> Flight:
     """A flight in a new scratch project against this cloud. `real`: as Engine.open has it."""
     scratch.make(project, {})
@@ -38,10 +39,10 @@ def flight(
             (project / "in-process.json").unlink()  # of the stack before, which is destroyed
         return Engine.open(project, settings, name, real=real)
 
-    stacks.choose(project, "r1", cloud.region, cloud.client, EMBEDDED, notice=by_notice)
+    stacks.choose(project, "r1", cloud.region, cloud.client, scale, notice=by_notice)
     return Flight(
         project=project,
-        scale=EMBEDDED,
+        scale=scale,
         client=cloud.client,
         engine=engine,
         environment=environment.scratch(settings),

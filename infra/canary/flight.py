@@ -294,6 +294,8 @@ class Flight:
         for each in receipt.attempts:
             if each.started_s is not None:
                 add("node.started_s", float(each.started_s))
+                if not self.scale.gpus:
+                    add("node.without_gpu", True)
             if each.pulled_s is not None:
                 add("node.pulled_s", float(each.pulled_s))
             add("price.untold_s", float(each.ceiling_s))

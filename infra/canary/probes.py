@@ -52,9 +52,10 @@ def account(facts: FlightFacts, stack: StackDefinition, asked: Asked) -> None:
         add("type.vcpus", int(each["VCpuInfo"]["DefaultVCpus"]) == own.vcpu)
         add("type.memory", round(int(each["MemoryInfo"]["SizeInMiB"]) / 1024) == round(own.memory_gib))
         add("type.gpus", sum(int(gpu["Count"]) for gpu in each.get("GpuInfo", {}).get("Gpus", [])) == own.gpu_count)
+    gpus = any(catalog.instances[each].gpu_count for each in stack.fleet.instance_types)
     for need in quotas.needs(stack.fleet, "spot")[0]:
         quota = asked("service-quotas").get_service_quota(ServiceCode="ec2", QuotaCode=need.code)["Quota"]
-        add("quota.name", quota["QuotaName"])
+        add("quota.name" if gpus else "quota.standard_name", quota["QuotaName"])
         add("quota.value", float(quota["Value"]))
     _prices(facts, stack, ec2)
     ami = asked("ssm").get_parameter(Name=AMI_PARAMETER)["Parameter"]["Value"]

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from decimal import Decimal
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ FIS_USD = Decimal("0.20")  # two action-minutes at 0.10 USD (AWS Price List of A
 TRIED = 8  # types, the cheapest first
 TYPES = 3  # that the fleets may choose from: one whose zones are all taken is no reason to give up
 PYTORCH = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
-PYTHON = "public.ecr.aws/docker/library/python:3.13-slim"  # for the cap, which needs no torch: it boots sooner
+PYTHON = "public.ecr.aws/docker/library/python:3.13-slim"  # for what needs no torch: it boots sooner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +47,12 @@ class Scale:
     patience_s: float  # what any one event may take, a node among them
     stop_s: float  # from now to the hour of the schedule and to the expiry that are tried
     device: str = "cuda"
+    gpus: int = 1  # of a node
+    setup_minutes: float = 6
+
+    def without_gpu(self) -> Scale:
+        """The same flight on nodes without a GPU."""
+        return replace(self, gpus=0, device="cpu")
 
 
 AWS = Scale(
@@ -55,7 +60,7 @@ AWS = Scale(
 )  # fmt: skip
 EMBEDDED = Scale(
     steps=1600, pace_s=0.1, every=20, cap_hours="0.04", heartbeat_s=1, poll_s=0.3, patience_s=400, stop_s=20,
-    device="cpu",
+    device="cpu", setup_minutes=0.05,
 )  # fmt: skip
 
 
@@ -68,7 +73,7 @@ def text(name: str, run: str, region: str, zones: list[str], types: list[str], s
 # {name}: {"a cap, met on purpose" if capped else "the first run on an account"}. Written by `gpufleet canary`.
 run: {{id: {run}, owner: canary}}
 job:
-  image: {PYTHON if capped else PYTORCH}
+  image: {PYTHON if capped or not scale.gpus else PYTORCH}
   code: {{folder: code}}
   command: python3 train.py {{checkpoints}} {{outputs}} {10**6 if capped else steps} {scale.pace_s} {scale.every}
   device: {scale.device}
@@ -89,8 +94,8 @@ storage:
   keep: {{bucket: false}}
 estimate:
   capacity_wait_minutes: 0.05
-  setup_minutes: {0.05 if scale.device == "cpu" else 6}
-  restart_minutes: {0.05 if scale.device == "cpu" else 6}
+  setup_minutes: {scale.setup_minutes}
+  restart_minutes: {scale.setup_minutes}
 limits: {{max_usd: {"0.12" if capped else "0.18"}, max_hours: {scale.cap_hours if capped else 1}}}
 """
 
@@ -124,8 +129,9 @@ def choose(project: Path, run: str, region: str, client: Callable[[str], Any], s
     GpufleetError, with a sentence for each that stands in the way, before anything is made in the account.
     """
     reasons, fitting, zones = list[str](), list[str](), set[str]()
-    offers = _offers(client("ec2"), region, list(_cheapest(region)))
-    for kind in islice(_cheapest(region), TRIED):
+    cheapest = list(_cheapest(region, scale.gpus))
+    offers = _offers(client("ec2"), region, cheapest)
+    for kind in cheapest[:TRIED]:
         if len(fitting) == TYPES:
             break
         if not offers.get(kind, set()) or not zones <= offers[kind]:
@@ -183,13 +189,13 @@ def _bill(project: Path, name: str) -> Bill:
     return bill
 
 
-def _cheapest(region: str) -> Iterator[str]:
-    """The usable types of one GPU of a region, by their spot price."""
+def _cheapest(region: str, gpus: int) -> Iterator[str]:
+    """The usable types of a region with so many GPUs, by their spot price."""
     catalog = load_catalog()
     priced = []
     for kind in catalog.instances.values():
         zones = catalog.spot_zones(kind.type, region)
-        if zones and not kind.unusable and kind.gpu_count == 1 and region in (kind.regions or (region,)):
+        if zones and not kind.unusable and kind.gpu_count == gpus and region in (kind.regions or (region,)):
             priced.append((max(each.price.amount for each in zones), kind.type))
     yield from (kind for _, kind in sorted(priced))
 

@@ -27,6 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Command-line arguments."""
     parser.add_argument("--region", default="us-east-2", help="where it runs (default: %(default)s)")
     parser.add_argument("--no-notice", action="store_true", help="leave out FIS, whose notice costs 0.20 USD")
+    parser.add_argument("--no-gpu", action="store_true", help="on types without a GPU: what needs one is not met")
     parser.add_argument("--embedded", action="store_true", help="on the embedded AWS: what it does, without an account")
     parser.add_argument("--bill", action="store_true", help="a day later: add what AWS charged to the newest file")
     parser.add_argument("--yes", action="store_true", help="do not ask whether it may cost what it says")
@@ -58,12 +59,13 @@ def run(args: argparse.Namespace) -> int:
         raise AwsRefused(who.found)
     by_notice = not args.no_notice and not (refused := notice.refused(client("fis")))
     project = root / ".gpufleet" / "canary" / args.region
+    scale = stacks.AWS.without_gpu() if args.no_gpu else stacks.AWS
     with scratch.locked(project.parent):
         _of_before(project, client)
         if not (project / "stacks").is_dir():
             scratch.make(project, {})
         chosen = stacks.choose(
-            project, f"c{uuid.uuid4().hex[:6]}", args.region, client, stacks.AWS, notice=by_notice
+            project, f"c{uuid.uuid4().hex[:6]}", args.region, client, scale, notice=by_notice
         )  # fmt: skip
         print(f"A canary in {args.region}, {who.found}, on {' or '.join(chosen.types)}: at most {chosen.usd} USD.")
         for line in chosen.lines:
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
         flight = Flight(
             project=project,
-            scale=stacks.AWS,
+            scale=scale,
             client=client,
             engine=engine,
             environment={**os.environ},
@@ -147,7 +149,8 @@ def _embedded(args: argparse.Namespace, root: Path) -> int:
     with tempfile.TemporaryDirectory(prefix="gpufleet-canary-") as folder:
         place = Path(folder)
         with Cloud(place / "cloud", region=args.region, habits=canary.HABITS) as cloud:
-            flight = canary.flight(place / "project", cloud, say=print, by_notice=not args.no_notice)
+            scale = stacks.EMBEDDED.without_gpu() if args.no_gpu else stacks.EMBEDDED
+            flight = canary.flight(place / "project", cloud, say=print, by_notice=not args.no_notice, scale=scale)
             nodes = canary.nodes(cloud, place / "nodes")
             try:
                 return _flown(flight, args.region, root / "rehearsals" / "canary", embedded=True)

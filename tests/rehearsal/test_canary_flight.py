@@ -53,6 +53,18 @@ def test_the_bill_is_within_half_a_dollar_and_names_each_part(cloud: Cloud, tmp_
     assert cloud.leftovers() == {}
 
 
+def test_without_a_gpu_it_flies_on_the_cheapest_types_that_have_none(cloud: Cloud, tmp_path: Path) -> None:
+    project = scratch.make(tmp_path / "project", {})
+    cloud.quotas[GPU_SPOT] = 0
+    scale = stacks.AWS.without_gpu()
+    chosen = stacks.choose(project, "r1", cloud.region, cloud.client, scale, notice=True)
+    assert chosen.types == ["c7i.xlarge", "m7i.2xlarge", "c7i.4xlarge"]
+    assert chosen.usd <= stacks.MOST_USD
+    for name in stacks.NAMES:
+        stack = stacks.definition(project, name)
+        assert (stack.job.parameters.device, stack.job.image) == ("cpu", stacks.PYTHON)
+
+
 def test_without_a_quota_it_is_refused_with_a_sentence(
     cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,18 +138,25 @@ def ids_of(tree: dict[str, Any], state: str) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "without"), [([], {"boots-without-gpu", "quota-standard-name"}), (["--no-gpu"], {"quota-name"})]
+)
 def test_a_clean_flight_holds_all_but_what_needs_a_gpu_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    without: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "stacks").mkdir()
     monkeypatch.chdir(tmp_path)
-    code = main(["canary", "--embedded", "--yes"])
+    code = main(["canary", "--embedded", "--yes", *options])
     said = capsys.readouterr().out
     (path,) = (tmp_path / "rehearsals" / "canary").glob("*.json")
     tree = json.loads(path.read_text())
     assert ids_of(tree, "refuted") == set(), said
     charged = {each.id for each in known() if each.id.startswith("charged-")}  # known a day later
-    assert ids_of(tree, "not met") == {"gpu-computes", *charged}, said
+    assert ids_of(tree, "not met") == {"gpu-computes", *without, *charged}, said
     assert code == 0
     assert "AWS shows nothing more of it." in said
 
