@@ -117,6 +117,7 @@ def _plain(value: object) -> object:
         return list(value)
     if isinstance(value, datetime):
         return value.isoformat()
-    if isinstance(value, Path) or re.fullmatch(r"-?[0-9.]+([eE][-+]?[0-9]+)?", str(value)):  # Decimal, NumPy's numbers
+    # Decimal, or one of NumPy's numbers
+    if isinstance(value, Path) or re.fullmatch(r"-?[0-9.]+([eE][-+]?[0-9]+)?", str(value)):
         return str(value)
     raise TypeError(f"{type(value).__name__} {value!r:.80}")

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         answer(COMMANDS, os.environ.get("COMP_LINE", ""))
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the caller: gpufleet cost STACK >&-
+        if getattr(sys, name) is None:  # the caller closed it: gpufleet cost STACK >&-
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):  # for logs --follow | tee: each line at once, in any encoding
         strict = sys.stdout.errors == "strict"

@@ -266,7 +266,7 @@ class FleetController:
         if fleet.next_launch and now < fleet.next_launch:
             return
         if fleet.excess == "no-termination" and fleet.launched >= fleet.target:
-            return  # neither interrupted nor hand-terminated instances are replaced (API reference, ModifyFleet)
+            return  # AWS replaces neither interrupted nor hand-terminated instances (API reference, ModifyFleet)
         if fleet.type != "maintain" and fleet.launched >= fleet.target:
             return
         while len(self.living(fleet.id)) < fleet.target:

@@ -203,7 +203,7 @@ class InProcess(Engine):
         self._stack = stack
         self._say = say
         self._state = folder / "in-process.json"
-        self._report = self._state  # from the last run of the program
+        self._report = self._state  # the report of the program's last run
 
     def preview(self) -> Result:
         return self._program("preview")

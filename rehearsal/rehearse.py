@@ -48,7 +48,7 @@ from gpufleet.rehearsal.watch import Watch, plan, possible
 
 QUIET_S = 8.0  # seconds after a notice at which the node has saved and only waits: a good moment to measure
 TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # packages that every ready-made job needs
-RELAUNCH_S = 1.0  # seconds until a replacement node; AWS takes minutes, but waiting for them would show nothing
+RELAUNCH_S = 1.0  # seconds until a replacement node; AWS takes minutes, but a longer wait would show nothing
 _REASON = re.compile(r"^(?:gpufleet: |error: | +PROBLEM )", re.MULTILINE)  # how a command's errors begin
 LONGEST = 400  # the last line cuts a reason to this many characters; the whole reason stands above it
 NOT_SHOWN = 3  # exit code of an attempt in which nothing failed but not everything was shown
@@ -132,7 +132,7 @@ def rehearse(
         if code in (0, NOT_SHOWN):
             shutil.rmtree(finished, ignore_errors=True)
             folder.rename(finished)
-        for until in again:  # what they leave is beside the one that has held
+        for until in again:  # what they leave lies beside the rehearsal that has held
             if code:
                 break
             way(f"\nOnce more, undisturbed, to its {until}.")
@@ -262,7 +262,7 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
         lines = command(rehearsal, "prepare", name).strip().splitlines()
         before = list(
             takewhile(lambda line: not line.startswith(f"{name}: "), lines)
-        )  # the preview says the rest again
+        )  # the preview prints the rest again
         for line in before[-1:]:
             timeline.add("prepared", line.replace(f"{rehearsal.project}/", ""))
     with step(rehearsal, "doctor --pin"):
@@ -297,7 +297,7 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
         with step(rehearsal, "sweep"):
             swept = command(rehearsal, "sweep", name).strip().splitlines()[-1]
             checks.append(Promise(name="sweep", figure=swept, held=True))
-    except StepFailedError as error:  # what the run itself has shown is not lost with it
+    except StepFailedError as error:  # the run's own results are kept
         checks.append(Promise(name=error.step, figure=error.why, held=False))
     with step(rehearsal, "report"):
         report.write(found, out, checks=checks)
@@ -490,7 +490,7 @@ def rehearse_all(*, root: Path | None = None, out: Callable[[str], None] = say, 
 
 
 def _row(root: Path, path: Path, code: int, seconds: float) -> tuple[str, ...]:
-    if code:  # the file itself may be what is wrong, so it is not read again
+    if code:  # the file itself may be wrong, so it is not read again
         return (path.stem, "NO", f"{seconds:.0f}", "", "", "", "", "", "", "")
     run = load(path, now=datetime.now(UTC), rehearsal=True).run.id
     found = root / "rehearsals" / path.stem / run / "summary.json"

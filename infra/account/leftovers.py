@@ -313,7 +313,7 @@ class _Part(NamedTuple):
         return f"describe_{self.name}s"
 
     def step(self, identifier: str) -> removal.Step:
-        if self.name == "vpc_endpoint":  # there is no call for one
+        if self.name == "vpc_endpoint":  # VPC endpoints have no such call
             return removal.ec2("delete_vpc_endpoints", VpcEndpointIds=[identifier])
         return removal.ec2(f"delete_{self.name}", **{self.id: identifier})
 
@@ -350,7 +350,8 @@ def _network(ec2: Any, definition: StackDefinition, vpcs: list[dict[str, Any]], 
             note = ", ".join(filter(None, names))
             steps = (
                 *(removal.ec2("detach_internet_gateway", **{part.id: identifier}, VpcId=each) for each in attached),
-                *(() if node or item.get("RequesterManaged") else (part.step(identifier),)),  # that goes with its own
+                # an address of a node or of an AWS service is deleted with its owner
+                *(() if node or item.get("RequesterManaged") else (part.step(identifier),)),
             )
             yield Left(kind=part.kind, id=identifier, note=note, foreign=not mine, owner=owner, steps=steps)
 

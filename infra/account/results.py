@@ -45,7 +45,7 @@ from gpufleet.job.supervisor.receipt import text as receipt_text
 from gpufleet.job.supervisor.store import S3Store
 from gpufleet.job.text import counted, stamp
 
-WEIGHTS = (".safetensors", ".pt", ".bin")  # what else lies beside them is small, or evidence of the run's tables
+WEIGHTS = (".safetensors", ".pt", ".bin")  # other results are small, or are evidence for the run's tables
 
 
 def keep(definition: StackDefinition, s3: Any, receipt: Path, root: Path) -> str:
@@ -152,7 +152,7 @@ def _late(
     if done is None:  # a receipt made earlier may be all there is
         return None, False
     before = earlier_receipt(target / RECEIPT)
-    if before is None or before.at != done.at:  # of an earlier life of this run's id
+    if before is None or before.at != done.at:  # the receipt is from an earlier run with this id
         before = None
         (target / RECEIPT).unlink(missing_ok=True)
     if not done.reason:
@@ -186,7 +186,7 @@ def _download(folder: RunFolder, each: StoredObject, target: Path, advance: prog
         error.filename = error.filename or str(part.parent)
         raise
     size = part.stat().st_size
-    if size != each.bytes:  # a run that goes on writes its logs anew each minute: is it the object as it is now?
+    if size != each.bytes:  # a run that still trains rewrites its logs each minute, so the object may be a newer one
         each = next((now for now in folder.objects(each.name) if now.name == each.name), each)
     if size != each.bytes:
         part.unlink()
@@ -216,7 +216,7 @@ def _readable(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
 
 
-SIGNS = (bucket.ATTEMPTS, bucket.HEARTBEATS)  # what a node writes of itself while it lives
+SIGNS = (bucket.ATTEMPTS, bucket.HEARTBEATS)  # objects that a node writes about itself while it lives
 GOES_ON = Done("", "", "", "")
 
 

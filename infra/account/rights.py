@@ -18,7 +18,7 @@ from gpufleet.infra.account.aws import pages
 from gpufleet.infra.account.checks import Check
 from gpufleet.infra.definition.model import StackDefinition
 
-AT_ONCE = 50  # actions in a request
+AT_ONCE = 50  # the most actions in one request
 COMMANDS = "gpufleet's own"  # in the column `when`: what gpufleet's commands ask beside it
 
 

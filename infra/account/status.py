@@ -232,7 +232,8 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
         return
     beat = max(beats, key=lambda beat: beat.ts)
     own = next((each for each, is_leader in zip(found, leads, strict=True) if is_leader and each is not None), beat)
-    if (epoch(beat.ts) or 0) - (epoch(own.ts) or 0) <= AWAY_S:  # of several nodes it knows how training goes
+    # with several nodes, only a recent heartbeat of this node shows how training goes
+    if (epoch(beat.ts) or 0) - (epoch(own.ts) or 0) <= AWAY_S:
         beat = own
     written = epoch(beat.ts)
     age = None if written is None else now.timestamp() - written

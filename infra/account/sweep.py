@@ -51,7 +51,7 @@ def delete(
         if not unwanted:
             return
         ending = any(not each.steps for each in unwanted)
-        blocked = not ending and any(each.foreign and not each.owner for each in left)  # it does not go by itself
+        blocked = not ending and any(each.foreign and not each.owner for each in left)  # it does not end by itself
         freed = any(refusals.code(error) in IN_USE for error in refused.values()) and not blocked
         if waited >= TIMEOUT_S or not (progress or ending or freed):
             for what, why in refused.items():

@@ -145,7 +145,7 @@ class WaitLoop:
         if replaces(fleet):
             active = self.ec2.describe_fleet_instances(FleetId=fleet["FleetId"])["ActiveInstances"]
             ids = [instance["InstanceId"] for instance in active]
-        else:  # which that call does not take
+        else:  # that call takes no such argument
             ids = [each for launched in fleet.get("Instances", []) for each in launched["InstanceIds"]]
         return find_instances(self.ec2, [("instance-id", ids)]) if ids else []
 
@@ -195,7 +195,8 @@ class WaitLoop:
 
     def _event(self, record: dict[str, Any]) -> None:
         kind, sub_type, description = describe(record)
-        if "change" in kind.lower():  # of an instance or the fleet; AWS's guide and API model spell kinds differently
+        # the event is about an instance or the fleet; AWS's guide and API model spell the kinds differently
+        if "change" in kind.lower():
             self._ended(record, sub_type)
         else:
             self._say(f"{sub_type}: {description}" if description else sub_type)

@@ -113,7 +113,7 @@ def deadline_warnings(definition: StackDefinition, bill: Bill, now: datetime) ->
     and the speed at which every run would miss it, when the deadline comes before the other limits.
     """
     left_h, exposure, key = definition.hours_left(now), bill.chosen.exposure, definition.due_by(now)
-    whole = definition.begins_at(now) > now and key != DEADLINE  # its own end, which is one of the limits
+    whole = definition.begins_at(now) > now and key != DEADLINE  # the end of a Capacity Block is a limit, too
     if bill.only_priced or left_h is None or whole:
         return
     late = float((bill.chosen.needed.wall_hours + exposure.reserve_h > left_h).mean())

@@ -93,7 +93,7 @@ def every_option(
         for type_ in listed:
             for count in node_counts(work, type_, catalog):
                 there = basis.with_definition(basis.definition.on_nodes(count))
-                # estimate.step_ms is for the file's own number of nodes
+                # estimate.step_ms applies only to the file's own number of nodes
                 stated = there if count == work.nodes else there.with_definition(_unstated(there.definition))
                 option = options.type_cost(stated, type_, nearest=holder, known=known)
                 if option.runtime is not None:  # then only a price is missing, and each capacity has its own reason

@@ -50,7 +50,7 @@ class Beside(NamedTuple):
     config: JobConfig | None
     deadline: object
     now: datetime
-    past_end: bool  # of a run that was begun in time
+    past_end: bool  # the same for a run that had begun in time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,22 +87,25 @@ class Market:
 
     name: ClassVar[str]  # as fleet.capacity has it
     asks_for: ClassVar[str]  # the fleet's `default_target_capacity_type`
-    metered_as: ClassVar[str]  # the market whose habits the run's nodes know, one of those in job/contract/terms.py
-    by_the_hour: ClassVar[str]  # the market in which the same nodes are had without what is paid in advance
+    # the market whose rules the meter uses for the run's nodes: a key of job/contract/terms.py
+    metered_as: ClassVar[str]
+    by_the_hour: ClassVar[str]  # the market that sells the same nodes by the hour, for comparison
     place: ClassVar[str]  # in a sentence: on demand
     bought: ClassVar[str]  # in the answer of a bill: spot
     counts: ClassVar[str] = "{number} {name} node{s}"  # in a sentence
-    has_block: ClassVar[bool] = False  # the section `fleet.block` counts
+    has_block: ClassVar[bool] = False  # whether the section `fleet.block` is used
     is_sold_to_all: ClassVar[bool] = True  # a comparison ranks every type in it
     is_interrupted: ClassVar[bool] = False  # AWS takes nodes back
     replaces: ClassVar[bool] = True  # where a node has gone, its fleet launches another
-    least_share: ClassVar[Decimal] = Decimal(1)  # the least that a run costs of what it does uninterrupted
-    stands_by: ClassVar[tuple[str, ...]] = ()  # the further markets in which a fleet of the run waits at 0
-    quotas: ClassVar[tuple[str, ...]] = ()  # the markets whose quotas count its nodes
-    roles: ClassVar[Mapping[str, str]] = {"AWSServiceRoleForEC2Fleet": "ec2fleet.amazonaws.com"}  # a fleet launches by
-    never: ClassVar[tuple[str, ...]] = ()  # what of a rehearsal's interruptions AWS does not make
-    keep_ends: ClassVar[str] = "limits.deadline, or limits.max_hours + 24 h from its start"  # of its life
-    delete_timeout: ClassVar[str] = "30m"  # of that the provider sleeps 5; its default of 10 is too short
+    least_share: ClassVar[Decimal] = Decimal(1)  # the least share of its uninterrupted cost that a run can cost
+    stands_by: ClassVar[tuple[str, ...]] = ()  # other markets in which the run has a fleet of size 0
+    quotas: ClassVar[tuple[str, ...]] = ()  # markets whose vCPU quotas its nodes use
+    # the service-linked roles that its fleet needs
+    roles: ClassVar[Mapping[str, str]] = {"AWSServiceRoleForEC2Fleet": "ec2fleet.amazonaws.com"}
+    never: ClassVar[tuple[str, ...]] = ()  # interruptions of a rehearsal that AWS never makes in this market
+    # what ends the fleet, for messages
+    keep_ends: ClassVar[str] = "limits.deadline, or limits.max_hours + 24 h from its start"
+    delete_timeout: ClassVar[str] = "30m"  # the provider sleeps for 5 of these minutes; its default of 10 is too short
 
     @property
     def fleets(self) -> tuple[str, ...]:
@@ -196,7 +199,7 @@ class Market:
 
     def too_short(self, need: str, left_h: float, now: datetime) -> Iterator[tuple[str, str, str]]:
         """The problem that the market's own end comes before `need`: what is written, what is allowed, what to do."""
-        if self.block and now > self.block.start:  # before, all of it has been held against the p50
+        if self.block and now > self.block.start:  # before the start, the whole block was compared with the p50
             left = f"{need}; {max(left_h, 0):.2f} are left until 30 minutes before the block's end"
             yield stamp(self.block.end), left, "Take a longer block, or shorten the run."
 

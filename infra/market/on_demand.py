@@ -11,4 +11,4 @@ class OnDemand(Market):
     name = asks_for = metered_as = by_the_hour = "on-demand"
     place = bought = "on demand"
     quotas = ("on-demand",)
-    never = ("with_notice",)  # nor does AWS credit a first hour
+    never = ("with_notice",)  # AWS gives on-demand nodes neither a notice nor a free first hour

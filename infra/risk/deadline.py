@@ -84,7 +84,7 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
 
         sure = leaving(0.0)
         most = min(on_time, float((sure[2] <= by_h + 1e-6).mean()))  # a slow job may miss it even on demand
-        # The steps are finer for small margins: a run mostly has to make up for one lost checkpoint interval.
+        # Small margins have finer steps, because a run mostly has to make up for one lost checkpoint interval.
         for margin_h in max(slack_h, 0.0) * np.linspace(0, 1, _MARGINS) ** 2:
             switch_h = max(0.0, slack_h - margin_h)
             begun, usd, wall = leaving(switch_h)

@@ -252,7 +252,8 @@ class CommandCheckpoints:
         self._watched = {each.key: self._watched[each.key] for each in found if each.key in self._watched}
         alive = set(self._alive())
         writing = self._writing([each.found for each in self._watched.values()]) if self._watched else set()
-        # One that ends while it is looked at counts as gone now and at the next look: it may have had a file open.
+        # A process that ends during this look counts as gone now and at the next look, because it may have had a file
+        # open.
         gone, self._before = bool((self._before | alive) - set(self._alive())), alive
         for watched in (self._watched[each.key] for each in reversed(found) if each.key in self._watched):
             ready = self._is_ready(watched, writing, now, gone=gone, latest=found[-1].number)
@@ -268,7 +269,8 @@ class CommandCheckpoints:
         self._settle()
         until = self._clock() + LEADER_S
         while self._waits_for_leader() and self._clock() < until:
-            self._take_whole(by_itself)  # of what the leader has named by now; its last message may come late
+            # Files that the leader has named by now are complete; its last message may come late.
+            self._take_whole(by_itself)
             time.sleep(LEAVING_S)
         self._take_whole(by_itself)
 
@@ -293,8 +295,8 @@ class CommandCheckpoints:
         """Notes that a signal is about to be sent: a save that has begun or is whole by now is not an answer to it."""
         self._begun_before = {each.key for each in self.find() if self._done.get(each.key, (None,))[0] != each}
         self._signalled_at, mark = 0.0, self._kept.parent / ".signalled"
-        with suppress(OSError):  # a full disk: then only the names tell
-            mark.touch()  # last: the command goes on saving during this look
+        with suppress(OSError):  # if the disk is full, only the files' names show what they are
+            mark.touch()  # it comes last, because the command goes on saving during this look
             self._signalled_at = mark.stat().st_mtime_ns / 1e9
 
     def unanswered(self) -> None:
@@ -326,7 +328,8 @@ class CommandCheckpoints:
     def _watch(self, found: FoundCheckpoint, now: float) -> None:
         before = self._watched.get(found.key)
         number = -1 if found.number is None else found.number
-        is_before = self._node == 0 and -1 < number <= self._number  # the leader has named it, so it is new
+        # the leader has named it, so this node's file is new
+        is_before = self._node == 0 and -1 < number <= self._number
         if is_before and self._is_new(found) and self._begins_anew(found):
             self._offset, self._number, self._counts_else, is_before = self.newest, -1, False, False
         if is_before or not self._is_new(found):
@@ -334,7 +337,7 @@ class CommandCheckpoints:
         elif before is None:
             self._watched[found.key] = Watched(found, now, now)
         elif before.found != found:
-            is_another = found.number is None and before.still  # it was whole, and is being overwritten
+            is_another = found.number is None and before.still  # the file was whole, and is now being overwritten
             self._watched[found.key] = Watched(found, now, now if is_another else before.begun)
 
     def _begins_anew(self, found: FoundCheckpoint) -> bool:
@@ -399,7 +402,7 @@ class CommandCheckpoints:
         on_signal = found.written > self._signalled_at and found.key not in self._begun_before
         reason = self.reason
         if reason == "stop" and not on_signal:
-            reason = "timed"  # it would have been made anyway
+            reason = "timed"  # the command would have made it anyway
         try:
             for name in {**found.files, **also}:
                 self._own.copy(self.folder / name, unfinished / FILES / name)
@@ -467,7 +470,7 @@ class CommandCheckpoints:
             self._offset = 1 if self._config.unit == "epoch" else self._config.work.steps_per_epoch or 0
         if number is not None:
             number += self._offset
-            # A name cannot mean a step long before the one at which it was begun.
+            # A number in a name is no step if that step lies far after the one at which the checkpoint was begun.
             is_far = told is not None and told >= 2 * number and told - number > 2 * self._lines.spread
             self._counts_else = self._counts_else or is_far
         known = told if number is None or (self._counts_else and told is not None) else number

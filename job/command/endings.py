@@ -25,7 +25,7 @@ from typing import Literal
 from gpufleet.job.kind.command import CommandConfig
 
 REACHED = 0.99  # of the declared steps: the last ones may be logged nowhere
-REASONS = {  # in words of many programs
+REASONS = {  # texts that many programs print
     "out of memory": re.compile(
         r"out of memory|outofmemory|cublas_status_alloc_failed|failed to cuda malloc|cannot allocate memory"
     ),
@@ -42,14 +42,14 @@ class End:
 
     code: int
     step: int  # the newest step that is known
-    is_told: bool = True  # whether a line or a checkpoint of this start gave that step
-    is_read: bool = True  # whether a line gave it
+    is_told: bool = True  # whether a line or a checkpoint of this start showed that step
+    is_read: bool = True  # whether a printed line showed it
     spread: int = 1  # steps that may have been done after the newest known one
     saved: int = -1  # the step of the newest whole checkpoint
     is_saved: bool = False  # this start has left a whole checkpoint
-    is_delivered: bool = False  # something was written to the outputs after the last step was told
+    is_delivered: bool = False  # a file was written to the outputs after the last step was reported
     restored: int | None = None  # the step of the checkpoint that the start was given
-    is_idle: bool = False  # the start told no step, saved nothing and delivered nothing
+    is_idle: bool = False  # the start reported no step, and wrote neither checkpoints nor outputs
     follows: bool = False  # this node is not the first of several, which alone has to print and save
     lines: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()  # lines with numbers that job.progress.stdout does not match
@@ -117,7 +117,7 @@ def _contradiction(config: CommandConfig, end: End) -> str:
     reached = max(end.step if end.is_told else 0, end.saved, end.restored or 0)
     is_reached = False
     if total is not None:
-        last = total - (unit == "step")  # of steps that are counted from 0
+        last = total - (unit == "step")  # the last step is one less if steps count from 0
         is_reached = reached >= REACHED * total or reached + end.spread >= last
     if end.restored is not None and end.is_idle and not is_reached and not config.work.early:
         return (
@@ -126,7 +126,7 @@ def _contradiction(config: CommandConfig, end: End) -> str:
         )
     if total is None or config.work.early or is_reached or end.is_delivered:
         return ""
-    if not end.is_told and end.is_saved:  # nothing tells how far it came, and it has saved
+    if not end.is_told and end.is_saved:  # no line shows how far it came, but it has saved
         return ""
     if not end.is_told:
         hint = _unread(end) or ", and no line told a step: job.progress says which lines do"

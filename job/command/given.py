@@ -21,7 +21,7 @@ from gpufleet.job.kind.command import CommandConfig, filled
 PROGRESS = "progress.jsonl"  # below the user's folder, where the command names no file of its own
 HIDDEN = 8  # secrets shorter than this many characters are not blanked in the output
 BLANK = b"***"
-ALONE = {"nodes": "1", "node_rank": "0", "master": "127.0.0.1", "port": "29400"}  # of a run on one node
+ALONE = {"nodes": "1", "node_rank": "0", "master": "127.0.0.1", "port": "29400"}  # values for a run on one node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -232,7 +232,7 @@ class Host:
                 why = self._why_not(start, what, watch, refusal)
                 if why:
                     self._kill()
-                    if not self.is_there or not self.scripts.began:  # nor will it start
+                    if not self.is_there or not self.scripts.began:  # and it will not start
                         code = processes.KILLED
                         break
             if what == COMMAND and (observed := start.observe()) is not None:

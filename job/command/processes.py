@@ -27,7 +27,7 @@ ADOPT, DIE_WITH_PARENT = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG: linu
 EXITING = 0x4  # PF_EXITING in a process's flags: linux/sched.h
 GONE_S = 10.0  # for killed processes to be gone; one that waits for a lost GPU stays
 KILLED = 137
-SOCKET = "socket"  # in the folder; questions are answered at it
+SOCKET = "socket"  # a socket in this folder answers questions
 ANSWER_S = 60.0
 # the first process's id, in a rehearsal, whose containers share the machine's ids
 FIRST_PROCESS = "GPUFLEET_FIRST_PROCESS"

@@ -99,7 +99,7 @@ class StepReader:
         self.at = 0.0
         self.counting = Counting(unit=config.unit)
         self._is_fresh, self._is_begun, self._counts_else = True, False, False
-        self._is_told = False  # whether a line of this start gave a step
+        self._is_told = False  # whether a line of this start reported a step
         self._history: deque[tuple[float, int | None, Counting]] = deque(maxlen=REMEMBERED)
         self._seen: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
         self._gaps: deque[int] = deque(maxlen=50)

@@ -20,7 +20,8 @@ class Leaving:
         self._config, self._stop, self._asked_at, self._newest = config, stop, now, newest
         saves, rules = config.saves_on_signal, config.stop
         by_hand = stop.reason == ends.STOPPED
-        # If the command does not save on a signal, or not in time, the signal would end what may yet save by itself.
+        # If the command does not save on a signal, or not in time, it is not signalled, because it may still save by
+        # itself.
         late = stop.deadline is not None and not stop.save
         self._waits = late or (saves is False and (stop.deadline is not None or by_hand))
         if stop.deadline is not None:

@@ -114,7 +114,7 @@ def count_node(
     metered = last.attempt_s
     compute = rates.ceiling * hours(metered) if last.compute_usd is None else last.compute_usd
     tail = max(seconds - metered, Decimal(0))
-    # The hour of the last heartbeat has a known price; later ones do not.
+    # The price is known for the hour of the last heartbeat, and not for later ones.
     known = Decimal(0) if last.usd_per_hour is None else min(tail, HOUR_S - metered % HOUR_S)
     compute += hours(known) * (last.usd_per_hour or 0) + hours(tail - known) * rates.ceiling
     unknown = tail - known + (metered if last.compute_usd is None else last.ceiling_s or Decimal(0))
@@ -151,7 +151,7 @@ def count_nodes(terms: Terms, nodes: Iterable[Left], lives: Lives, *launches: fl
     reclaimed = {name: taken for node, _ in left for name, taken in node.reclaimed.items()}
 
     def next_launch(node: AttemptRecord) -> float | None:
-        # Several nodes live at once: the launch of one says nothing of another's end.
+        # With several nodes, the launch of one says nothing about another's end.
         return None if terms.is_gang else min((at for at in every if at > node.launched), default=None)
 
     counted = [count_node(terms, node, beat, lives, next_launch(node)) for node, beat in left]

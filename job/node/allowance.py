@@ -23,7 +23,7 @@ LOOK_S = 10  # between two looks at the meter's file
 # save (115 s); then AWS.
 TIMER_S, STOP_S = 120, 300
 MOVE_S, AGAIN_S = 300, 60  # waits between two moves of the hour; the second before an earlier hour
-LEAST_S = 300  # the least time in which a node can train on: with less it only costs
+LEAST_S = 300  # with less time left, a node costs money without training
 NEAR_S = 45  # closer hours count as the same: EventBridge Scheduler is exact to a minute
 OPEN_S = 1200  # longer than a node waits for AWS to end it
 SOON_S = 90  # AWS refuses a moment that has passed
@@ -42,7 +42,7 @@ class Allowance:
         self._word: Spent | None = None  # the newest record of the meter
         self._heard_at = 0.0
         self._spent_at: float | None = None  # when the allowance was used up: more never comes back
-        self._stands: float | None = None  # the hour as this node last set it
+        self._stands: float | None = None  # the hour to which this node last set the schedule
         self._again_at = self._open_until = float("-inf")
         self._ending = False
         self._moving = threading.RLock()
@@ -92,9 +92,9 @@ class Allowance:
         if self._spent_at is None and over <= now:
             self._spent_at = over
         over = over if self._spent_at is None else self._spent_at
-        self.timer_at = max(over, self._began) + TIMER_S  # a boot that finds nothing left ends the run itself
+        self.timer_at = max(over, self._began) + TIMER_S  # if nothing is left at boot, the node ends the run itself
         expires = means.terms.limits.expires or over + STOP_S
-        waits = now < self._open_until and over > now + LEAST_S  # with less left no other node is wanted
+        waits = now < self._open_until and over > now + LEAST_S  # with less time left, no other node is wanted
         hour = expires if waits else min(over + STOP_S, expires)
         soonest = max(hour, now + SOON_S)
         later = self._stands is not None and hour > self._stands + NEAR_S

@@ -109,10 +109,10 @@ class HandOver(OneFleet):
         run = {key: value for key, value in tags.items() if value}
         if run.keys() != tags.keys():
             raise OSError("the metadata service does not tell this node's tags, by which those on spot are found")
-        # AWS knows of nodes whose fleet the bucket no longer names: a destroy takes the name back first.
+        # AWS still lists nodes of a fleet whose name the bucket has lost: `destroy` removes the name first.
         there = next((nodes for _ in tries(4) if (nodes := spot_nodes(run)) is not None), {})
         for fleet in sorted({*known, *filter(None, there.values())}):
-            delete_fleet(fleet)  # refused where it is deleted already: the nodes are what counts
+            delete_fleet(fleet)  # AWS refuses if the fleet is deleted already; only the nodes matter
         left = self._wait(run, HANDOVER_S)
         if left:
             say(f"still there after {HANDOVER_S} s, and ended now: {' '.join(sorted(left))}")

@@ -24,8 +24,8 @@ REMOVE_S = 60
 OVER_FILES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
 # Rights for installing packages as root. Docker's other rights, for raw packets and devices, are not needed.
 RIGHTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
-# Rights over any user's processes: their environment tells their rank. Not DAC_READ_SEARCH: with it docker's filter
-# admits a call that opens any file on the disk of a mount, by its number.
+# Rights to read and signal processes of any user: their environment tells their rank. DAC_READ_SEARCH is not among
+# them, because with it docker's filter admits a call that opens any file on a mount's disk by its number.
 OVER_PROCESSES = ("DAC_OVERRIDE", "KILL", "SYS_PTRACE")
 
 
@@ -46,13 +46,13 @@ class Jobs:
         """`meets`: what trains meets that of the run's other nodes."""
         self._settings, self._scratch, self._meets = settings, scratch, meets
         self._control = scratch / "run" / CONTROL
-        self._control.mkdir(parents=True, exist_ok=True)  # this process writes its answers there, whatever user it is
+        self._control.mkdir(parents=True, exist_ok=True)  # this process, whatever its user is, writes its answers there
         if settings.job_image:
             (scratch / "run" / WATCHER).mkdir(exist_ok=True)
             (scratch / "run" / WATCHER).chmod(0o777)  # root in a container has no rights over another's folder there
         container.give(settings, self._control)
         self._name, self._watcher_name = name(machine.instance), watcher_name(machine.instance)
-        self._number, self._pid = 0, 0  # of the newest container asked for
+        self._number, self._pid = 0, 0  # number and process of the newest container that was requested
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="jobs", daemon=True)
         self._running: subprocess.Popen[bytes] | None = None
@@ -83,7 +83,7 @@ class Jobs:
         while not self._ended.wait(LOOK_S):
             try:
                 self._look()
-            except OSError as error:  # a full disk: the answer is written once there is room
+            except OSError as error:  # the disk is full; the answer is written once there is room
                 if said != (said := str(error)):
                     say(f"the job's container cannot be served: {error}")
                 if self._running is None:

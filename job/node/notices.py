@@ -55,7 +55,7 @@ class Notices:
         self._nodes = 1
         self._trained_at, self._moved_at = 0.0, float("-inf")
         self._ended = False
-        self._told: set[str] = set()  # keys of messages that need not be sent any more
+        self._told: set[str] = set()  # keys of messages that were sent already
 
     def watch(self, workdir: Path, keys: Collection[str]) -> None:
         """Starts a thread that sends messages. `keys` are those of the run's objects when this node booted."""
@@ -106,7 +106,7 @@ class Notices:
             time.sleep(LOOK_S)
             try:
                 self._look()
-            except OSError as error:  # a full disk perhaps: only this thread moves the hour of silence
+            except OSError as error:  # the disk may be full, but only this thread moves the hour of silence
                 say(f"no message could be sent: {error}")
 
     def _look(self) -> None:
@@ -124,7 +124,8 @@ class Notices:
         if spent.waits_since and self._clock() - spent.waits_since >= TOLD_S:
             waits = f"a node has waited for others for {(self._clock() - spent.waits_since) / 60:.0f} minutes, billed"
             self._send_once(f"{TOLD_WAITS}{spent.waits_since:.0f}", waits)
-        leads = self._nodes == 1 or spent.trained_at > 0 or spent.waits_since > 0  # only one of several nodes speaks
+        # only one of several nodes sends messages
+        leads = self._nodes == 1 or spent.trained_at > 0 or spent.waits_since > 0
         if leads and (share := self._most(spent)) is not None:
             self._send_once(TOLD_MOST, share)
 
@@ -181,7 +182,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 def _post(url: str, text: str) -> bool:
     try:
         place = urllib.parse.urlsplit(url)
-        if place.scheme != "https" and (place.scheme, place.hostname) != ("http", "127.0.0.1"):  # a test's server
+        # only tests use such a server
+        if place.scheme != "https" and (place.scheme, place.hostname) != ("http", "127.0.0.1"):
             return False
         body, kind = json.dumps({"text": text}).encode(), {"Content-Type": "application/json"}
         asked = urllib.request.Request(url, body, kind, method="POST")

@@ -19,7 +19,7 @@ from gpufleet.job.contract.bucket import FLEETS
 from gpufleet.job.contract.reading import epoch, iso
 from gpufleet.job.contract.spent import History
 
-LOOK_S = 1.0  # between two looks at a program that runs
+LOOK_S = 1.0  # seconds between two looks at a running program
 NOT_REACHED = ("--cli-connect-timeout", "10", "--cli-read-timeout", "60")  # no network: minutes, not an hour
 _DOCKERS_ADVICE = re.compile(r"See '|Run '|\s*$")
 

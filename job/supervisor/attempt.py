@@ -56,9 +56,9 @@ MARGIN_S = 5.0  # between a predicted publication and the end of the machine
 SIGTERM_S = 105.0  # docker stop waits 115 s
 PATIENCE_S = 120.0  # the least wait for a trainer that was asked to stop at a limit
 LINES = 3  # missing lines before a trainer that writes few counts as stuck
-FINISH_S = 900.0  # to upload everything; then the attempt counts as crashed and the next one does it
-MARK_S = 120.0  # to write how the run ended, after all uploads; then the node writes it
-PAST_S = 60.0  # past a limit and a checkpoint; then anything still under way is given up
+FINISH_S = 900.0  # seconds to upload everything; after that the attempt counts as crashed and the next one uploads
+MARK_S = 120.0  # seconds to write how the run ended, after all uploads; after that the node writes it
+PAST_S = 60.0  # seconds past a limit and a checkpoint, after which anything still under way is abandoned
 CRASH_S = 120.0  # to publish what the trainer had committed
 LATE_S = 60.0  # AWS may take the machine later than it said
 XIDS = 8  # the newest Xid errors in a heartbeat
@@ -244,7 +244,7 @@ class Supervisor:
     def _go_on_from(self, manifest: Manifest | None) -> None:
         self.resumed_step = 0 if manifest is None else manifest.commit.goes_on_from
         self._seen_save = (self.resumed_step, self.clock())
-        # Before anything may end this attempt: it prunes checkpoints that it does not know.
+        # It comes before anything that may end this attempt: it deletes checkpoints that it does not know.
         self._patiently(lambda: self.publisher.resumed(manifest), BEST)
         if manifest is not None:
             if not staging.best_too(self.staging, manifest.place):
@@ -484,7 +484,7 @@ class Supervisor:
             return self._finish(ends.FAILED, f"{fatal.error}: {fatal.detail}" if fatal else lost)
         if code not in (TrainerExit.FINISHED, TrainerExit.STOPPED) and (lost := self.lost or self._lost()):
             return self._crashed(f"node refused: a GPU is lost, {lost}", code=AttemptExit.REFUSED)
-        if code == TrainerExit.REFUSED and (self.cause is None or self._by_hand):  # another node may manage
+        if code == TrainerExit.REFUSED and (self.cause is None or self._by_hand):  # another node may be able to run it
             problems = (Preflight.read(self.workdir) or Preflight()).problems or ("no reason given",)
             return self._crashed(f"node refused: {'; '.join(problems)}", code=AttemptExit.REFUSED)
         if self.cause is not None and self.cause.ends:

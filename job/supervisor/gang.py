@@ -203,7 +203,7 @@ def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: Chec
         return made
     first, *others = members
     if first.first_in == newest.number and made.leader != newest.leader and not any(each.first_in for each in others):
-        return replace(made, tries=newest.tries)  # nothing failed: rank 0's node was not known before
+        return replace(made, tries=newest.tries)  # no node failed: until now it was not known which node rank 0 was on
     return replace(made, tries=newest.tries + 1, is_last=newest.tries >= RETRIES)
 
 

@@ -38,7 +38,7 @@ class Outside:
     pulse: Executor
     log: JobLog
     spot_price: SpotPrice
-    ranks: int = 1  # processes that train
+    ranks: int = 1  # number of processes that train
     fleet_history: Ask
     gpus: Callable[[], tuple[machine.DriverGpu, ...]]
     sampler: Sampler | None = None  # samples the GPUs; None: there are none

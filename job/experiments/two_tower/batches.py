@@ -31,7 +31,7 @@ class Batches:
         weak = min(config.weak.queries, len(tables.discovery))
         self.queries = max(len(member.train) for member in members) + weak  # of each member, padding included
         rows = [rows_of(member, tables, config.weak, self.queries) for member in members]
-        self.weak = [own.weak for own in rows]  # discovery queries of each member
+        self.weak = [own.weak for own in rows]  # number of queries per member, padding included
         self._x_KRS = self._placed(np.stack([own.sentences for own in rows]))
         self._targets_KRM = self._placed(np.stack([own.targets for own in rows]))
         self._weights_KR = self._placed(np.stack([own.weights for own in rows]))

@@ -34,7 +34,7 @@ class Member:
     """`train`, `watch` and `test` are rows of the dataset, ascending."""
 
     protocol: Protocol
-    fold: int  # the fold that tests it; -1 for the refit
+    fold: int  # number of discovery queries per member
     train: Indices
     watch: Indices
     test: Indices

@@ -34,7 +34,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from gpufleet.job.experiments.two_tower.spec import Towers
 
 NORM_EPS = 1e-8  # of a vector's length before it is divided by
-GROUP = 1 << 23  # scores held at once by the loss, at least one member's
+GROUP = 1 << 23  # scores that the loss holds at once, but at least one member's
 
 
 class Towered(NamedTuple):

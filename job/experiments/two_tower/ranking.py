@@ -39,9 +39,10 @@ from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig, variants
 
 QUERIES, DISCOVERY, LABELS, NAMES = "queries.npy", "discovery.npy", "labels.npy", "names.json"
 GAINS = (0.0, 1.0, 0.7)  # of labels 0, 1 and 2: in the TREC files 1 is the best
-DISCOVERY_MADE = 40  # discovery queries of a generated dataset, at least
+DISCOVERY_MADE = 40  # the least number of discovery queries in a generated dataset
 LATENT = 6  # rank of generated relevance
-LENGTHENED = 0.75  # of generated models, against a popularity of spread 1: popularity alone reaches nDCG@10 0.6
+# weight of generated models' skills against a popularity of spread 1: popularity alone reaches nDCG@10 0.6
+LENGTHENED = 0.75
 RELEVANT, BEST = 0.08, 0.02  # shares of a generated query's models with a label, and with label 1
 
 
@@ -54,7 +55,7 @@ class Tables:
     discovery: Floats
     names: dict[str, list[str]]
     encoder: str  # "" where there was no text
-    judged: int  # labels that were given, 0 too
+    judged: int  # number of judgements in the file, with those of 0
 
 
 def prepare_ranking(
@@ -77,7 +78,7 @@ def prepare_ranking(
             f"queries, {width} wide, from seed {config.seed}"
         )
     elif text is not None:
-        prepare.existing_dataset(folder)  # raises where it is no dataset: before minutes of encoding
+        prepare.existing_dataset(folder)  # raises if the folder holds something else, before minutes of encoding
         made = read_folder(text, choose(width, say), config, say)
         source = f"million-llms: sha256 {_folder_hash(text)}, sentences by {made.encoder}"
     else:
@@ -195,7 +196,8 @@ def read_folder(
         )
     say(f"sentences: {len(queries) + len(discovery):,} by {encoder.name}")
     vectors = encoder.encode([*queries.values(), *discovery.values()])
-    # Count equal texts too: an encoder gives the same text other last digits in a batch of another length.
+    # Equal texts are compared too, because an encoder gives the same text other last digits in a batch of another
+    # length.
     distinct = min(len(set(queries.values())), len(np.unique(vectors[: len(queries)], axis=0)))
     if twice := len(queries) - distinct:
         say(
@@ -255,7 +257,8 @@ def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str], int]:
     if twice := [name for name in ("query", "model", "label") if list(names or ()).count(name) > 1]:
         raise ValueError(f"{path}:1: header {names!r:.200} names {twice[0]} twice; keep one column of that name")
     for where, line in _lines(reader, path):
-        if reader.restkey in line:  # as of a model's name with a comma, of which csv would keep the first half
+        # too many cells, such as a model's name with a comma, of which csv would keep the first half
+        if reader.restkey in line:
             raise ValueError(f"{where}: more values than the header names; a name with a comma stands in double quotes")
         if line["query"] not in rows:
             raise ValueError(f"{where}: query {line['query']!r:.60} is not in queries.jsonl")
@@ -263,7 +266,7 @@ def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str], int]:
             raise ValueError(f"{where}: label {line['label']!r:.60}; it must be 0 (irrelevant), 1 (best) or 2 (good)")
         if not line["model"]:
             raise ValueError(f"{where}: no model")
-        if line["model"] != line["model"].strip():  # else a model of its own, beside the one without
+        if line["model"] != line["model"].strip():  # a name with blanks would otherwise be a second model
             raise ValueError(f"{where}: model {line['model']!r:.60} begins or ends with a blank; leave that out")
         key = rows[line["query"]], line["model"]
         if judged.setdefault(key, int(line["label"])) != int(line["label"]):

@@ -33,8 +33,8 @@ def reciprocal_rank(scores_QM: Tensor, gains_QM: Tensor) -> Tensor:
     above = (scores_QM > top).sum(-1).double()
     tied = (scores_QM == top).sum(-1).double()
     wanted = ((scores_QM == top) & relevant).sum(-1).double()
-    # Among `tied` places in random order, the first of `wanted` is at place j with probability
-    # C(tied - j - 1, wanted - 1) / C(tied, wanted): walked from place to place as survival x hazard.
+    # Among `tied` places in random order, the first of `wanted` is at place j with probability C(tied - j - 1, wanted -
+    # 1) / C(tied, wanted). The loop walks from place to place: survival x hazard.
     mean, alive = torch.zeros_like(above), torch.ones_like(above)
     for j in range(int((tied - wanted).max().item()) + 1):
         left = (tied - j).clamp(min=1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from gpufleet.job.experiments.kernel.judge import wire
 from gpufleet.job.experiments.kernel.judge.catalog import KernelTask
 
-Ranges = tuple[tuple[int, int, int], ...]  # per dimension: lowest, highest, step
+Ranges = tuple[tuple[int, int, int], ...]  # for each dimension: lowest, highest, step
 # On a CPU kernels are interpreted at milliseconds per program: just more than one block of 1024, and once 20. On a GPU
 # larger than its caches, and a multiple of 16 elements, which decides how fast memory is read. `spread` is a whole
 # number of blocks of up to 8192, for which programs often have a branch; `many-blocks` is odd, a multiple of no block.
