@@ -236,7 +236,7 @@ def _attempt(
             except BaseException:
                 try:
                     report.save_bucket(cloud, project / "bucket")
-                except (OSError, BotoCoreError, ClientError) as error:  # must not stand for what went wrong before
+                except (OSError, BotoCoreError, ClientError) as error:  # this error must not hide the first
                     out(f"The bucket's objects could not be kept: {error}")
                 raise
     except GpufleetError as error:

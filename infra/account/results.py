@@ -182,7 +182,7 @@ def _download(folder: RunFolder, each: StoredObject, target: Path, advance: prog
     part = target.with_name(target.name + ".part")
     try:
         folder.s3.download_file(folder.bucket, f"{folder.run}/{each.name}", str(part), Callback=advance)
-    except OSError as error:  # a write to a full disk names no file, and it need not be the project's
+    except OSError as error:  # a write error on a full disk names no file; the disk may be another's
         error.filename = error.filename or str(part.parent)
         raise
     size = part.stat().st_size

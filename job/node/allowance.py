@@ -1,7 +1,8 @@
 """How long this node may go on: its timer, and the hour at which AWS ends the fleet.
 
-Both follow the job's meter. A node moves the hour only within the run's means. A node that AWS takes puts the hour back
-to the fleet's expiry, because waiting costs nothing. If no node moves it again, the fleet ends at the hour last set.
+Both follow the job's meter. A node moves the hour only as far as the run's money and hours allow. A node that AWS takes
+puts the hour back to the fleet's expiry, because waiting costs nothing. If no node moves it again, the fleet ends at
+the hour that was set last.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SOON_S = 90  # AWS refuses a moment that has passed
 
 
 class Allowance:
-    """The time that one node may use. Until `begin`, the run's hours alone set its timer."""
+    """The time that one node may use. Before `begin`, only the limit on the run's hours sets its timer."""
 
     def __init__(self, schedule: Schedule, clock: Callable[[], float], timer_s: float) -> None:
         self._schedule, self._clock = schedule, clock
@@ -48,14 +49,17 @@ class Allowance:
         self._moving = threading.RLock()
 
     def begin(self, means: Means, workdir: Path) -> tuple[float, str]:
-        """(the moment when the allowance is used up, the limit that sets it). The hour is moved before this returns."""
+        """Returns the moment when the allowance is used up, and the limit that sets it.
+
+        The hour has been moved when this returns.
+        """
         self._means, self._workdir, self._began = means, workdir, self._clock()
         self.look()
         return means.when_over(None)
 
     def watch(self, noticed: Callable[[], bool], recount: Callable[[], Means | None]) -> None:
-        """Follows the meter until the process ends. `noticed`: whether AWS takes this machine. `recount`: the run's
-        means, if more is known of other nodes than before.
+        """Follows the meter until the process ends. `noticed` says whether AWS is about to take this machine. `recount`
+        returns the run's means if more is known of other nodes than before.
         """
         counted_at = self._clock()
         while True:
@@ -73,7 +77,10 @@ class Allowance:
                 self._look(self._means, self._clock())
 
     def open(self) -> None:
-        """No node of the run spends anything for a while: AWS takes this one. Of several the others go on."""
+        """Called when no node of the run spends money for a while:
+
+        AWS is taking this one. If there are several nodes, the others go on.
+        """
         if self._means is not None and self._means.terms.is_gang:
             return
         with self._moving:
@@ -111,7 +118,7 @@ class Allowance:
         return moved
 
     def _meter_told(self, now: float) -> Spent | None:
-        """The meter's newest record, with its times by this process's clock."""
+        """The meter's newest record, with its times converted to this process's clock."""
         spent = Spent.read(self._workdir)
         if spent is not None and spent != self._word:
             self._word, self._heard_at = spent, now

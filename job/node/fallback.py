@@ -1,8 +1,9 @@
-"""A node's part in a run that may go on on demand: which market it is of, the hand-over, and the hour of the switch.
+"""The part of a node in a run with a fallback: which market it belongs to, the hand-over, and the hour of the switch.
 
-The first node on demand takes the run over for good: it says so beside the run's objects, deletes the fleet on spot and
-waits until the nodes of that have saved and left. So one node trains at a time, and none has to change a fleet's size.
-The hour only moves on, while the run trains on spot, so that AWS begins on demand when nobody does and slack is gone.
+The first on-demand node takes the run over for good: it writes that beside the run's objects, deletes the spot fleet,
+and waits until the spot nodes have saved and left. So only one node trains at a time, and no node has to change a
+fleet's size. While the run trains on spot, the hour only moves later. So AWS starts the on-demand fleet when no node
+trains and the slack is gone.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ GONE_S = 900  # for nodes that were ended to have gone: large ones take minutes
 def choose_hand_over(
     settings: Settings, metadata: MetadataService, objects: Objects, clock: Callable[[], float]
 ) -> OneFleet:
-    """The part of this node: a hand-over where a second fleet stands by."""
+    """Chooses this node's part: a hand-over if a second fleet stands by."""
     return HandOver(settings, metadata, objects, clock) if settings.fallback else OneFleet()
 
 
 class OneFleet:
-    """The part of a node whose run has one fleet: it meets nobody and moves nothing."""
+    """The part of a node whose run has one fleet: there is no other node to meet and no hour to move."""
 
     market, fleet, took_over = "", "", False
 
     def meet(self, find_fleet: Callable[[], str | None], keys: Collection[str]) -> bool:
-        """Whether this node is to train."""
+        """Whether this node may train."""
         return True
 
     def others(self, own: str | None) -> list[str]:
@@ -48,15 +49,15 @@ class OneFleet:
         return []
 
     def watch(self, workdir: Path) -> None:
-        """Begins what is to be done while the run trains."""
+        """Starts what has to be done while the run trains."""
 
     def end(self) -> None:
-        """Ends it, because the run is over."""
+        """Ends that, because the run is over."""
 
 
 class HandOver(OneFleet):
-    """Once the node has met the others: its `market`, spot or on-demand, its `fleet`, and `took_over`, whether it is
-    the first on demand.
+    """Knows, once the node has met the others, its `market` (spot or on-demand), its `fleet`, and `took_over`: whether
+    it is the first on-demand node.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class HandOver(OneFleet):
         self._changing = threading.Lock()
 
     def meet(self, find_fleet: Callable[[], str | None], keys: Collection[str]) -> bool:
-        """Whether this node is to train. One on demand waits until no other does. `keys`: of the run's objects. Raises
-        OSError where AWS does not say what has to be known.
+        """Whether this node may train. An on-demand node waits until no other node trains. `keys`: the keys of the
+        run's objects. Raises OSError if AWS does not answer a question that must be answered.
         """
         own = find_fleet()
         found = next((said for _ in tries(5) if (said := self._metadata.get(LIFE_CYCLE))), None)
@@ -121,7 +122,7 @@ class HandOver(OneFleet):
                 raise OSError("a node on spot cannot be ended, and two would train")
 
     def _wait(self, run: Mapping[str, str], seconds: float) -> set[str]:
-        """The run's nodes on spot that are there still, after so long at most. Raises OSError where AWS never said."""
+        """The run's spot nodes that still exist after the wait. Raises OSError if AWS never answered."""
         until, left = self._clock() + seconds, None
         while True:
             told = spot_nodes(run)
@@ -140,7 +141,10 @@ class HandOver(OneFleet):
             threading.Thread(target=self._watch, name="switch", daemon=True).start()
 
     def end(self) -> None:
-        """Disables the switch, because the run is over. If that fails, a node that it starts ends itself."""
+        """Disables the switch, because the run is over.
+
+        If that fails and the switch starts a node, that node ends itself.
+        """
         with self._changing:
             self._ended = True
             if not retry(2, lambda: self._schedule.change(self._clock() + DAY_S, enabled=False)):
@@ -154,7 +158,9 @@ class HandOver(OneFleet):
                     self.look(told)
 
     def look(self, told: Spent) -> None:
-        """Moves the hour on where the run has trained since, and the switch off while its limits do not pay for it."""
+        """Moves the hour later if the run has trained since, and disables the switch while the run's limits do not pay
+        for it.
+        """
         now = self._clock()
         if self._ended or told.switch_at <= 0 or told.trained_at <= self._trained_at or now < self._again_at:
             return
@@ -181,8 +187,8 @@ class HandOver(OneFleet):
 
 
 def delete_fleet(fleet: str, *, with_nodes: bool = False) -> bool:
-    """Whether it launches nothing more; its nodes stay, unless `with_nodes`. A refusal is in the answer, not in the
-    status.
+    """Deletes a fleet; whether it launches nothing more. Its nodes stay, unless `with_nodes`. AWS puts a refusal into
+    the answer, not into the status.
     """
     nodes = "--terminate-instances" if with_nodes else "--no-terminate-instances"
     refused = aws(

@@ -1,8 +1,9 @@
-"""The messages that a node sends to whoever the definition names: the run trains, AWS takes the node, most of its means
-are used up, its job warns, it ended. It also moves on, while the run trains, the hour at which AWS sends word that
-nothing has trained for long.
+"""The messages that a node sends to those whom the definition names: the run trains, AWS takes the node, most of a
+limit is used up, the job warns, the run has ended. While the run trains, it also postpones the hour at which AWS
+reports that nothing has trained for long.
 
-No caller waits longer than WAIT_S for a message, and none is sent twice; the boot log has those that could not be sent.
+No caller waits longer than WAIT_S for a message, and no message is sent twice; the boot log has those that could not be
+sent.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Notices:
         self._briefly(lambda: self._send(what))
 
     def end(self, what: str) -> None:
-        """Sends the last message of the run: from now on it is right that nothing trains."""
+        """Sends the last message of the run, and stops the report of silence: from now on nothing needs to train."""
         self._ended = True
         self._briefly(lambda: self._end(what))
 
@@ -139,7 +140,7 @@ class Notices:
             self._objects.put(file, key)
 
     def _most(self, spent: Spent) -> str | None:
-        """The message once most of a limit is used up; None before."""
+        """The message that most of a limit is used up; None before."""
         limits = self._limits
         assert limits is not None
         shares = {"max_usd": spent.spent_usd / limits.max_usd, "max_hours": hours(spent.spent_s) / limits.max_hours}
@@ -160,8 +161,8 @@ class Notices:
         return f"Spent: {usd}, {billed} of {limits.max_hours} billed hours. "
 
     def _post(self, text: str) -> bool:
-        """Posts a message in the form of Slack and its imitations. The URL is a secret, so no error shows it. After
-        WAIT_S a server that answers byte by byte is abandoned.
+        """Posts a message in the form of Slack and its imitations. The URL is a secret, so no error shows it. A server
+        that answers byte by byte is abandoned after WAIT_S.
         """
         url = ask(*bounded(SEND_S, *secret(self._webhook)), "--output", "text", *NOT_REACHED)
         taken: list[bool] = []

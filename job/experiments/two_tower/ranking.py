@@ -1,19 +1,20 @@
-"""Queries, the models that answer them, and who was judged good: the dataset of two-tower.
+"""two-tower's dataset: queries, the models that may answer them, and which of them were judged good.
 
     dataset.json     kind "ranking"; facts: queries, models, discovery, width, labels (that were given), unjudged
                      (queries without label 1 or 2), relevant, best, encoder
     queries.npy      float32 [Q, S], length 1       judged queries
     discovery.npy    float32 [N, S], length 1       queries without labels
-    labels.npy       int8 [Q, M]                    0 irrelevant, 1 best, 2 good; what was not judged is 0
+    labels.npy int8 [Q, M] 0 irrelevant, 1 best, 2 good; pairs that were not judged are 0
     names.json       queries [Q], models [M], discovery [N]: ids in the order of the arrays
 
 From a folder (`gpufleet prepare STACK FOLDER`), UTF-8:
 
     queries.jsonl    one {"id": "...", "text": "..."} per line      judged queries
     labels.csv       header query,model,label; then one line per judgement, label 0, 1 or 2
-    discovery.jsonl  like queries.jsonl; may be missing
+    discovery.jsonl like queries.jsonl; it may be missing
 
-or from a seed. Embeddings are made here, once. The same input gives the same bytes. User mistakes raise ValueError.
+or from a seed. Embeddings are made here, once for all runs. The same input gives the same bytes. User mistakes raise
+ValueError.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Tables:
 def prepare_ranking(
     folder: Path, config: TwoTowerConfig, *, text: Path | None = None, say: Callable[[str], None] = lambda line: None
 ) -> DatasetManifest:
-    """The prepared dataset in `folder`, made now or found there. `text` is the folder of a million-llms dataset. Raises
-    ValueError: no text, damaged lines, or other counts than `data` says.
+    """The prepared dataset in `folder`, made now or already there. `text` is the folder of a million-llms dataset.
+    Raises ValueError if there is no text, if lines are damaged, or if counts differ from those in `data`.
     """
     data, width = config.data, config.towers.sentence
     if text is None and data.source == "generated-relevance":
@@ -108,7 +109,7 @@ def prepare_ranking(
 
 
 def read(folder: Path) -> Tables:
-    """A prepared dataset's arrays. Raises ValueError when it is another kind."""
+    """A prepared dataset's arrays. Raises ValueError if the dataset is of another kind."""
     manifest = prepare.read_manifest(folder)
     if manifest.kind != "ranking":
         raise ValueError(f"{folder}: a dataset of kind {manifest.kind}; two-tower needs ranking: prepare it again")
@@ -123,12 +124,12 @@ def read(folder: Path) -> Tables:
 
 
 def unjudged(labels: Labels) -> int:
-    """Queries for which no model is relevant, label 1 or 2: whatever the order, each scores 0."""
+    """Queries without a relevant model (label 1 or 2): in any order, each scores 0."""
     return int((labels == 0).all(axis=1).sum())
 
 
 def mismatches(config: TwoTowerConfig, queries: tuple[int, ...], labels: tuple[int, ...]) -> list[str]:
-    """What a config and arrays of these shapes do not agree on, as sentences with the key to change."""
+    """Where a config and arrays of these shapes disagree, as sentences with the key to change."""
     wanted = (
         ("data.queries", config.data.queries, queries[0]),
         ("data.models", config.data.models, labels[1]),
@@ -138,10 +139,10 @@ def mismatches(config: TwoTowerConfig, queries: tuple[int, ...], labels: tuple[i
 
 
 def generate(queries: int, models: int, discovery: int, width: int, *, seed: int) -> Tables:
-    """Seeded relevance of low rank plus a popularity term, so that popularity alone is a strong baseline.
+    """Relevance from a seed, of low rank plus a popularity term, so that popularity alone is a strong baseline.
 
-    A query's sentence vector is its latent taste, mapped linearly, with noise: what a tower can learn. Each query's
-    best-scored models get labels: RELEVANT of them one, BEST of them label 1.
+    A query's sentence vector is its latent taste, mapped linearly, with noise. A tower can learn that. The best-scored
+    models of each query get labels: a share RELEVANT gets a label, and a share BEST gets label 1.
     """
     draw = np.random.default_rng(seed)
     tastes = draw.standard_normal((queries + discovery, LATENT))
@@ -173,8 +174,8 @@ def generate(queries: int, models: int, discovery: int, width: int, *, seed: int
 def read_folder(
     folder: Path, encoder: Encoder, config: TwoTowerConfig, say: Callable[[str], None] = lambda line: None
 ) -> Tables:
-    """The tables of a million-llms folder, sentences encoded, which takes minutes: other counts than `config` has are
-    said before. Raises ValueError naming file, line and what is wrong.
+    """The tables of a million-llms folder with its sentences encoded, which takes minutes. Counts that differ from
+    `config` are reported before. Raises ValueError naming file, line and what is wrong.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: not a folder; it must hold queries.jsonl, labels.csv and maybe discovery.jsonl")
@@ -215,7 +216,7 @@ def read_folder(
 
 
 def _sentences(path: Path) -> dict[str, str]:
-    """Text by id, in the file's order."""
+    """The text of each id, in the file's order."""
     found: dict[str, str] = {}
     lines = _open(path).split("\n")
     require_lines(path)
@@ -243,7 +244,7 @@ def _sentences(path: Path) -> dict[str, str]:
 
 
 def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str], int]:
-    """[Q, M]; the models, sorted by id; and how many judgements there were."""
+    """Labels [Q, M], the models sorted by id, and the number of judgements."""
     rows = {name: row for row, name in enumerate(queries)}
     judged: dict[tuple[int, str], int] = {}
     reader = csv.DictReader(io.StringIO(_open(path), newline=""))
@@ -282,7 +283,7 @@ def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str], int]:
 
 
 def _lines(reader: csv.DictReader[str], path: Path) -> Iterator[tuple[str, dict[str, str | Any]]]:
-    """Each line with its place."""
+    """Each line with its place in the file."""
     try:
         for line in reader:
             yield f"{path}:{reader.line_num}", line

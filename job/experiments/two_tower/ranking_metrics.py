@@ -1,8 +1,8 @@
 """How well scores order models for a query: nDCG@k and MRR, as scikit-learn computes them. Legend: Q queries, M models.
 
-Equal scores share their places: each model of a tie gets the mean over the tie's orders, in nDCG (scikit-learn's
-`ndcg_score` with ties averaged) and in MRR alike. A query without a relevant model scores 0. All in float64.
-Scores that are NaN or infinite rank nothing and raise LossNotFiniteError, a ValueError as there.
+Equal scores share their places: each model of a tie gets the mean over the tie's orders, in nDCG (as scikit-learn's
+`ndcg_score` averages ties) and in MRR. A query without a relevant model scores 0. All in float64. Scores that are NaN
+or infinite rank nothing and raise LossNotFiniteError, a ValueError as there.
 """
 
 from __future__ import annotations
