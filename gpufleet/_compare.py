@@ -47,7 +47,7 @@ class Frontier:
     _others: tuple[Option, ...] = field(repr=False, compare=False)
 
     def save(self, path: Path | str) -> None:
-        """Draws USD against hours to a .png or .svg file. Raises GpufleetError without matplotlib, OSError."""
+        """Draws USD against hours to a .png or .svg file. Raises GpufleetError without matplotlib, and OSError."""
         if Path(path).suffix not in plot.KINDS:
             raise GpufleetError(f"{path}: a picture is one of {', '.join(plot.KINDS)}, by its name's ending")
         Path(path).write_bytes(self._drawn(Path(path).suffix))

@@ -46,7 +46,7 @@ class Definition:
 def read(
     given: Given | Definition, *, scenario: str, name: str, project: Path | str | None, now: datetime
 ) -> Definition:
-    """The definition. Raises GpufleetError, DefinitionError with every problem of the file."""
+    """The definition. Raises DefinitionError with every problem of the file, and GpufleetError."""
     if isinstance(given, Definition):
         if not scenario or scenario == given.scenario:
             return given

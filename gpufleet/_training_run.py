@@ -142,7 +142,7 @@ def _earlier_names(opts: pulumi.ResourceOptions | None) -> list[str]:
 def _check_network(
     vpc_id: pulumi.Input[str] | None, subnets: Mapping[str, pulumi.Input[str]] | None, zones: tuple[str, ...]
 ) -> None:
-    """Raises GpufleetError for a network without its other half."""
+    """Raises GpufleetError if only one of `vpc_id` and `subnets` is given."""
     if (vpc_id is None) != (subnets is None):
         raise GpufleetError("vpc_id and subnets belong together: give both, or neither for a network of its own")
     if subnets is not None and set(subnets) != set(zones):

@@ -202,7 +202,7 @@ def _create_launch_template(fleets: FleetController, response: Any) -> Any:
 
 
 def _describe_launch_templates(fleets: FleetController, response: Any) -> Any:
-    """DescribeLaunchTemplates: moto would show only the tags with which a template was created."""
+    """DescribeLaunchTemplates: moto would show only the tags that a template had when it was created."""
     for template in response.ec2_backend.launch_templates.values():
         template.tags = template.get_tags()
     return _MOTO["describe_launch_templates"](response)

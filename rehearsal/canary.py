@@ -1,4 +1,4 @@
-"""A canary on the embedded AWS: the same flight, with rehearsed nodes in the place of EC2's."""
+"""A canary on the embedded AWS: the same flight, with rehearsed nodes instead of EC2's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`gpufleet rehearse STACK`: a whole run on this machine, from definition file to receipt, against the embedded AWS.
 
-The steps are those of a user, in the same order, each by the command that a user would type. rehearsal.cloud takes the
-place of the AWS account; the definition's `rehearsal` section makes the job small enough for a CPU.
+The steps are those of a user, in the same order, each with the command that a user would type. rehearsal.cloud replaces
+the AWS account; the definition's `rehearsal` section makes the job small enough for a CPU.
 """
 
 from __future__ import annotations
@@ -88,10 +88,9 @@ def rehearse(
     stand_in: bool = False,
     again: Sequence[Until] = (),
 ) -> int:
-    """Rehearses a stack; 0 when everything was shown and held. Otherwise it prints which step failed and why, and keeps
-    the scratch project. `image`: a command runs in its own image. `stand_in`: a stand-in runs instead of the
-    command's script. `again`: for each of these, run once more without interruptions. `quiet`: print nothing on the
-    way.
+    """Rehearses a stack; returns 0 if everything was shown and held. Otherwise it prints which step failed and why, and
+    keeps the scratch project. With `image` a command runs in its own image. With `stand_in` a stand-in runs instead of
+    the command's script. `again` lists further runs without interruptions. With `quiet` nothing is printed on the way.
     """
     way = (lambda line: None) if quiet else out
     root = root or project_root(Path.cwd())
@@ -253,8 +252,8 @@ def _attempt(
 
 
 def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[str], None]) -> bool:
-    """Runs the steps of the rehearsal; whether everything was shown. `way` gets the lines before the report. Raises
-    GpufleetError when a step fails, and after the report when a promise did not hold.
+    """Runs the steps of the rehearsal; returns whether everything was shown. `way` gets the lines before the report.
+    Raises GpufleetError when a step fails, and after the report when a promise did not hold.
     """
     name, timeline = rehearsal.name, rehearsal.timeline
     with step(rehearsal, "prepare"):
@@ -321,7 +320,7 @@ def _programs_of(
 
 
 def _end(error: GpufleetError, seconds: float, project: Path, root: Path) -> Iterator[str]:
-    """The lines about a failure: all that is known, where the rest is, and the reason in the last line."""
+    """The lines about a failure: everything known, where the rest is, and the reason in the last line."""
     cause = error.__cause__ if isinstance(error, StepFailedError) else error
     where, why = (f"at {error.step}, ", error.why) if isinstance(error, StepFailedError) else ("", str(error))
     reason = headline(why)
@@ -364,7 +363,7 @@ def step(rehearsal: Rehearsal, name: str) -> Iterator[None]:
 
 
 def command(rehearsal: Rehearsal, *words: str) -> str:
-    """Runs `gpufleet WORDS` in the scratch project; its standard output. Raises AnswerError when it fails."""
+    """Runs `gpufleet WORDS` in the scratch project; returns its standard output. Raises AnswerError when it fails."""
     with _started(rehearsal, *words) as process:
         return _answer(rehearsal, process, words)
 
@@ -465,7 +464,7 @@ def _shown(path: Path, root: Path) -> str:
 
 
 def rehearse_all(*, root: Path | None = None, out: Callable[[str], None] = say, quiet: bool = False) -> int:
-    """Rehearses every stack in turn and prints a table. 0 when all held, 1 otherwise, 130 on Ctrl-C."""
+    """Rehearses every stack in turn and prints a table; returns 0 if all held, 1 otherwise, 130 on Ctrl-C."""
     root = root or project_root(Path.cwd())
     rows, failed = [], False
     paths = [root / "stacks" / f"{name}.yaml" for name in stacks_of(root)]

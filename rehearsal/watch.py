@@ -1,4 +1,4 @@
-"""Follows a run from outside while it trains, and interrupts it as planned: where the definition's seed has it.
+"""Follows a run from outside while it trains, and interrupts it where the definition's seed decides.
 
 It looks where a person could: the fleet, the nodes' own logs and metrics, the bucket. It causes only interruptions.
 """
@@ -34,7 +34,8 @@ Kind = Literal["notice", "loss"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """One interruption. It comes when the job has logged `step` or a later one and is at the planned place.
+    """One interruption. An interruption comes when the job has logged `step` or a later one and is at the planned
+    place.
 
     A loss also waits for the first checkpoint in the bucket.
     """
@@ -45,7 +46,7 @@ class Planned:
 
 
 def possible(definition: StackDefinition) -> Interruptions:
-    """The definition's interruptions that AWS can cause in its way of buying."""
+    """Those of the definition's interruptions that AWS can cause in its market."""
     none: dict[str, Any] = dict.fromkeys(definition.fleet.market.never, 0)
     return replace(definition.interruptions, **none)
 

@@ -72,8 +72,8 @@ def fetch(
     exports: bool,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Downloads the results, checks their sizes and prints what is missing. 0 when all that belongs to this kind of end
-    is there, else 1.
+    """Downloads the results, checks their sizes and prints what is missing; returns 0 if everything that belongs to
+    this kind of end is there, else 1.
 
     Every end leaves a receipt, or the records from which one is made here. A run ended by a limit or by `gpufleet stop`
     may have no results.json. The files downloaded by default are those that the bill's line `transfer of results`
@@ -168,7 +168,7 @@ def _late(
 
 
 def earlier_receipt(path: Path) -> Receipt | None:
-    """The receipt at `path`; None when there is none that can be read."""
+    """The receipt at `path`; None if there is no readable one."""
     with suppress(FileNotFoundError, ValueError):
         return parse(path.read_bytes())
     return None
@@ -224,8 +224,8 @@ def cut_off(
     definition: StackDefinition, owner: str, objects: Iterable[StoredObject], ec2: Any, now: datetime
 ) -> Done | None:
     """The end of a run that has no done.json, when its owner has neither a node nor a fleet that launches; another
-    owner's run has its own bucket. The run ended when its nodes last wrote. The result has no reason while the run
-    may go on, and when no node has begun it. None: AWS does not tell.
+    owner's run has its own bucket. The run ended when its nodes last wrote. There is no reason while the run may go on,
+    or if no node has begun it. None: Returns None if AWS does not say.
     """
     written = [each.written for each in objects if each.name.startswith(SIGNS)]
     if not written:
@@ -268,8 +268,8 @@ def make_receipt(
 
 
 def _history(definition: StackDefinition, ec2: Any, since: float) -> History | None:
-    """The history of the run's fleet, which AWS shows for two days after its deletion. Where a killed `up` has left a
-    second fleet, the histories of both: which of them a node belonged to is not known any more.
+    """The history of the run's fleet, which AWS shows for two days after its deletion. If a killed `up` has left a
+    second fleet, it returns the histories of both, because it is no longer known to which a node belonged.
     """
     try:
         found = fleets_of(ec2, definition)

@@ -113,7 +113,10 @@ def check(definition: StackDefinition, sts: Any, iam: Any) -> Iterator[Check]:
 
 
 def _resource(definition: StackDefinition, action: str, account: str) -> str:
-    """The resource for which the action is checked: one with a name as the stack's resources have. EC2 has only ids."""
+    """The resource for which the action is checked: one with a name as the stack's resources have.
+
+    EC2's resources have ids only.
+    """
     service, _, verb = action.partition(":")
     made, place = f"gpufleet-{definition.name}-0000000", f"{definition.fleet.region}:{account}"
     of_profile = "InstanceProfile" in verb and verb != "ListInstanceProfilesForRole"

@@ -29,8 +29,8 @@ def delete(
     found: Found, client: Callable[[str], Any], *, pause: Callable[[float], None], say: Callable[[str], None] = print
 ) -> None:
     """Deletes what is unwanted, and looks again until nothing is left: some things end slowly, and a fleet may have
-    launched more. It prints what it deletes, and why anything stays. It gives up after TIMEOUT_S, or when AWS
-    refuses the rest and nothing that blocks it is ending.
+    launched more. It prints what it deletes, and why anything stays. It gives up after TIMEOUT_S, or when AWS refuses
+    the rest and nothing that blocks it is ending.
     """
     gone, waited = set[tuple[str, str]](), 0.0
     while True:

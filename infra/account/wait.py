@@ -59,7 +59,7 @@ class WaitLoop:
     ended: set[str] = field(default_factory=set)  # nodes that have ended
 
     def until_node(self, timeout_s: float) -> int:
-        """0 when a node runs or the run is already over, 1 with the reasons when there is none in time."""
+        """Returns 0 if a node runs or the run is already over, and 1, with the reasons, if there is none in time."""
         give_up = self.clock() + timeout_s
         while True:
             fleets = fleets_of(self.ec2, self.definition)
@@ -187,7 +187,7 @@ class WaitLoop:
         return 1 if needless else 0
 
     def _history(self, fleet: dict[str, Any]) -> None:
-        """Says every event not said before, and collects what explains a missing node."""
+        """Prints every new event, and collects what explains a missing node."""
         asked = {"FleetId": fleet["FleetId"], "StartTime": fleet["CreateTime"]}
         for answer in pages(self.ec2.describe_fleet_history, **asked):
             for record in answer["HistoryRecords"]:
@@ -278,7 +278,7 @@ class WaitLoop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reason:
-    """One cause. `final`: waiting changes nothing."""
+    """One cause. With `final`, waiting changes nothing."""
 
     cause: str
     remedy: str
@@ -388,7 +388,7 @@ def explain(sub_type: str, description: str, definition: StackDefinition) -> Rea
 
 
 def describe(record: dict[str, Any]) -> tuple[str, str, str]:
-    """(kind, sub-type, description) of one record of DescribeFleetHistory."""
+    """Kind, sub-type and description of one record of DescribeFleetHistory."""
     information = record.get("EventInformation") or {}
     return (
         str(record.get("EventType", "")),

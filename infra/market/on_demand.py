@@ -1,4 +1,4 @@
-"""On demand: one price in all zones, and nodes that AWS leaves to the run."""
+"""On demand: one price in all zones, and nodes that AWS does not take back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from gpufleet.infra.market.market import Market
 
 
 class OnDemand(Market):
-    """A fleet that keeps its nodes on demand."""
+    """A fleet that replaces its lost nodes on demand."""
 
     name = asks_for = metered_as = by_the_hour = "on-demand"
     place = bought = "on demand"

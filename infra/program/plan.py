@@ -39,7 +39,7 @@ from gpufleet.job.contract.inputs import DatasetManifest, InputManifest, Weights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What the program declares, with nothing left to decide."""
+    """Everything that the program declares, with nothing left to decide."""
 
     now: datetime
     definition: StackDefinition

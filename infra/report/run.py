@@ -55,7 +55,7 @@ class RunResults:
 
     @property
     def lasted_s(self) -> float:
-        """Seconds from then to the end of the last node."""
+        """Seconds from the first launch to the end of the last node."""
         ends = (self.launched[each.instance] + float(each.lived_s) for each in self._nodes() if self.began)
         return max(ends, default=0.0) - self.began
 

@@ -117,7 +117,7 @@ def _commit_hash(project: Path, name: str) -> str:
 
 
 def _made_at(project: Path, commit: str) -> datetime:
-    """The commit's time, UTC: the only clock of a review."""
+    """The commit's time in UTC, which is the review's only clock."""
     seconds = git.answer(project, "log", "-1", "--no-show-signature", "--format=%ct", commit)
     return datetime.fromtimestamp(int(seconds), UTC)
 

@@ -4,9 +4,9 @@ A checkpoint counts as whole when all of its files are there, none is open for w
 same, and no file's format shows a cut. A thread then copies it into ckpt/ and looks at it again. It is committed only
 if it has not changed: if the command has pruned or overwritten it meanwhile, the copy is thrown away.
 
-The step of a checkpoint is the number in its name, if names count what the run counts; else it is the step that the
-command's lines had told when the checkpoint was written. A commit keeps both, the name's and the lines' (Commit.lines),
-and never converts one into the other.
+The step of a checkpoint is the number in its name, if names count what the run counts. Otherwise it is the step that
+the command's lines had shown when the checkpoint was written. A commit keeps both, the name's and the lines'
+(Commit.lines), and never converts one into the other.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ File = tuple[int, int]  # device and inode
 
 @dataclass(slots=True)
 class Watched:
-    """A checkpoint that has begun, as it was last seen, and since when. `still`: no process has it open. `doubtful`: a
+    """A checkpoint that has begun: how it looked last, and since when. `still`: no process has it open. `doubtful`: a
     process that may have had it open has ended.
     """
 
@@ -73,8 +73,8 @@ class LineReader(Protocol):
 
 class CommandCheckpoints:
     """The checkpoints of one command in `folder` below `user`, which the command may change at any time. `alive` gives
-    its processes; `writing` gives the checkpoint files that a process has open for writing, None when that is not
-    known; `moment` converts a file's time to the time of `clock`. `run` is the run's id.
+    its processes; `writing` gives the checkpoint files that a process has open for writing, None if unknown; `moment`
+    converts a file's time to the time of `clock`. `run` is the run's id.
 
     On a `node` that follows another one, a checkpoint is only the part that the node's own ranks have written. The part
     is taken after the `leader` has announced that the checkpoint is whole, and it may have no files.
@@ -131,8 +131,8 @@ class CommandCheckpoints:
         self._begun_before: set[Key] = set()  # those that were not committed at the signal
 
     def restore(self) -> Commit | None:
-        """Puts the newest commit into the command's folder, and nothing else. None: there is no commit, and the folder
-        is empty. Raises OSError.
+        """Puts the newest commit into the command's folder, and nothing else. Returns None if there is no commit; the
+        folder is then empty. Raises OSError.
         """
         self._settle()
         self._before = set()
@@ -184,7 +184,7 @@ class CommandCheckpoints:
         return {"step": restored.step, **(self.restored.counts if self.restored else {})}
 
     def saving(self) -> bool:
-        """Whether a checkpoint is being written now: a file of it is open, or some of it has just come."""
+        """Whether a checkpoint is being written now: one of its files is open, or was just written."""
         new = [each for each in self.find() if self._is_new(each)]
         writing, recent = self._writing(new) or (), self._clock() - SAVING_S
         return any(
@@ -224,7 +224,7 @@ class CommandCheckpoints:
         return [part]
 
     def _find_again(self, found: FoundCheckpoint) -> FoundCheckpoint:
-        """The checkpoint as it is on disk now; without files when nothing is left of it."""
+        """The checkpoint as it is on disk now; it has no files if nothing is left."""
         nothing = found.without_files(found.files)
         return next((each for each in self.find() if each.key == found.key), nothing)
 
@@ -322,7 +322,7 @@ class CommandCheckpoints:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _is_new(self, found: FoundCheckpoint) -> bool:
-        """Whether the checkpoint differs from the one committed or put back."""
+        """Whether the checkpoint differs from the one that was committed or put back."""
         return self._done.get(found.key, (None, 0))[0] != found
 
     def _watch(self, found: FoundCheckpoint, now: float) -> None:
@@ -458,9 +458,9 @@ class CommandCheckpoints:
             return found.counts["epoch"] * each
         return found.counts.get(self._config.unit)
 
-    def _step(self, found: FoundCheckpoint, told: int | None) -> tuple[int, bool]:
-        """The checkpoint's step in the run, and whether a name or line tells it; else it is the previous step plus one.
-        `told` is the step that lines had told when its first file was whole.
+    def _step(self, found: FoundCheckpoint, by_lines: int | None) -> tuple[int, bool]:
+        """The checkpoint's step in the run, and whether a name or line gives it; without either it is the previous step
+        plus one. `told` is the step that lines had shown when its first file was whole.
         """
         if self._node:
             return self._leaders_step[found.key], True
@@ -471,13 +471,13 @@ class CommandCheckpoints:
         if number is not None:
             number += self._offset
             # A number in a name is no step if that step lies far after the one at which the checkpoint was begun.
-            is_far = told is not None and told >= 2 * number and told - number > 2 * self._lines.spread
+            is_far = by_lines is not None and by_lines >= 2 * number and by_lines - number > 2 * self._lines.spread
             self._counts_else = self._counts_else or is_far
-        known = told if number is None or (self._counts_else and told is not None) else number
+        known = by_lines if number is None or (self._counts_else and by_lines is not None) else number
         return max(-1 if known is None else known, self.newest + 1), known is not None
 
     def _take_evaluation(self) -> None:
-        """Takes an evaluation told after its checkpoint's commit; the supervisor sends the manifest again."""
+        """Adds an evaluation that came after its checkpoint's commit; the supervisor sends the manifest again."""
         if self.newest in self._evaluated or (val := self._lines.val.get(self.newest)) is None:
             return
         self._evaluated.add(self.newest)

@@ -7,10 +7,10 @@
 | one of exit.again | another node | stopped |
 | another, or a signal | again in place, exit.restarts times; then another node; twice alike: failed | stopped |
 
-Two things contradict exit code 0: the newest step is further from the declared last one than lines are from each other,
-and nothing was written to the outputs after it; or the start was given a checkpoint and has done nothing. After a stop,
-"finished" needs a whole checkpoint of the last step, or an output after it. Without either, the next node finds out
-what is left to do, which costs minutes.
+Two things contradict exit code 0. First, the newest step is further from the declared last one than lines are from each
+other, and nothing was written to the outputs after it. Second, the start was given a checkpoint and has done nothing.
+After a stop, "finished" needs a whole checkpoint of the last step, or an output after it. Without either, the next node
+finds out what is left to do, which costs minutes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class End:
         return f"{self.what} ended with {phrase} at step {self.step:,}{named}"
 
     def is_like(self, other: End) -> bool:
-        """Whether both ended at the same step for the same cause, or, when none is known, with the same last lines."""
+        """Whether both ended at the same step for the same cause or, if none is known, with the same last lines."""
         mine, theirs = ((each.cause,) if each.cause else each.lines for each in (self, other))
         return (self.step, self.code, *map(_plain, mine)) == (other.step, other.code, *map(_plain, theirs))
 
@@ -87,7 +87,10 @@ def _plain(text: str) -> str:
 
 
 def judge(config: CommandConfig, end: End, before: Sequence[End], *, stopped: bool) -> tuple[Verdict, str]:
-    """The verdict and its reason. `before` are earlier ends on this node; `stopped`: a stop had been sent."""
+    """The verdict and its reason.
+
+    `before` are earlier ends on this node; `stopped` says whether a stop had been sent.
+    """
     if stopped:
         return ("finished" if _is_finished_by_stop(config, end) else "stopped"), end.sentence
     if end.code == 0 and not end.why:
@@ -136,7 +139,7 @@ def _contradiction(config: CommandConfig, end: End) -> str:
 
 
 def _unread(end: End) -> str:
-    """A sentence that no line gave a step, with the last lines that hold numbers; empty when lines have given steps."""
+    """A sentence that no line gave a step, with the last lines that hold numbers; empty if lines have given steps."""
     if end.is_told or not end.unread:
         return ""
     return f". No line matched job.progress.stdout; the last ones with numbers were: {' | '.join(end.unread)}"

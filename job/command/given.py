@@ -1,6 +1,4 @@
-"""What a command is given: folders, placeholders, environment and secrets, and how secrets are blanked in
-its output.
-"""
+"""What a command gets: folders, placeholders, environment and secrets; and how secrets are blanked in its output."""
 
 from __future__ import annotations
 
@@ -154,8 +152,8 @@ def _asked(kind: str, place: str) -> str:
 
 
 class Mask:
-    """Blanks secret values in the output: each whole value, each of its lines and, for JSON, every text and number in
-    it, if they are long enough not to match by chance. `longest` is the bytes of the longest of them.
+    """Blanks secret values in the output: each whole value, each of its lines and, for JSON, each text and number in
+    it, if it is too long to match by chance. `longest` is the bytes of the longest of them.
     """
 
     def __init__(self, values: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ FLAGS = (
 
 
 class Meeting:
-    """One start of a command on one of `nodes` nodes with `gpus` GPUs each. With one node nothing is asked."""
+    """One start of a command on one of `nodes` nodes with `gpus` GPUs each. With one node it checks nothing."""
 
     def __init__(self, *, nodes: int, gpus: int, clock: Callable[[], float]) -> None:
         self._nodes, self._gpus, self._clock = nodes, gpus, clock

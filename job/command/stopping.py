@@ -1,4 +1,4 @@
-"""How a command is asked to stop: whether by a signal, when, and how long the host waits."""
+"""Decides how a command is asked to stop: by a signal or not, when, and how long the host waits."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Leaving:
         send: Callable[[str], None],
         say: Callable[[str], None],
     ) -> str:
-        """Sends the signal when it is time; gives the reason to kill the command now, empty while the host waits.
+        """Sends the signal when it is time; returns the reason to kill the command now, empty while the host waits.
 
-        `saving`: a checkpoint is being written. `committed` is the newest commit; `on_signal`: the command made it
-        because of the signal.
+        `saving`: a checkpoint is being written. `committed` is the newest commit; `on_signal` says whether the command
+        made it because of the signal.
         """
         if not self.signalled and not self._waits and not saving():
             self.signalled = True

@@ -125,9 +125,9 @@ class HandOver(OneFleet):
         """The run's spot nodes that still exist after the wait. Raises OSError if AWS never answered."""
         until, left = self._clock() + seconds, None
         while True:
-            told = spot_nodes(run)
-            left = left if told is None else set(told)
-            if told == {} or self._clock() >= until:
+            nodes = spot_nodes(run)
+            left = left if nodes is None else set(nodes)
+            if nodes == {} or self._clock() >= until:
                 break
             time.sleep(5)
         if left is None:
@@ -153,31 +153,31 @@ class HandOver(OneFleet):
     def _watch(self) -> None:
         while not self._ended:
             time.sleep(LOOK_S)
-            if (told := Spent.read(self._workdir)) is not None:
+            if (spent := Spent.read(self._workdir)) is not None:
                 with self._changing:
-                    self.look(told)
+                    self.look(spent)
 
-    def look(self, told: Spent) -> None:
+    def look(self, spent: Spent) -> None:
         """Moves the hour later if the run has trained since, and disables the switch while the run's limits do not pay
         for it.
         """
         now = self._clock()
-        if self._ended or told.switch_at <= 0 or told.trained_at <= self._trained_at or now < self._again_at:
+        if self._ended or spent.switch_at <= 0 or spent.trained_at <= self._trained_at or now < self._again_at:
             return
-        self._trained_at = told.trained_at
+        self._trained_at = spent.trained_at
         stands = self._schedule.stands()
         if stands is None:
             self._refused(now)
             return
         at, enabled = stands
-        late = told.switch_at <= now or told.switch_at < at + MOVE_S
-        if late and enabled == told.switch_is_paid:
+        late = spent.switch_at <= now or spent.switch_at < at + MOVE_S
+        if late and enabled == spent.switch_is_paid:
             return
-        hour = max(told.switch_at, at, now + SOON_S)
-        if self._schedule.change(hour, enabled=told.switch_is_paid):
+        hour = max(spent.switch_at, at, now + SOON_S)
+        if self._schedule.change(hour, enabled=spent.switch_is_paid):
             self._again_at = now + MOVE_S
             begins = f"AWS begins on demand at {iso(hour)}, unless a node moves that hour"
-            say(begins if told.switch_is_paid else "no switch to on demand: the limits do not pay for the rest")
+            say(begins if spent.switch_is_paid else "no switch to on demand: the limits do not pay for the rest")
         else:
             self._refused(now)
 

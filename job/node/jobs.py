@@ -79,12 +79,12 @@ class Jobs:
         self._running = self._watcher = None
 
     def _serve(self) -> None:
-        said = ""
+        last_error = ""
         while not self._ended.wait(LOOK_S):
             try:
                 self._look()
             except OSError as error:  # the disk is full; the answer is written once there is room
-                if said != (said := str(error)):
+                if last_error != (last_error := str(error)):
                     say(f"the job's container cannot be served: {error}")
                 if self._running is None:
                     self._number = 0
@@ -129,8 +129,8 @@ class Jobs:
         self._answer({"number": self._number, "problem": why, "code": code})
         self.remove()
 
-    def _answer(self, told: dict[str, object]) -> None:
-        atomic.write_json(self._control / CONTAINED, told)
+    def _answer(self, answer: dict[str, object]) -> None:
+        atomic.write_json(self._control / CONTAINED, answer)
 
     def command(self) -> list[str]:
         """The docker command that runs the training container."""
@@ -167,8 +167,8 @@ class Jobs:
         return [*options, *container.capabilities(*RIGHTS), "--entrypoint", "sh", self._settings.job_image]
 
     def _ready_made(self) -> list[str]:
-        """A ready-made job has no network, because all input is staged; with other nodes it has the machine's network
-        without a role. Its ranks look up the container's name to find each other. It cannot change the supervisor's
+        """A ready-made job has no network, because all input is staged; with other nodes it has the machine's
+        network. Its ranks look up the container's name to find each other. It cannot change the supervisor's
         code or requests.
         """
         settings = self._settings

@@ -127,9 +127,9 @@ def complaint(seconds: int, *command: str) -> str | None:
     return f"no answer in {seconds} s" if result.code == 124 else result.why
 
 
-def last_line(said: str) -> str:
+def last_line(output: str) -> str:
     """The last line of a program's output, as a reason, without docker's advice on where to read more."""
-    lines = [line for line in said.splitlines() if not _DOCKERS_ADVICE.match(line)]
+    lines = [line for line in output.splitlines() if not _DOCKERS_ADVICE.match(line)]
     return re.sub(r'[\x00-\x1f"\\]', "", lines[-1])[:300] if lines else ""
 
 

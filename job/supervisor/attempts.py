@@ -113,7 +113,7 @@ def read_ended(
     store: Store,
     run: RunFile,
     done: Done,
-    told: History | None,
+    history: History | None,
     now: float,
     *,
     known: Mapping[str, bool] | None = None,
@@ -121,11 +121,11 @@ def read_ended(
 ) -> list[Attempt]:
     """Every attempt of an ended run, the oldest first.
 
-    `told`: `history` is AWS's; `known` is what `reclaimed` returns.
+    `history` is AWS's; `known` is what `reclaimed` returns.
     """
     nodes = OtherNodes(Node("", "", "", launched_at=epoch(done.at) or 0.0), read(store, done=done, say=say))
-    nodes.take(told or History(), now)
-    return judged(nodes.count(run, gone=[node.instance for node, _ in nodes.nodes]), known or {}, told, now)
+    nodes.take(history or History(), now)
+    return judged(nodes.count(run, gone=[node.instance for node, _ in nodes.nodes]), known or {}, history, now)
 
 
 class Others(OtherNodes):
