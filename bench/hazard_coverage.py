@@ -48,7 +48,7 @@ RUN = Exposure(
 
 
 class Group(NamedTuple):
-    """Traces of one kind: up where all `nodes` could be had."""
+    """Traces of one kind: up while all `nodes` were available."""
 
     name: str
     gpus: int  # GPUs of a node

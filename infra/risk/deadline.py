@@ -111,7 +111,7 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
 
 def finished(begun: SimulatedRuns, spot: Exposure, on_demand: Exposure) -> tuple[Floats, Floats]:
     """(USD, hours by the wall) of runs that left spot and do the rest of their work on demand."""
-    left_share = (begun.work_h - begun.done_h) / spot.phase_ends_h[-1]  # of the work as the bill has it
+    left_share = (begun.work_h - begun.done_h) / spot.phase_ends_h[-1]  # of the bill's work, what is still to do
     start_h = np.where(begun.done_h > 0, on_demand.restart_h, on_demand.setup_h)
     rest_h = np.maximum(start_h + left_share * on_demand.phase_ends_h[-1], MINIMUM_H)
     more_h = np.where(begun.stopped, rest_h, 0.0)

@@ -110,7 +110,7 @@ class Names:
     """The names that a definition gives, and what was learned about them from the first whole checkpoint."""
 
     def __init__(self, config: CommandConfig, prefix: str = "") -> None:
-        """`prefix`: what stands before a file's name in the bucket."""
+        """`prefix`: the part of a file's key before its name in the bucket."""
         self._complete, self._unless, self._prefix = config.complete, config.unless, prefix
         self._patterns = [_pattern(name) for name in config.names]
         self._also = [_pattern(name.rstrip("/") + end)[0] for name in config.companions for end in ("", "/")]

@@ -98,7 +98,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def survives(pid: int, number: int) -> bool:
-    """Whether the process catches or ignores the signal, or waits for it; any other ends at once, and saves nothing."""
+    """Whether the process catches, ignores or awaits the signal; otherwise the signal ends it, and it saves nothing."""
     return _is_in_mask(pid, number, "SigCgt:", "SigBlk:", "SigIgn:")
 
 

@@ -133,6 +133,6 @@ class ResumeCheck:
                 f"its first line tells {lines}, and no line before that checkpoint told any: a later one would show it"
             )
         return (
-            f"its first line tells {lines}, which a start without a checkpoint may tell as well: an interruption after a"
-            " later checkpoint would show it"
+            f"its first line tells {lines}, which a start without a checkpoint may tell as well: an interruption after"
+            " a later checkpoint would show it"
         )

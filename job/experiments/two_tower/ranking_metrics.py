@@ -2,7 +2,7 @@
 
 Equal scores share their places: each model of a tie gets the mean over the tie's orders, in nDCG (as scikit-learn's
 `ndcg_score` averages ties) and in MRR. A query without a relevant model scores 0. All in float64. Scores that are NaN
-or infinite rank nothing and raise LossNotFiniteError, a ValueError as there.
+or infinite rank nothing and raise LossNotFiniteError, a ValueError, as scikit-learn does.
 """
 
 from __future__ import annotations
