@@ -143,8 +143,8 @@ def _compared(stack: str, now: datetime) -> tuple[str, Taken]:
         ranking.refined(ranking.every_option(definition, variants, study))
 
     types, works = len({row.type for row in rows}), len({row.scenario for row in rows})
-    said = f"{types} types x 2 capacities x {works} pieces of work of {len(variants)} scenarios = {len(rows)} options"
-    return f"{stack}: {said}", seconds(compare_all, times=3)
+    counts = f"{types} types x 2 capacities x {works} pieces of work of {len(variants)} scenarios = {len(rows)} options"
+    return f"{stack}: {counts}", seconds(compare_all, times=3)
 
 
 def _children_s() -> float:

@@ -30,13 +30,13 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*)?(?: - .*)?$", re.MULTILIN
 class TakenGuard:
     """One entry of the list."""
 
-    row: str  # how the row's sentence begins
-    guard: str  # what is taken out, in words
+    row: str  # the beginning of the row's sentence
+    guard: str  # words for what is taken out
     file: str
     old: str
     new: str
-    tests: tuple[str, ...]  # as pytest takes them
-    hang_s: int = 900  # that one may wait for what never comes without the guard
+    tests: tuple[str, ...]  # names that pytest takes
+    hang_s: int = 900  # seconds that a test may wait for something that never comes without the guard
 
     @contextmanager
     def taken_out(self) -> Iterator[None]:
@@ -94,5 +94,5 @@ def main(wanted: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was taken out is put back
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ctrl-C and SIGTERM must put back what was taken out
     sys.exit(main(sys.argv[1:]))

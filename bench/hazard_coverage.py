@@ -32,7 +32,7 @@ WORK_H = (2.0, 8.0, 24.0)
 TYPE = "p3.2xlarge"
 BAR = (0.75, 0.90)
 STARTS = 1_000
-FITTED = 16  # nodes: those that GANG_POWER is of
+FITTED = 16  # the largest number of nodes behind GANG_POWER
 # P types: a quarter of an hour to set up and to restart; a checkpoint each 300 s that fits the notice.
 RUN = Exposure(
     setup_h=0.25,
@@ -48,13 +48,13 @@ RUN = Exposure(
 
 
 class Group(NamedTuple):
-    """Traces of one kind: up where all `nodes` could be had."""
+    """Traces of one kind: up while all `nodes` were available."""
 
     name: str
-    gpus: int  # of a node
+    gpus: int  # GPUs of a node
     nodes: int
     traces: list[Trace]
-    alone: Mapping[str | None, Trace] = {}  # of several nodes: by zone, up where one could be had
+    alone: Mapping[str | None, Trace] = {}  # for several nodes: by zone, when one node was available
 
     def power(self, trace: Trace) -> float:
         """To which power of the nodes their interruptions grew in the trace's zone."""

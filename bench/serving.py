@@ -27,7 +27,7 @@ from gpufleet.job.experiments.pretrain.serve.model import Served
 from gpufleet.job.experiments.pretrain.serve.server import Server
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 
-REQUESTS = 3  # of each client, one after another, behind one that is not counted
+REQUESTS = 3  # requests of each client, one after another, after one that is not counted
 
 
 def main() -> None:

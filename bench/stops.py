@@ -51,8 +51,8 @@ T0 = 1_800_000_000.0
 MINUTE, HOUR = 60.0, 3600.0
 METER, TIMER, AWS = "meter", "timer", "schedule"
 STOPS = frozenset({METER, TIMER, AWS})
-ALLOWED_S = 10 * MINUTE  # past a limit with two stops dead, and a checkpoint
-HARD_S = 3 * HOUR  # past a limit: nothing has ended the run
+ALLOWED_S = 10 * MINUTE  # seconds that a run may pass a limit with two stops dead, beside a checkpoint
+HARD_S = 3 * HOUR  # seconds past a limit after which nothing has ended the run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,16 +138,16 @@ class Machine:
     id: str
     launched: float
     allowance: Allowance | None = None
-    known: OtherNodes  # by its boot
+    known: OtherNodes  # the other nodes that it knew when it booted
     counted_at: float = 0.0
     loses_keeper_at: float = float("inf")
     said: SaidNode = field(default_factory=SaidNode)
     meter: Meter | None = None
     others: Others | None = None
-    checks_at: float  # what is left, before it pulls an image
+    checks_at: float  # when it checks what is left, before it pulls an image
     meters_at: float
     ended: float | None = None  # may be still to come
-    lives_on: bool = False  # beside the next one
+    lives_on: bool = False  # it runs on beside the next node
 
 
 def outages(draw: random.Random, until: float, share: float) -> Callable[[float], bool]:
@@ -166,7 +166,7 @@ class DrawnResult:
 
     past_s: float
     ended_by: str
-    is_late: bool  # its last node came when the limit was so near that it was passed before it could train
+    is_late: bool  # its last node came so near the limit that the limit passed before it could train
 
 
 class Drawn:
@@ -377,7 +377,8 @@ class Drawn:
             if self.now >= self.keys_die and node.launched >= self.keys_die - 60 and self.now >= node.checks_at:
                 return self._useless(node)
             checks = node.allowance is None and self.now >= node.checks_at
-            if checks and (self.s3_out(self.now) or not self._check(node)):  # what cannot be counted ends its fleet
+            # a node that cannot be counted ends its fleet
+            if checks and (self.s3_out(self.now) or not self._check(node)):
                 return self._end(node, "boot", self.draw.uniform(20, 60))
             if node.allowance is not None:
                 if node.meter is None and self.now >= node.meters_at:
@@ -440,7 +441,7 @@ class Drawn:
             if node.allowance is not None and self.now < node.loses_keeper_at:
                 node.allowance.open()
             self.now += 120
-            told = noticed if node.allowance is not None else max(noticed, node.checks_at)  # it boots all the same
+            told = noticed if node.allowance is not None else max(noticed, node.checks_at)  # it boots in any case
             if told < self.now and not self.s3_out(told) and told < self.keys_die:
                 self._record(node, Exit(75, "notice", True, iso(told), iso(self.now)))
         waits = self.draw.uniform(60, 180) if kind == "lives on" else self.draw.lognormvariate(-1.0, 1.3) * HOUR + 60
@@ -449,7 +450,7 @@ class Drawn:
             node.ended = until + self.draw.uniform(30, 240)
             node.lives_on = True
             if node.allowance is None and self.now < self.keys_die:
-                self._record(node)  # it boots all the same
+                self._record(node)  # it boots in any case
             by, at = self._own_stop(node)
             if at < min(node.ended, self.hour + self.ends_in):
                 return self._end_beside(node, by, at, until)

@@ -33,7 +33,7 @@ from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.kind.common import PhaseSize, Rung
 
 STEPS = 20
-BAR = 2  # times the least that the data sheet allows
+BAR = 2  # a step may take this many times the least that the data sheet allows
 
 
 def main() -> None:
@@ -64,12 +64,12 @@ def full_size(scratch: Path, found: device.Device, sequences: int) -> None:
     say("|---|---|---|---|---|---|---|---|---|---|")
     for index, size in enumerate(config.phases()):
         phase = experiment.phases[index]
-        found.tidy()  # first of all: the phase before is held by cycles
+        found.tidy()  # the phase before is still held by reference cycles
         module = build(config, index, device=found.torch)
         opt = experiment.optimizer(phase, module)
         experiment.schedule(phase, opt, phase.first)
         compiling = []
-        for steps in (1, 2 * STEPS):  # a first node's, then its replacement's, which is the one that is timed
+        for steps in (1, 2 * STEPS):  # first for a first node, then for its replacement, which is timed
             with fresh_cache(), compiled(module, found.torch):
                 graphs = CompileCache(experiment.session, phase, whole)
                 for step in range(steps):

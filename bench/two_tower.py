@@ -27,7 +27,7 @@ from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
 
 FOLDS, QUERIES = 10, 443
 BAR_S = 0.35  # of a joint step without dropout, on 2 CPU cores
-GPU_BAR = 8  # times as fast as the loop, on a GPU
+GPU_BAR = 8  # how many times as fast as the loop it must be on a GPU
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
     """One figure over the simulated runs: a tenth of them stay below `p10`, half below `p50`, nine in ten below `p90`.
-    It is in the unit of the attribute that holds it.
+    The figures are in the unit of the attribute that holds them.
     """
 
     p10: float

@@ -47,7 +47,7 @@ class Frontier:
     _others: tuple[Option, ...] = field(repr=False, compare=False)
 
     def save(self, path: Path | str) -> None:
-        """Draws USD against hours to a .png or .svg file. Raises GpufleetError without matplotlib, OSError."""
+        """Draws USD against hours to a .png or .svg file. Raises GpufleetError without matplotlib, and OSError."""
         if Path(path).suffix not in plot.KINDS:
             raise GpufleetError(f"{path}: a picture is one of {', '.join(plot.KINDS)}, by its name's ending")
         Path(path).write_bytes(self._drawn(Path(path).suffix))
@@ -109,4 +109,4 @@ def _options_of(rows: Sequence[Row], options: dict[int, Option]) -> tuple[Option
 def _option(row: Row) -> Option:
     known = {column.key: column.value(row) for column in columns.FIGURES}
     known |= {"instance_type": row.type, "runnable": row.ranked, "measured": row.basis == "measured"}
-    return in_numbers(Option, row, **known | {"why": row.why or row.lost, "_row": row})
+    return in_numbers(Option, row, **known | {"why": row.reason or row.lost, "_row": row})

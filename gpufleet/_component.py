@@ -56,7 +56,7 @@ class TrainingRunArgs(TypedDict):
     project: NotRequired[str]
     """The folder of the definition's inputs; by default that of Pulumi.yaml."""
     vpc_id: NotRequired[pulumi.Input[str]]
-    """An existing VPC; with `subnets`."""
+    """An existing VPC, together with `subnets`."""
     subnets: NotRequired[dict[str, pulumi.Input[str]]]
     """One of its subnets for each of fleet.zones: ids by zone."""
     permissions_boundary: NotRequired[pulumi.Input[str]]

@@ -46,7 +46,7 @@ class Definition:
 def read(
     given: Given | Definition, *, scenario: str, name: str, project: Path | str | None, now: datetime
 ) -> Definition:
-    """The definition. Raises GpufleetError, DefinitionError with every problem of the file."""
+    """The definition. Raises DefinitionError with every problem of the file, and GpufleetError."""
     if isinstance(given, Definition):
         if not scenario or scenario == given.scenario:
             return given
@@ -117,6 +117,7 @@ def _plain(value: object) -> object:
         return list(value)
     if isinstance(value, datetime):
         return value.isoformat()
-    if isinstance(value, Path) or re.fullmatch(r"-?[0-9.]+([eE][-+]?[0-9]+)?", str(value)):  # Decimal, NumPy's numbers
+    # Decimal, or one of NumPy's numbers
+    if isinstance(value, Path) or re.fullmatch(r"-?[0-9.]+([eE][-+]?[0-9]+)?", str(value)):
         return str(value)
     raise TypeError(f"{type(value).__name__} {value!r:.80}")

@@ -66,7 +66,7 @@ class TrainingRun(pulumi.ComponentResource):
         root = Path(project).resolve() if project is not None else engine.root_directory()
         try:
             path = file_of(definition, root, name)
-            if path.is_relative_to(Path.cwd()):  # as further commands take it, on any machine
+            if path.is_relative_to(Path.cwd()):  # a path that other commands take, on any machine
                 path = path.relative_to(Path.cwd())
             earlier = _earlier_names(opts)
             was = engine.last_update((TYPE, [name, *earlier]), path.stem)
@@ -114,7 +114,8 @@ class TrainingRun(pulumi.ComponentResource):
         self.register_outputs(outputs)
 
 
-_CLAIMED: WeakKeyDictionary[pulumi.Resource, dict[str, str]] = WeakKeyDictionary()  # by the program's stack
+# file names that components have claimed, by the program's stack
+_CLAIMED: WeakKeyDictionary[pulumi.Resource, dict[str, str]] = WeakKeyDictionary()
 
 
 def _claim(definition: str, name: str) -> None:
@@ -122,7 +123,7 @@ def _claim(definition: str, name: str) -> None:
     tags use it, and the engine would report only one of the two.
     """
     root = pulumi.runtime.get_root_resource()
-    if root is None:  # hosted for another program
+    if root is None:  # gpufleet hosts it for a program in another language
         return
     other = _CLAIMED.setdefault(root, {}).setdefault(definition, name)
     if other != name:
@@ -141,7 +142,7 @@ def _earlier_names(opts: pulumi.ResourceOptions | None) -> list[str]:
 def _check_network(
     vpc_id: pulumi.Input[str] | None, subnets: Mapping[str, pulumi.Input[str]] | None, zones: tuple[str, ...]
 ) -> None:
-    """Raises GpufleetError for a network without its other half."""
+    """Raises GpufleetError if only one of `vpc_id` and `subnets` is given."""
     if (vpc_id is None) != (subnets is None):
         raise GpufleetError("vpc_id and subnets belong together: give both, or neither for a network of its own")
     if subnets is not None and set(subnets) != set(zones):

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         answer(COMMANDS, os.environ.get("COMP_LINE", ""))
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the caller: gpufleet cost STACK >&-
+        if getattr(sys, name) is None:  # the caller closed it: gpufleet cost STACK >&-
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):  # for logs --follow | tee: each line at once, in any encoding
         strict = sys.stdout.errors == "strict"
@@ -224,7 +224,7 @@ def _of_the_machine(error: OSError) -> GpufleetError:
 def _say(error: GpufleetError) -> int:
     try:
         print(f"gpufleet: {error}", file=sys.stderr)
-    except OSError:  # 2>&1 on a full disk or into head: nobody can be told, but 1 would be a wrong answer
+    except OSError:  # stderr is full or closed: nothing can be printed; 1 would be a wrong answer
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # else its buffer would make the code 120
     return 2
 

@@ -58,7 +58,7 @@ class _Bar:
     def __init__(self, what: str, total: int | None, unit: str, stream: TextIO) -> None:
         from tqdm import tqdm
 
-        tqdm.monitor_interval = 0  # its thread redraws bars that seldom advance, which Screen.write does
+        tqdm.monitor_interval = 0  # tqdm's thread would redraw bars that rarely advance; Screen.write does that
         many = {"unit_scale": True} if unit == "B" else {"unit": f" {unit}"}
         self._tqdm = tqdm(
             desc=what, total=total, file=stream, leave=False, delay=BAR_S, dynamic_ncols=True, **{"unit": unit, **many}

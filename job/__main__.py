@@ -137,7 +137,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
 
         takes_over = bool(node.capacity) and not run.rates(node.type, node.zone, node.capacity).moves
 
-        def known_fleets() -> list[str]:  # for a run that may use both markets
+        def known_fleets() -> list[str]:  # of a run with a fallback: both fleets
             return [each.key.removeprefix(FLEETS) for each in store.entries(FLEETS)] if node.capacity else []
 
         world = Outside(

@@ -1,5 +1,5 @@
-"""Writes small files so that a reader finds the old or the new one, whole, even after a SIGKILL or a power cut; reads
-and hashes files.
+"""Writes small files so that a reader finds the whole old or the whole new one, even after a SIGKILL or a power cut;
+reads and hashes files.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def parse_object(content: bytes | None) -> dict[str, Any] | None:
-    """The JSON object in `content`; None when there is none: missing, torn, or not an object."""
+    """The JSON object in `content`; None if that is missing, torn, or no object."""
     if content is None:
         return None
     try:
@@ -62,13 +62,13 @@ def parse_object(content: bytes | None) -> dict[str, Any] | None:
 
 
 def objects(lines: bytes) -> list[dict[str, Any]]:
-    """The JSON objects of a file of lines. Lines that are blank, torn by a kill or no object are skipped."""
+    """The JSON objects of a file of lines. Lines that are blank, torn by a kill, or not an object are skipped."""
     return [found for line in lines.split(b"\n") if (found := parse_object(line)) is not None]
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file, None like `parse_object`. Raises PermissionError: a file that may not be read is not
-    missing, and making it anew is no remedy.
+    """The JSON object in a file; None as in `parse_object`. Raises PermissionError, because a file that may not be read
+    is not missing, and a new one is no remedy.
     """
     try:
         return parse_object(path.read_bytes())

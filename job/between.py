@@ -1,7 +1,7 @@
 """Measures how fast the nodes of a run reach one another: all ranks at once add up a tensor across nodes.
 
 A ready-made job measures it before its first step. Before a command it runs as a program in that command's image, whose
-torch, NCCL and network libraries are what counts: so it imports nothing of gpufleet, and runs on Python 3.8.
+torch, NCCL and network libraries it must measure. So it imports nothing of gpufleet, and runs on Python 3.8.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def gb_s(group: Any, device: Any, ranks_per_node: int, nodes: int) -> float:
 
 
 def main() -> None:
-    """One of the ranks that a launcher started on all nodes; the first one of each node prints the result."""
+    """Runs one of the ranks that a launcher started on all nodes; the first one of each node prints the result."""
     logs = tempfile.mkdtemp()
     os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT", NCCL_DEBUG_FILE=f"{logs}/%p")
     import torch

@@ -17,7 +17,7 @@ _BOOT = getattr(time, "CLOCK_BOOTTIME", None)  # Linux
 
 
 def uptime() -> float:
-    """Seconds since the machine booted, the same in all its containers; not on Linux, since some fixed moment."""
+    """Seconds since the machine booted, the same in all its containers; outside Linux, since some fixed moment."""
     return time.monotonic() if _BOOT is None else time.clock_gettime(_BOOT)
 
 

@@ -14,7 +14,7 @@ from pulumi_policy import (
 
 from gpufleet.infra.review import policy
 
-HELD = policy.find_policy(Path(__file__).resolve().parents[1]) or policy.Policy()  # no file, no rules
+HELD = policy.find_policy(Path(__file__).resolve().parents[1]) or policy.Policy()  # without a file there are no rules
 
 
 def rule(name: str, demands: str) -> ResourceValidationPolicy:

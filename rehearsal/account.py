@@ -85,8 +85,8 @@ def seed_region(account: str, region: str) -> None:
 
 
 def seed_named(account: str, region: str, named: Account) -> None:
-    """Makes what a definition's `account` names, with the ids of the definition instead of moto's random ones: a VPC
-    with a public subnet in each zone, and a policy and a key that allow everything.
+    """Makes what a definition's `account` names, with the definition's ids instead of moto's random ones: a VPC with a
+    public subnet in each zone, and a policy and a key that allow everything.
     """
     if named.vpc:
         _seed_network(account, region, named.vpc)

@@ -128,7 +128,7 @@ def _describe_spot_price_history(fleets: FleetController, response: Any) -> Any:
     filters = {f["Name"]: f["Values"] for f in params.get("Filters") or []}
     kinds = params.get("InstanceTypes") or filters.get("instance-type") or []
     zones = [params["AvailabilityZone"]] if params.get("AvailabilityZone") else filters.get("availability-zone")
-    at = params.get("StartTime") or fleets.clock.now()  # the price at the start was set before the span asked for
+    at = params.get("StartTime") or fleets.clock.now()  # the price at the start was set before the requested time span
     wanted = {"instance-type": kinds, **({"location": zones} if zones else {})}
     offered = response.ec2_backend.describe_instance_type_offerings("availability-zone", wanted)
     history = [
@@ -202,7 +202,7 @@ def _create_launch_template(fleets: FleetController, response: Any) -> Any:
 
 
 def _describe_launch_templates(fleets: FleetController, response: Any) -> Any:
-    """DescribeLaunchTemplates: moto would show only the tags with which a template was created."""
+    """DescribeLaunchTemplates: moto would show only the tags that a template had when it was created."""
     for template in response.ec2_backend.launch_templates.values():
         template.tags = template.get_tags()
     return _MOTO["describe_launch_templates"](response)

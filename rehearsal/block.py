@@ -17,8 +17,8 @@ NOT_BOUGHT = "cr-00000000000000000"  # stands for a block that the file only pri
 
 
 def begun(definition: StackDefinition, changed: Change | None, now: datetime) -> Change | None:
-    """A change of the definition that applies `changed` and then puts the block's begin a minute ago, with the same
-    length; `changed` alone when there is no block.
+    """A change of the definition: applies `changed`, then sets the block's start to a minute ago, with the same length;
+    only `changed` if there is no block.
     """
     block = definition.fleet.block
     if not block:

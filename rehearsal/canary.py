@@ -1,4 +1,4 @@
-"""A canary on the embedded AWS: the same flight, with rehearsed nodes in the place of EC2's."""
+"""A canary on the embedded AWS: the same flight, with rehearsed nodes instead of EC2's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpufleet.rehearsal.engine import Engine
 from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.node import NodeRunner
 
-HABITS = Habits(relaunch_s=1.0)  # a notice as long as AWS gives; a test of something else waits less long
+HABITS = Habits(relaunch_s=1.0)  # a notice as long as AWS gives; tests of other things wait less
 
 
 def flight(
@@ -36,7 +36,7 @@ def flight(
 
     def engine(name: str) -> AbstractContextManager[Any]:
         with suppress(FileNotFoundError):
-            (project / "in-process.json").unlink()  # of the stack before, which is destroyed
+            (project / "in-process.json").unlink()  # written by the stack before, which is destroyed
         return Engine.open(project, settings, name, real=real)
 
     stacks.choose(project, "r1", cloud.region, cloud.client, scale, notice=by_notice)

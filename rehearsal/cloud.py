@@ -1,4 +1,4 @@
-"""The embedded AWS: moto on a loopback port, and around it what moto lacks.
+"""The embedded AWS: moto on a loopback port, with additions for what moto lacks.
 
     with Cloud(folder) as cloud:
         boto3.client("ec2", endpoint_url=cloud.endpoint, ...)   # or set cloud.environment() and use any SDK
@@ -11,7 +11,7 @@ a ManualClock it stands still until told:
     cloud.tick()
     cloud.kill(instance_id)  # gone without notice
     cloud.quotas["L-3819A6DF"] = 0  # or cloud.no_capacity(), cloud.deny("DeleteFleets", node=True), ...
-    cloud.leftovers()  # everything that exists in addition to what an account begins with
+    cloud.leftovers() # everything that exists now and did not exist at the beginning
 """
 
 from __future__ import annotations
@@ -309,8 +309,8 @@ class Cloud:
 
 
 def loopback(number: int) -> str:
-    """A loopback address for the rehearsed node with this number, from 0 on. As in a subnet, the order of addresses as
-    text is not the order of launches. On systems other than Linux all nodes share one address.
+    """A loopback address for the rehearsed node with this number, from 0 on. As in a subnet, the text order of
+    addresses differs from the order of launches. On systems other than Linux all nodes share one address.
     """
     return f"127.0.0.{9 + number % 240}" if sys.platform == "linux" else "127.0.0.1"
 

@@ -51,7 +51,7 @@ class FleetController:
         self.lock = threading.RLock()
 
     def create(self, region: str, request: dict[str, Any]) -> dict[str, Any]:
-        """CreateFleet. It refuses what AWS refuses at once; other errors appear in the history."""
+        """CreateFleet. Creates a fleet. It refuses what AWS refuses at once; other errors appear in the history."""
         with self.lock:
             tags = refuse_at_create(self.launcher, region, request)
             now = self.clock.now()
@@ -149,7 +149,7 @@ class FleetController:
             ]
 
     def describe_instances(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """DescribeFleetInstances: the running ones only."""
+        """DescribeFleetInstances: only the running instances."""
         with self.lock:
             self.tick()
             fleet = self._get(region, str(request.get("FleetId")))
@@ -266,7 +266,7 @@ class FleetController:
         if fleet.next_launch and now < fleet.next_launch:
             return
         if fleet.excess == "no-termination" and fleet.launched >= fleet.target:
-            return  # neither interrupted nor hand-terminated instances are replaced (API reference, ModifyFleet)
+            return  # AWS replaces neither interrupted nor hand-terminated instances (API reference, ModifyFleet)
         if fleet.type != "maintain" and fleet.launched >= fleet.target:
             return
         while len(self.living(fleet.id)) < fleet.target:
@@ -324,7 +324,7 @@ class FleetController:
         return sorted(pools, key=lambda pool: (ended.count((pool.type, pool.zone)), pool.price))
 
     def _release(self, node: CloudInstance, now: datetime) -> None:
-        """Releases a node that the fleet no longer wants. Only spot nodes get a notice (EC2 User Guide, June 2023)."""
+        """Ends a node that the fleet no longer wants. Only spot nodes get a notice (EC2 User Guide, June 2023)."""
         if node.spot:
             self._notify(node, now)
         else:

@@ -84,8 +84,8 @@ class Engine(ABC):
     def open(
         folder: Path, environment: Mapping[str, str], stack: str, *, say: Say | None = None, real: bool | None = None
     ) -> Iterator[Engine]:
-        """Opens an engine. `real` None: the `pulumi` on PATH if there is one, else the in-process runner. `say` gets
-        every line as it is printed.
+        """Opens an engine. With `real` None, it takes the `pulumi` on PATH if there is one, else the in-process runner.
+        `say` gets every line as it is printed.
         """
         write_project(folder)
         say = say or (lambda line: None)
@@ -166,7 +166,7 @@ class Pulumi(Engine):
 
 
 def _result(ok: bool, text: str, events: Iterable[dict[str, Any]]) -> Result:
-    """What a command did, by the engine's event log (pulumi sdk/go/common/apitype/events.go)."""
+    """What a command did, according to the engine's event log (pulumi sdk/go/common/apitype/events.go)."""
     changes: dict[str, int] = {}
     steps: list[EngineStep] = []
     diagnostics = ""
@@ -203,7 +203,7 @@ class InProcess(Engine):
         self._stack = stack
         self._say = say
         self._state = folder / "in-process.json"
-        self._report = self._state  # from the last run of the program
+        self._report = self._state  # the report of the program's last run
 
     def preview(self) -> Result:
         return self._program("preview")
@@ -268,7 +268,7 @@ class InProcess(Engine):
 
 
 def streamed(command: list[str], *, folder: Path | None, environment: Mapping[str, str], say: Say) -> tuple[int, str]:
-    """Runs a command and passes each line to `say` as it comes; (exit code, everything that it printed)."""
+    """Runs a command and passes each line to `say` as it comes; returns exit code and output."""
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -293,7 +293,7 @@ def streamed(command: list[str], *, folder: Path | None, environment: Mapping[st
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends the engine, at first by asking it: only the engine knows its plugins' process groups."""
+    """Ends the engine, first by asking it to, because only the engine knows its plugins' process groups."""
     process.send_signal(signal.SIGINT)
     try:
         process.communicate(timeout=END_S)

@@ -25,7 +25,7 @@ def scratch(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def past_proxies(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that bypass a user's HTTP_PROXY, which cannot reach a loopback address here; none without a proxy."""
+    """Variables that bypass a user's HTTP_PROXY, which cannot reach a loopback address; empty without a proxy."""
     if not any(name.lower() in ("http_proxy", "https_proxy", "all_proxy") for name in environment):
         return {}
     exempt = environment.get("no_proxy") or environment.get("NO_PROXY") or ""

@@ -62,8 +62,8 @@ RECOVERY_S = 10.0  # the bar for a restart, without the import of torch: bench/r
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
-    """One promise with its figure and whether it held. `required` False: it is reported but does not fail the
-    rehearsal. `shown` False: it is not known whether it holds, and the figure says what would show it.
+    """One promise with its figure and whether it held. With `required` False it is reported but does not fail the
+    rehearsal. With `shown` False it is unknown whether it holds, and the figure says what would show it.
     """
 
     name: str
@@ -91,8 +91,8 @@ class Resumption:
     observed: Observed = field(default_factory=Observed)  # the next node's observations of a command
 
     def saved(self, every: int | None) -> bool | None:
-        """Whether the next node goes on from what a command has saved after its signal. None: not shown, because no
-        signal was sent, or because the save may be one that comes every so many steps.
+        """Whether the next node resumes from what a command has saved after its signal. None means not shown: no signal
+        was sent, or the save may be one that comes every so many steps.
         """
         if self.signalled and self.reason != "stop":
             return False
@@ -255,7 +255,7 @@ def _fallback(evidence: Evidence) -> Promise:
 
 
 def _messages(rehearsal: Rehearsal) -> Promise:
-    """The promise of messages that the run trains and how it ended; a node lost in its first seconds sends none."""
+    """The promise that messages say that the run trains and how it ended; a node soon lost sends none."""
     begun = f"gpufleet {rehearsal.name}, run {rehearsal.definition.run.id}: "
     messages = [each.removeprefix(begun) for each in account.messages(rehearsal.cloud.account)]
     held = all(any(each.startswith(what) for each in messages) for what in ("it trains", "it is over"))
@@ -293,7 +293,10 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
 
 
 def _logged(rehearsal: Rehearsal) -> set[str]:
-    """Log streams with content. An empty one shows nothing: a container makes it before it prints."""
+    """Log streams with content.
+
+    A stream without content shows nothing, because a container makes it before it prints.
+    """
     logs, group = rehearsal.cloud.client("logs"), str(rehearsal.engine.outputs()["log_group"])
     names = [stream["logStreamName"] for stream in logs.describe_log_streams(logGroupName=group)["logStreams"]]
     first = {"logGroupName": group, "startFromHead": True, "limit": 1}
@@ -301,8 +304,8 @@ def _logged(rehearsal: Rehearsal) -> set[str]:
 
 
 def _steps(evidence: Evidence, last: int) -> Promise:
-    """The promise that all steps were done. A run that may stop early has done no more than those, and has published
-    the last one. A command has done as many as the verdict on its end was based on.
+    """The promise that all steps were done. A run that may stop early has done only the steps up to its stop, and has
+    published the last one. A command has done as many as the verdict on its end was based on.
     """
     watch, total = evidence.rehearsal.watch, evidence.total_steps
     assert watch is not None

@@ -1,6 +1,6 @@
 """Fault Injection Service's interruptions of spot nodes: moto only stores templates and experiments.
 
-An experiment gives each spot instance that its target names the notice that AWS gives, if its role may and trusts FIS.
+An experiment gives AWS's notice to each spot instance that its target names, if its role may do so and trusts FIS.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The user may do everything. A node's session token is its instance's id, which leads to its role. Each request of a node
 is checked against the statements of the role's inline policies as IAM does it; a condition that cannot be decided is an
-error and never ignored. Tests can have an action refused to user or node.
+error and never ignored. Tests can refuse an action to the user or to the node.
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ def _of_scheduler(request: Request, place: str) -> Iterator[AccessRequest]:
 
 
 def listing(request: Request) -> AccessRequest:
-    """The right to list the bucket; without it S3 answers 403 for a missing object. It is checked without a prefix."""
+    """The right to list the bucket; without it S3 answers 403 for a missing object.
+
+    The check is made without a prefix.
+    """
     bucket = request.path.lstrip("/").partition("/")[0]
     return AccessRequest("s3:ListBucket", f"arn:aws:s3:::{bucket}")
 
@@ -112,7 +115,7 @@ def allowed(statements: Iterable[Statement], wish: AccessRequest) -> bool:
 def _of_key(
     request: Request, wishes: Iterable[AccessRequest], key_of: Callable[[str], str | None]
 ) -> Iterator[AccessRequest]:
-    """S3's requests to the bucket's key for whoever reads or writes; for each part of an upload it makes both."""
+    """S3's requests to the bucket's key for whoever reads or writes; each part of an upload needs both."""
     needs = {
         "s3:GetObject": ["Decrypt"],
         "s3:PutObject": ["GenerateDataKey", *(["Decrypt"] * ("uploadId=" in request.query))],

@@ -1,6 +1,6 @@
-"""What AWS does by habit, and nothing in a request decides: how long things take, and by which codes it refuses.
+"""Habits of AWS that no request determines: how long things take, and with which codes AWS refuses.
 
-The defaults are those of the rehearsal. `recorded` gives those of a real account, as a canary's file has them.
+The defaults are those of the rehearsal. `recorded` returns the habits of a real account, from a canary's file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Habits:
     codes: Mapping[str, str] = field(default_factory=dict)  # of refusals, by the codes that the embedded AWS has
 
     def sentences(self) -> Iterator[str]:
-        """What a person wants to know of them."""
+        """What a person wants to know about the habits."""
         yield f"the first node after {self.launch_s:g} s, the next ones after {self.relaunch_s:g} s"
         yield f"a notice {self.notice_s:g} s ahead; a new fleet is listed after {self.shown_s:g} s"
         yield f"a deleted fleet is called so after {self.deleted_s:g} s"
@@ -36,7 +36,7 @@ class Habits:
 
 
 def recorded(proof: Proof) -> Habits:
-    """The account's: the middle of its times; the most that a node had left of a notice, which it sees late."""
+    """The account's habits: the median of its times, and the most time left when a node saw a notice."""
     usual = Habits()
     return Habits(
         notice_s=proof.figure("notice.left_s", "most") or usual.notice_s,
@@ -49,7 +49,7 @@ def recorded(proof: Proof) -> Habits:
 
 
 def _codes(proof: Proof) -> Iterator[tuple[str, str]]:
-    """The codes of refusals that were others than expected."""
+    """The codes of refusals that differed from the expected ones."""
     for each in proof.refuted():
         how, _, code = each["expected"].partition(" ")
         if how == "is" and _CODE.fullmatch(code) and _CODE.fullmatch(each["seen"]):
@@ -57,7 +57,7 @@ def _codes(proof: Proof) -> Iterator[tuple[str, str]]:
 
 
 def renaming(app: Callable[..., Iterable[bytes]], codes: Mapping[str, str]) -> Callable[..., Iterable[bytes]]:
-    """The WSGI application, whose refusals have these codes in the place of its own."""
+    """The WSGI application, with these codes in its refusals instead of its own."""
     if not codes:
         return app
     own = re.compile(rb"(?<![\w.])(" + b"|".join(re.escape(code.encode()) for code in codes) + rb")(?![\w.])")

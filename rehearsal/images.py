@@ -50,7 +50,7 @@ class Docker:
         return {**own, "GPUFLEET_DOCKER": self.program, "GPUFLEET_DOCKER_CONFIG": config}
 
     def require_reach(self, endpoint: str) -> None:
-        """Raises GpufleetError when a container in the host's network is on another machine."""
+        """Raises GpufleetError if a container in the host's network would be on another machine."""
         address = urlsplit(endpoint)
         look = f"import socket; socket.create_connection(({address.hostname!r}, {address.port}), 10)"
         words = ("run", "--rm", "--network", "host", "--entrypoint", "python", self.supervisor, "-c", look)

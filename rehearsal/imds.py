@@ -88,7 +88,7 @@ class Imds:
         return token
 
     def read(self, path: str, token: str | None) -> tuple[int, str]:
-        """(status, body) of a GET."""
+        """Returns status and body of a GET."""
         self.faults += self.fault is not None
         if token not in self._tokens or self.clock.now() >= self._tokens[token] or self.fault == "401":
             return 401, "401 - Unauthorized"

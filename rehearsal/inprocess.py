@@ -86,7 +86,7 @@ class Monitor(mocks.MockMonitor):
 
 
 def options(request: Any) -> dict[str, Any]:
-    """The resource options of a request that the program uses, as the engine would get them."""
+    """The resource options that the program uses in a request, in the form that the engine would get."""
     trigger = request.replacement_trigger
     return {
         "depends_on": sorted(request.dependencies),
@@ -135,7 +135,7 @@ class _Diagnostics(logging.Handler):
 
 
 def run(mode: str, folder: Path, stack: str) -> dict[str, Any]:
-    """One run of the program; the report as JSON values."""
+    """Runs the program once; returns the report as JSON values."""
     project = yaml.safe_load((folder / "Pulumi.yaml").read_text())
     monitor = Monitor(os.environ, preview=mode == "preview", previous=_previous(folder))
     diagnostics = _Diagnostics()

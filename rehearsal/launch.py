@@ -81,7 +81,10 @@ class CloudInstance:
 
 
 class LaunchFailedError(Exception):
-    """A launch failed. It carries (event type, sub-type, description) for the fleet's history, tried pools first."""
+    """A launch failed.
+
+    It carries (event type, sub-type, description) for the fleet's history, in the order in which pools were tried.
+    """
 
     def __init__(self, sub_type: str, description: str, tried: Sequence[str] = ()) -> None:
         super().__init__(description)

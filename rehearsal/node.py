@@ -114,7 +114,7 @@ class NodeRunner:
         node.process.wait()
 
     def hold(self, instance: CloudInstance) -> None:
-        """Stops only the trainer's processes until `go`. This works on Linux alone; elsewhere training goes on."""
+        """Stops only the trainer's processes until `go`. This works only on Linux; elsewhere training goes on."""
         if self._docker is not None:
             return self._docker.hold(instance.id)
         self._signal_trainer(instance, signal.SIGSTOP)

@@ -35,7 +35,7 @@ Listing = Mapping[Path, str]  # shipped files with the hash of their content, em
 
 
 def lacking(definition: StackDefinition) -> Iterator[str]:
-    """Keys of inputs that no rehearsal can have."""
+    """Keys of inputs that a rehearsal never has."""
     for name, place in (definition.storage.inputs or {}).items():
         if place.startswith("s3://"):
             yield f"storage.inputs.{name}: a folder with a little of it"
@@ -112,8 +112,8 @@ def code_is_untouched(before: Listing, root: Path) -> Promise:
 
 
 def doubts(config: CommandConfig) -> Callable[[Observed, int], str]:
-    """A function that gives the reason why the command will not hold, from what was observed at a step, so that it is
-    said at once instead of minutes later. Empty: it may hold.
+    """Returns a function that gives the reason why the command will fail its rehearsal, from what was observed at a
+    step, so that it is reported at once instead of minutes later. The reason is empty if it may succeed.
     """
     every, patterns = config.steps_between_saves(), ", ".join(config.patterns)
 

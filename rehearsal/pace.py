@@ -1,5 +1,5 @@
-"""Why a rehearsal's run ended before all of its interruptions, and how many steps of its script would be enough: one
-that is over in a second cannot be interrupted.
+"""Why a rehearsal's run ended before all of its interruptions, and how many steps of its script would be enough: a
+script that ends within a second cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -59,6 +59,6 @@ def ended(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
 
 
 def step_ms(lines: list[bytes], otherwise: float) -> float:
-    """Milliseconds of a step by the lines of metrics.jsonl; `otherwise` when they do not give it."""
+    """Milliseconds per step by the lines of metrics.jsonl; `otherwise` if they do not show it."""
     phases = measured.phases(metrics.records(lines))
     return max(LEAST_MS, phases[0]["step_ms"]["median"] if phases else otherwise)

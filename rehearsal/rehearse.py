@@ -1,7 +1,7 @@
 """`gpufleet rehearse STACK`: a whole run on this machine, from definition file to receipt, against the embedded AWS.
 
-The steps are those of a user, in the same order, each by the command that a user would type. rehearsal.cloud takes the
-place of the AWS account; the definition's `rehearsal` section makes the job small enough for a CPU.
+The steps are those of a user, in the same order, each with the command that a user would type. rehearsal.cloud replaces
+the AWS account; the definition's `rehearsal` section makes the job small enough for a CPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from gpufleet.rehearsal.watch import Watch, plan, possible
 
 QUIET_S = 8.0  # seconds after a notice at which the node has saved and only waits: a good moment to measure
 TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # packages that every ready-made job needs
-RELAUNCH_S = 1.0  # seconds until a replacement node; AWS takes minutes, but waiting for them would show nothing
+RELAUNCH_S = 1.0  # seconds until a replacement node; AWS takes minutes, but a longer wait would show nothing
 _REASON = re.compile(r"^(?:gpufleet: |error: | +PROBLEM )", re.MULTILINE)  # how a command's errors begin
 LONGEST = 400  # the last line cuts a reason to this many characters; the whole reason stands above it
 NOT_SHOWN = 3  # exit code of an attempt in which nothing failed but not everything was shown
@@ -88,10 +88,9 @@ def rehearse(
     stand_in: bool = False,
     again: Sequence[Until] = (),
 ) -> int:
-    """Rehearses a stack; 0 when everything was shown and held. Otherwise it prints which step failed and why, and keeps
-    the scratch project. `image`: a command runs in its own image. `stand_in`: a stand-in runs instead of the
-    command's script. `again`: for each of these, run once more without interruptions. `quiet`: print nothing on the
-    way.
+    """Rehearses a stack; returns 0 if everything was shown and held. Otherwise it prints which step failed and why, and
+    keeps the scratch project. With `image` a command runs in its own image. With `stand_in` a stand-in runs instead of
+    the command's script. `again` lists further runs without interruptions. With `quiet` nothing is printed on the way.
     """
     way = (lambda line: None) if quiet else out
     root = root or project_root(Path.cwd())
@@ -132,7 +131,7 @@ def rehearse(
         if code in (0, NOT_SHOWN):
             shutil.rmtree(finished, ignore_errors=True)
             folder.rename(finished)
-        for until in again:  # what they leave is beside the one that has held
+        for until in again:  # what they leave lies beside the rehearsal that has held
             if code:
                 break
             way(f"\nOnce more, undisturbed, to its {until}.")
@@ -236,7 +235,7 @@ def _attempt(
             except BaseException:
                 try:
                     report.save_bucket(cloud, project / "bucket")
-                except (OSError, BotoCoreError, ClientError) as error:  # must not stand for what went wrong before
+                except (OSError, BotoCoreError, ClientError) as error:  # this error must not hide the first
                     out(f"The bucket's objects could not be kept: {error}")
                 raise
     except GpufleetError as error:
@@ -253,8 +252,8 @@ def _attempt(
 
 
 def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[str], None]) -> bool:
-    """Runs the steps of the rehearsal; whether everything was shown. `way` gets the lines before the report. Raises
-    GpufleetError when a step fails, and after the report when a promise did not hold.
+    """Runs the steps of the rehearsal; returns whether everything was shown. `way` gets the lines before the report.
+    Raises GpufleetError when a step fails, and after the report when a promise did not hold.
     """
     name, timeline = rehearsal.name, rehearsal.timeline
     with step(rehearsal, "prepare"):
@@ -262,7 +261,7 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
         lines = command(rehearsal, "prepare", name).strip().splitlines()
         before = list(
             takewhile(lambda line: not line.startswith(f"{name}: "), lines)
-        )  # the preview says the rest again
+        )  # the preview prints the rest again
         for line in before[-1:]:
             timeline.add("prepared", line.replace(f"{rehearsal.project}/", ""))
     with step(rehearsal, "doctor --pin"):
@@ -297,7 +296,7 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
         with step(rehearsal, "sweep"):
             swept = command(rehearsal, "sweep", name).strip().splitlines()[-1]
             checks.append(Promise(name="sweep", figure=swept, held=True))
-    except StepFailedError as error:  # what the run itself has shown is not lost with it
+    except StepFailedError as error:  # the run's own results are kept
         checks.append(Promise(name=error.step, figure=error.why, held=False))
     with step(rehearsal, "report"):
         report.write(found, out, checks=checks)
@@ -321,7 +320,7 @@ def _programs_of(
 
 
 def _end(error: GpufleetError, seconds: float, project: Path, root: Path) -> Iterator[str]:
-    """The lines about a failure: all that is known, where the rest is, and the reason in the last line."""
+    """The lines about a failure: everything known, where the rest is, and the reason in the last line."""
     cause = error.__cause__ if isinstance(error, StepFailedError) else error
     where, why = (f"at {error.step}, ", error.why) if isinstance(error, StepFailedError) else ("", str(error))
     reason = headline(why)
@@ -364,7 +363,7 @@ def step(rehearsal: Rehearsal, name: str) -> Iterator[None]:
 
 
 def command(rehearsal: Rehearsal, *words: str) -> str:
-    """Runs `gpufleet WORDS` in the scratch project; its standard output. Raises AnswerError when it fails."""
+    """Runs `gpufleet WORDS` in the scratch project; returns its standard output. Raises AnswerError when it fails."""
     with _started(rehearsal, *words) as process:
         return _answer(rehearsal, process, words)
 
@@ -465,7 +464,7 @@ def _shown(path: Path, root: Path) -> str:
 
 
 def rehearse_all(*, root: Path | None = None, out: Callable[[str], None] = say, quiet: bool = False) -> int:
-    """Rehearses every stack in turn and prints a table. 0 when all held, 1 otherwise, 130 on Ctrl-C."""
+    """Rehearses every stack in turn and prints a table; returns 0 if all held, 1 otherwise, 130 on Ctrl-C."""
     root = root or project_root(Path.cwd())
     rows, failed = [], False
     paths = [root / "stacks" / f"{name}.yaml" for name in stacks_of(root)]
@@ -490,7 +489,7 @@ def rehearse_all(*, root: Path | None = None, out: Callable[[str], None] = say, 
 
 
 def _row(root: Path, path: Path, code: int, seconds: float) -> tuple[str, ...]:
-    if code:  # the file itself may be what is wrong, so it is not read again
+    if code:  # the file itself may be wrong, so it is not read again
         return (path.stem, "NO", f"{seconds:.0f}", "", "", "", "", "", "", "")
     run = load(path, now=datetime.now(UTC), rehearsal=True).run.id
     found = root / "rehearsals" / path.stem / run / "summary.json"

@@ -57,7 +57,7 @@ def duration_check(seconds: float) -> Promise:
 
 
 def closing(checks: Sequence[Promise], seconds: float) -> str:
-    """The last line when no promise was broken: what was not shown, and which times miss their bar."""
+    """The last line if no promise was broken: what was not shown, and which times are too long."""
     if unshown := [f"{check.name}: {check.figure}" for check in checks if not check.shown]:
         return f"NOT SHOWN, after {seconds:.0f} s: {'; '.join(unshown)}. Everything else held."
     slow = [f"{check.name}, {check.figure}" for check in checks if not check.held]

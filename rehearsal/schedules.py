@@ -124,7 +124,7 @@ class Schedules:
         return "; ".join(each["Error"]["Message"] for each in answer["UnsuccessfulFleetDeletions"])
 
     def _execute(self, region: str, machine_arn: str, given: Mapping[str, Any]) -> str:
-        """Runs the steps of a state machine up to the first wait; why they failed, empty when they did not."""
+        """Runs the steps of a state machine up to the first wait; returns why they failed, empty if they did not."""
         machines = stepfunctions_backends[self._account][region].state_machines
         machine = next((each for each in machines if each.arn == machine_arn), None)
         if machine is None:
@@ -132,7 +132,10 @@ class Schedules:
         return self._go_on(region, machine, json.loads(machine.definition)["StartAt"], given)
 
     def _go_on(self, region: str, machine: Any, state: str | None, given: Mapping[str, Any]) -> str:
-        """Runs its steps from `state` on with its role's rights. Waits and Retry follow the clock, Catch failures."""
+        """Runs its steps from `state` on with its role's rights.
+
+        Waits and Retry follow the clock; Catch handles failures.
+        """
         steps, now = json.loads(machine.definition)["States"], self._fleets.clock.now()
         while state is not None:
             step = steps[state]
@@ -188,7 +191,7 @@ class Schedules:
     def _refused(
         self, role_arn: str, of: Mapping[str, str], wishes: list[AccessRequest], service: str = SERVICE
     ) -> str:
-        """Why the role may not do it; empty when it may. `of` are the service's statements on whom it acts for."""
+        """Why the role may not do it; empty when it may. `of` are the service's statements about whom it acts for."""
         roles = iam_backends[self._account]["aws"].roles.values()
         role = next((each for each in roles if each.arn == role_arn), None)
         if role is None:

@@ -40,7 +40,9 @@ class Timeline:
         self.moments: list[Moment] = []
 
     def add(self, what: str, text: str, *, at: datetime | None = None, quiet: bool = False, **facts: Any) -> Moment:
-        """Records and prints a moment, with the time of now; `at` is for what was learned later than it happened."""
+        """Records and prints a moment, with the present time; `at` is for events that were noticed later than they
+        happened.
+        """
         t = self.seconds if at is None else self.since_began(at)
         when = at or datetime.now(UTC)
         moment = Moment(t=round(t, 3), at=when.isoformat(timespec="milliseconds"), what=what, text=text, facts=facts)

@@ -58,7 +58,7 @@ def limit_checks(evidence: Evidence) -> Iterator[Promise]:
     yield Promise(name="a whole checkpoint in the bucket", figure=figure, held=newest > 0)
     left = [path for path in (evidence.folder / FINAL).rglob("*") if path.is_file()]
     yield Promise(name="brought home by results", figure=counted(len(left), "file"), held=bool(left))
-    # it was read, or this line were not reached
+    # the receipt was read above, or this line would not be reached
     yield Promise(name="receipt", figure=f"{evidence.receipt.actual} USD", held=True)
 
 

@@ -1,4 +1,4 @@
-"""Follows a run from outside while it trains, and interrupts it as planned: where the definition's seed has it.
+"""Follows a run from outside while it trains, and interrupts it where the definition's seed decides.
 
 It looks where a person could: the fleet, the nodes' own logs and metrics, the bucket. It causes only interruptions.
 """
@@ -34,7 +34,8 @@ Kind = Literal["notice", "loss"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """One interruption. It comes when the job has logged `step` or a later one and is at the planned place.
+    """One interruption. An interruption comes when the job has logged `step` or a later one and is at the planned
+    place.
 
     A loss also waits for the first checkpoint in the bucket.
     """
@@ -45,7 +46,7 @@ class Planned:
 
 
 def possible(definition: StackDefinition) -> Interruptions:
-    """The definition's interruptions that AWS can cause in its way of buying."""
+    """Those of the definition's interruptions that AWS can cause in its market."""
     none: dict[str, Any] = dict.fromkeys(definition.fleet.market.never, 0)
     return replace(definition.interruptions, **none)
 
@@ -85,7 +86,7 @@ POLL_S = 0.05
 TAIL = 15  # how many lines of a node's log are shown when the run fails
 BUCKET_S = 0.5
 HELD_S = 6.0  # longer than a notice may take to be seen
-PATIENCE_S = 3.0  # something must look wrong for so long before it counts
+PATIENCE_S = 3.0  # a view must look wrong for so long before it counts
 STALLED_S = 150.0  # when there is nothing new for so long, something hangs
 WORK_FOLDERS = ("opt/dlami/nvme/gpufleet/run", "scratch/run", "opt/gpufleet/run")  # job/node/disks.py
 _TOLD = re.compile(r"attempt failed|the run is over|fleet .* deleted|starting the container|timer:")
@@ -137,7 +138,7 @@ class NodeView:
 class Begun(NamedTuple):
     """How a generation of several nodes began."""
 
-    step: int  # the newest published step; -1: none
+    step: int  # the newest published step; -1 if there is none
     reached: int  # the last step that any node had logged
     leader: NodeView | None = None
 
@@ -244,12 +245,12 @@ class Watch:
         elif self.planned and view.interrupted is None and self._is_at(view, self.planned[0]):
             self._interrupt(view, self.planned.pop(0))
         elif (code := view.node.process.poll()) is not None:
-            time.sleep(0.3)  # the shutdown is reported within a moment
+            time.sleep(0.3)  # the shutdown is reported a moment later
             if view.node.instance.ended_at is None:
                 raise RunFailedError(f"{view.name}: the node script ended with {code} and left its machine running")
 
     def _is_at(self, view: NodeView, planned: Planned) -> bool:
-        if planned.place == "stage":  # a node that resumes there does no step
+        if planned.place == "stage":  # a node that resumes in a stage trains no step
             return self._written(view) >= self.stage_lines
         if view.first_step is None or view.last_step < planned.step:
             return False
@@ -275,7 +276,7 @@ class Watch:
         if lines != view.results:
             view.results, self._news = lines, time.monotonic()
         if view.stage_lines is None and view.lines:
-            view.stage_lines = lines  # restored from earlier nodes
+            view.stage_lines = lines  # these lines came from earlier nodes
         return lines - (view.stage_lines or 0)
 
     def _interrupt(self, view: NodeView, planned: Planned) -> None:
@@ -356,7 +357,7 @@ class Watch:
             if view.is_setting_up or begins:
                 self._tell("setup", f"{view.name}: {line.partition(' host: ')[2] if begins or ends else f'  {line}'}")
             view.is_setting_up = begins or (view.is_setting_up and not ends)
-        if view.is_setting_up:  # also in silence: the host ends a command after job.progress.silence_minutes
+        if view.is_setting_up:  # set-up may be silent: the host ends a command after job.progress.silence_minutes
             self._news = time.monotonic()
 
     def _observe(self, view: NodeView) -> None:

@@ -56,7 +56,7 @@ ACTIVATE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Charged:
-    """AWS's charges for a run: USD by line of the bill, and by AWS's own names for what no line covers."""
+    """AWS's charges for a run: USD by line of the bill, and by AWS's own names for charges that no line covers."""
 
     usd: Mapping[str, Decimal]
     estimated: bool  # AWS may still change it
@@ -109,14 +109,14 @@ def charged(ce: Any, receipt: Receipt, today: date) -> Charged:
 
 
 def line_of(service: str, usage_type: str) -> str:
-    """The line of the bill to which a service's usage type belongs; AWS's own names when there is none."""
+    """The line of the bill to which a service's usage type belongs; AWS's own names if there is none."""
     if "CloudWatch" in service:
         return "logs"
     return next((name for name, pattern in _LINES if re.search(pattern, usage_type)), f"{service}, {usage_type}")
 
 
 def by_line(receipt: Receipt) -> dict[str, Decimal]:
-    """A receipt's USD by the lines that charges are told apart by."""
+    """A receipt's USD, by the lines that charges can be assigned to."""
     counted = dict[str, Decimal]()
     for line in receipt.lines:
         name = _MERGED.get(line.name, line.name)
@@ -146,7 +146,7 @@ _COLUMNS = [column._replace(head=head) for column, head in zip(LINES, _HEADS, st
 
 
 def _compared(name: str, counted: Decimal | None, theirs: Decimal) -> ReceiptLine:
-    """What AWS charged against a line of the receipt, and what may differ."""
+    """What AWS charged for a line of the receipt, and what may differ."""
     note, mine = "no line of the bill" if counted is None else _NOTES.get(name, ""), counted or Decimal(0)
     note = note if abs(theirs - mine) >= CENT else ""
     return ReceiptLine(name=name, estimate=mine, actual=theirs, note=note)

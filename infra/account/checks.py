@@ -29,7 +29,7 @@ SOME_OPERATIONS = ("DescribeKey", "ReEncryptFrom", "ReEncryptTo")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report, and the command or change that puts it right."""
+    """One line of the report, and the command or change that solves its problem."""
 
     name: str
     found: str
@@ -97,7 +97,7 @@ def offerings(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
 
 
 def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
-    """Whether the Capacity Block belongs to the account, is as the file says, and has room for the run's nodes."""
+    """Whether the Capacity Block belongs to the account, agrees with the file, and has room for the run's nodes."""
     fleet, declared = definition.fleet, definition.fleet.block
     if declared is None or declared.reservation is None:
         return
@@ -401,7 +401,7 @@ def _prefix(key: str, place: str, listing: str, own: str | None, s3: Any, kms: A
 
 
 def _manager(key: str, kms: Any) -> str:
-    """Who manages a key: AWS or CUSTOMER. Empty when KMS does not say."""
+    """Who manages a key: AWS or CUSTOMER. Empty if KMS does not say."""
     try:
         return str(kms.describe_key(KeyId=key)["KeyMetadata"]["KeyManager"])
     except ClientError:

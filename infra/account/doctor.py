@@ -1,4 +1,4 @@
-"""The checks of `gpufleet doctor` in their order: whatever in the account would fail silently after `pulumi up`.
+"""The checks of `gpufleet doctor` in their order: everything in the account that would fail silently after `pulumi up`.
 
 They change nothing in AWS. `pin` writes the newest AMI and the image's digest into the definition file. A fleet that
 replaces nodes cannot look up the newest AMI, and a tag of an image can move during a run.
@@ -59,7 +59,7 @@ def _pinned(image: str, login: str | None = None) -> str:
 
 
 def examine(definition: StackDefinition, root: Path, client: Callable[[str, str], Any]) -> Iterator[Check]:
-    """Every check in turn. Without working credentials only the first one is made."""
+    """Makes every check in turn. Without working credentials only the first one is made."""
     region = definition.fleet.region
     ec2, iam, kms, service_quotas = (client(service, region) for service in ("ec2", "iam", "kms", "service-quotas"))
     who = checks.identity(client("sts", region))
@@ -87,7 +87,7 @@ def examine(definition: StackDefinition, root: Path, client: Callable[[str, str]
 
 
 def guarded(group: Callable[[], Iterator[Check]]) -> Iterator[Check]:
-    """The checks of a group. One that AWS does not answer becomes a warning, so that the others still run."""
+    """The checks of a group. A check that AWS does not answer becomes a warning, so that the others still run."""
     try:
         yield from group()
     except (ClientError, BotoCoreError) as error:
@@ -143,7 +143,7 @@ def _image(name: str, definition: StackDefinition, sts: Any) -> Iterator[Check]:
 
 
 def readiness(definition: StackDefinition, root: Path) -> Iterator[Check]:
-    """What else `up` would refuse to start without; AMI and image have their own checks."""
+    """What else `up` needs before it starts; AMI and image have their own checks."""
     for sentence in [*map(str, code_problems(definition, root)), *not_ready(definition, root)]:
         if sentence.startswith("storage.") or ".code." in sentence:
             found, _, fix = sentence.partition(": ")

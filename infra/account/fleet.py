@@ -99,7 +99,7 @@ def end_command(fleet: dict[str, Any], region: str) -> str:
 
 
 def has_expired(fleet: dict[str, Any], now: datetime) -> bool:
-    """Whether the fleet has expired. It is not known in which state AWS shows such a fleet, so the hour decides."""
+    """Whether the fleet has expired. Nobody knows in which state AWS shows such a fleet, so the hour decides."""
     until: datetime | None = fleet.get("ValidUntil")
     return until is not None and until <= now
 

@@ -39,7 +39,7 @@ def allowed(statements: Iterable[Statement], wish: AccessRequest) -> bool | None
 
 
 def speaks_of(statement: Statement, wish: AccessRequest) -> bool | None:
-    """Whether the statement is about the request: principal, action, resource and every condition."""
+    """Whether the statement applies to the request: principal, action, resource and every condition."""
     parts = [
         _named(statement, "Action", wish.action.lower(), str.lower),
         _named(statement, "Resource", wish.resource, str),
@@ -54,7 +54,7 @@ def speaks_of(statement: Statement, wish: AccessRequest) -> bool | None:
 
 
 def matches_wildcard(text: str, pattern: str) -> bool:
-    """IAM's wildcards: * for any text, slashes included, and ? for one character."""
+    """IAM's wildcards: * matches any text, slashes included, and ? one character."""
     words = (".*" if letter == "*" else "." if letter == "?" else re.escape(letter) for letter in pattern)
     return re.fullmatch("".join(words), text, re.DOTALL) is not None
 

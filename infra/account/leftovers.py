@@ -1,7 +1,7 @@
-"""What is still in the account from a stack: what each thing is, what it costs, and how it is removed. Reads only.
+"""What a stack has left in the account: what each resource is, what it costs, and how it is removed. Reads only.
 
-Tags alone are not enough: a maintained fleet tags neither its spot nodes' disks nor their network interfaces, so this
-walks from instances to their disks, and from the VPC to what is in it. What lies in the stack's VPC is the stack's,
+Tags alone are not enough, because a maintained fleet tags neither its spot nodes' disks nor their network interfaces.
+So this follows instances to their disks, and the VPC to what is in it. What lies in the stack's VPC is the stack's,
 whatever owner its tag names. It looks in the definition's region.
 """
 
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Left:
-    """One thing that is still in the account."""
+    """One resource that is still in the account."""
 
     kind: str
     id: str
@@ -58,13 +58,13 @@ class Left:
 
 def look(definition: StackDefinition, client: Callable[[str, str], Any], now: datetime) -> Iterator[Left]:
     """Everything found: the dearest kinds first, the network's parts in the order in which AWS deletes them, and last
-    what AWS would not show. A missing right must not hide a node that runs.
+    what AWS did not show. A missing right must not hide a node that runs.
     """
     region, unseen = definition.fleet.region, list[Left]()
     ec2 = client("ec2", region)
 
     def collect_visible(what: str, part: Callable[[], Iterable[_T]]) -> list[_T]:
-        """What `part` yields, as far as AWS shows it. A refusal goes into `unseen`."""
+        """What `part` yields, as far as AWS allows. A refusal goes into `unseen`."""
         visible = list[_T]()
         try:
             visible.extend(part())
@@ -107,7 +107,7 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Within:
-    """Tells to whom a fleet or a node belongs."""
+    """Decides to whom a fleet or a node belongs."""
 
     vpcs: frozenset[str]  # of the stack and of the file's owner
     subnets: dict[str, str]  # of the stack's VPCs, with the VPC of each
@@ -178,8 +178,8 @@ def _volumes(ec2: Any, within: _Within, nodes: dict[str, dict[str, Any]]) -> Ite
 
 
 def _resembles(volume: dict[str, Any], definition: StackDefinition) -> bool:
-    """Whether a disk may be one that a node left: it is detached and untagged, in one of the definition's zones, and
-    exactly of one of its sizes.
+    """Whether a disk may have been left by a node: it is detached and untagged, in one of the definition's zones, and
+    exactly as large as one of its disks.
     """
     disks = [definition.storage.root, *([definition.storage.data] if definition.storage.data else [])]
     sizes = {(disk.size_gib, disk.iops, disk.throughput_mibps) for disk in disks}
@@ -313,7 +313,7 @@ class _Part(NamedTuple):
         return f"describe_{self.name}s"
 
     def step(self, identifier: str) -> removal.Step:
-        if self.name == "vpc_endpoint":  # there is no call for one
+        if self.name == "vpc_endpoint":  # VPC endpoints have no such call
             return removal.ec2("delete_vpc_endpoints", VpcEndpointIds=[identifier])
         return removal.ec2(f"delete_{self.name}", **{self.id: identifier})
 
@@ -350,7 +350,8 @@ def _network(ec2: Any, definition: StackDefinition, vpcs: list[dict[str, Any]], 
             note = ", ".join(filter(None, names))
             steps = (
                 *(removal.ec2("detach_internet_gateway", **{part.id: identifier}, VpcId=each) for each in attached),
-                *(() if node or item.get("RequesterManaged") else (part.step(identifier),)),  # that goes with its own
+                # an address of a node or of an AWS service is deleted with its owner
+                *(() if node or item.get("RequesterManaged") else (part.step(identifier),)),
             )
             yield Left(kind=part.kind, id=identifier, note=note, foreign=not mine, owner=owner, steps=steps)
 
@@ -406,7 +407,7 @@ def _tagged(definition: StackDefinition) -> list[dict[str, Any]]:
 
 
 def _other_owner(resource: dict[str, Any], definition: StackDefinition) -> str:
-    """The owner in the tag when it is not the file's owner (two people may run the same file); else empty."""
+    """The owner in the tag if it is not the file's owner (two people may run the same file); else empty."""
     owner = aws.owner_of(resource)
     return "" if owner == definition.run.owner else owner
 

@@ -22,7 +22,7 @@ LAST_S = 10.0  # after the end: docker's log driver sends every 5 s, and CloudWa
 
 @dataclass(kw_only=True, slots=True)
 class Reader:
-    """One reading. Sleep is given, so that a test need not wait."""
+    """One reading. Sleep is a parameter, so that a test need not wait."""
 
     definition: StackDefinition
     logs: Any
@@ -34,16 +34,16 @@ class Reader:
     since_ms: int = 0
 
     def print_all(self) -> int:
-        """Everything there is, oldest first. Raises AwsRefused when there is nothing."""
+        """Prints everything there is, oldest first. Raises AwsRefused when there is nothing."""
         if self._cloudwatch(self._group()) or self._bucket(LOG):
             return 0
         raise AwsRefused(self._silence())
 
     def follow(self) -> int:
-        """Prints as it comes, until the run's done marker is there: 0; or nothing goes on with it: 1. Raises AwsRefused
-        where there is no such run, or its stack is destroyed: nothing would ever come.
+        """Prints lines as they come, until the run's done marker is there, and returns 0; or 1 if nothing goes on with
+        the run. Raises AwsRefused if there is no such run, or its stack is destroyed, because no line would ever come.
         """
-        said, polls, folder = False, 0, None
+        has_said_why, polls, folder = False, 0, None
         while True:
             folder = folder or self._folder()  # not each time: S3 charges for the listings
             group = self._group()
@@ -59,8 +59,8 @@ class Reader:
                 return 0
             if group is None or not (self.seen or folder):
                 raise AwsRefused(self._silence())
-            if not self.seen and not said:
-                said = True
+            if not self.seen and not has_said_why:
+                has_said_why = True
                 self.say(f"-- {self._silence()} Ctrl-C ends the waiting.")
             if folder and polls % GONE_POLLS == 0 and (gone := self._end_detail(folder)):
                 again = self.definition.run_argument

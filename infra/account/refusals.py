@@ -60,8 +60,8 @@ def code(error: exceptions.ClientError) -> str:
 
 
 def absent(ask: Callable[[], _T], *codes: str) -> _T | None:
-    """What a call gives; None when AWS answers with one of `codes`: there is no such thing. A code that ends with a dot
-    stands for all that begin with it.
+    """The result of a call; None if AWS answers with one of `codes`, which mean that the resource does not exist. A
+    code that ends with a dot stands for all that begin with it.
     """
     try:
         return ask()
@@ -103,7 +103,7 @@ def client_refusal(error: exceptions.ClientError) -> AwsRefused:
 
 
 def _clocks(error: exceptions.ClientError, message: str) -> tuple[datetime, datetime] | None:
-    """(this computer's time, AWS's time) when they differ too much, else None. They come from the message ("expired:
+    """This computer's time and AWS's time if they differ too much, else None. They come from the message ("expired:
     OURS is now earlier than LIMIT (THEIRS - 15 min.)"), or from the date of the answer.
     """
     named = [datetime.strptime(each, "%Y%m%dT%H%M%S%z") for each in re.findall(r"\d{8}T\d{6}Z", message)]

@@ -34,8 +34,8 @@ _DOCKER_HUB = {"docker.io": "registry-1.docker.io", "index.docker.io": "registry
 def digest(image: str) -> str:
     """sha256:... of repository:tag, or of the digest itself when the image names one (which checks that it exists).
 
-    Asks the registry in the image's name, or the one in GPUFLEET_REGISTRY_ENDPOINT. Raises AwsRefused, and of a private
-    ECR repository botocore's errors.
+    Asks the registry in the image's name, or the one in GPUFLEET_REGISTRY_ENDPOINT. Raises AwsRefused, and for a
+    private ECR repository botocore's errors.
     """
     if private := ecr.repository(image):
         return _of_ecr(image, private)

@@ -41,7 +41,7 @@ class Call:
         return shlex.join(words)
 
     def do(self, client: Client) -> None:
-        """Makes the call. Raises ClientError, also when AWS refuses some of several things in one call."""
+        """Makes the call. Raises ClientError, also if AWS refuses some of several resources in one call."""
         answer = getattr(client(self.service), self.operation)(**self.arguments)
         for refused in answer.get("UnsuccessfulFleetDeletions") or answer.get("Unsuccessful") or []:
             raise ClientError({"Error": refused["Error"]}, "".join(map(str.title, self.operation.split("_"))))

@@ -45,7 +45,7 @@ from gpufleet.job.supervisor.receipt import text as receipt_text
 from gpufleet.job.supervisor.store import S3Store
 from gpufleet.job.text import counted, stamp
 
-WEIGHTS = (".safetensors", ".pt", ".bin")  # what else lies beside them is small, or evidence of the run's tables
+WEIGHTS = (".safetensors", ".pt", ".bin")  # other results are small, or are evidence for the run's tables
 
 
 def keep(definition: StackDefinition, s3: Any, receipt: Path, root: Path) -> str:
@@ -72,8 +72,8 @@ def fetch(
     exports: bool,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Downloads the results, checks their sizes and prints what is missing. 0 when all that belongs to this kind of end
-    is there, else 1.
+    """Downloads the results, checks their sizes and prints what is missing; returns 0 if everything that belongs to
+    this kind of end is there, else 1.
 
     Every end leaves a receipt, or the records from which one is made here. A run ended by a limit or by `gpufleet stop`
     may have no results.json. The files downloaded by default are those that the bill's line `transfer of results`
@@ -152,7 +152,7 @@ def _late(
     if done is None:  # a receipt made earlier may be all there is
         return None, False
     before = earlier_receipt(target / RECEIPT)
-    if before is None or before.at != done.at:  # of an earlier life of this run's id
+    if before is None or before.at != done.at:  # the receipt is from an earlier run with this id
         before = None
         (target / RECEIPT).unlink(missing_ok=True)
     if not done.reason:
@@ -168,7 +168,7 @@ def _late(
 
 
 def earlier_receipt(path: Path) -> Receipt | None:
-    """The receipt at `path`; None when there is none that can be read."""
+    """The receipt at `path`; None if there is no readable one."""
     with suppress(FileNotFoundError, ValueError):
         return parse(path.read_bytes())
     return None
@@ -182,11 +182,11 @@ def _download(folder: RunFolder, each: StoredObject, target: Path, advance: prog
     part = target.with_name(target.name + ".part")
     try:
         folder.s3.download_file(folder.bucket, f"{folder.run}/{each.name}", str(part), Callback=advance)
-    except OSError as error:  # a write to a full disk names no file, and it need not be the project's
+    except OSError as error:  # a write error on a full disk names no file; the disk may be another's
         error.filename = error.filename or str(part.parent)
         raise
     size = part.stat().st_size
-    if size != each.bytes:  # a run that goes on writes its logs anew each minute: is it the object as it is now?
+    if size != each.bytes:  # a run that still trains rewrites its logs each minute, so the object may be a newer one
         each = next((now for now in folder.objects(each.name) if now.name == each.name), each)
     if size != each.bytes:
         part.unlink()
@@ -216,7 +216,7 @@ def _readable(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
 
 
-SIGNS = (bucket.ATTEMPTS, bucket.HEARTBEATS)  # what a node writes of itself while it lives
+SIGNS = (bucket.ATTEMPTS, bucket.HEARTBEATS)  # objects that a node writes about itself while it lives
 GOES_ON = Done("", "", "", "")
 
 
@@ -224,8 +224,8 @@ def cut_off(
     definition: StackDefinition, owner: str, objects: Iterable[StoredObject], ec2: Any, now: datetime
 ) -> Done | None:
     """The end of a run that has no done.json, when its owner has neither a node nor a fleet that launches; another
-    owner's run has its own bucket. The run ended when its nodes last wrote. The result has no reason while the run
-    may go on, and when no node has begun it. None: AWS does not tell.
+    owner's run has its own bucket. The run ended when its nodes last wrote. There is no reason while the run may go on,
+    or if no node has begun it. None: Returns None if AWS does not say.
     """
     written = [each.written for each in objects if each.name.startswith(SIGNS)]
     if not written:
@@ -268,8 +268,8 @@ def make_receipt(
 
 
 def _history(definition: StackDefinition, ec2: Any, since: float) -> History | None:
-    """The history of the run's fleet, which AWS shows for two days after its deletion. Where a killed `up` has left a
-    second fleet, the histories of both: which of them a node belonged to is not known any more.
+    """The history of the run's fleet, which AWS shows for two days after its deletion. If a killed `up` has left a
+    second fleet, it returns the histories of both, because it is no longer known to which a node belonged.
     """
     try:
         found = fleets_of(ec2, definition)

@@ -18,7 +18,7 @@ from gpufleet.infra.account.aws import pages
 from gpufleet.infra.account.checks import Check
 from gpufleet.infra.definition.model import StackDefinition
 
-AT_ONCE = 50  # actions in a request
+AT_ONCE = 50  # the most actions in one request
 COMMANDS = "gpufleet's own"  # in the column `when`: what gpufleet's commands ask beside it
 
 
@@ -113,7 +113,10 @@ def check(definition: StackDefinition, sts: Any, iam: Any) -> Iterator[Check]:
 
 
 def _resource(definition: StackDefinition, action: str, account: str) -> str:
-    """The resource for which the action is checked: one with a name as the stack's resources have. EC2 has only ids."""
+    """The resource for which the action is checked: one with a name as the stack's resources have.
+
+    EC2's resources have ids only.
+    """
     service, _, verb = action.partition(":")
     made, place = f"gpufleet-{definition.name}-0000000", f"{definition.fleet.region}:{account}"
     of_profile = "InstanceProfile" in verb and verb != "ListInstanceProfilesForRole"

@@ -119,7 +119,7 @@ class RunFolder:
         return ends.read(self.read(DONE))
 
     def asked(self) -> Asked | None:
-        """Who asked the run to end; None: nobody."""
+        """Who asked the run to end; None if nobody did."""
         return ends.read_asked(self.read(ASKED))
 
 

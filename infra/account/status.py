@@ -1,4 +1,4 @@
-"""Where a run stands, from its fleet and from what it has written to the bucket: the lines of `gpufleet status`."""
+"""The state of a run, from its fleet and from what it has written to the bucket: the lines of `gpufleet status`."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ DETAILS = ("attempt", "bucket", "done", "gang", "gpu", "progress", "spent")  # o
 
 
 def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, scheduler: Any = None) -> Iterator[str]:
-    """The lines of the report. Without `scheduler` it does not say when the run goes on on demand. Raises AwsRefused
-    when the run has neither a fleet nor a folder.
+    """The lines of the report. Without `scheduler` it does not say when the run switches to on demand. Raises
+    AwsRefused when the run has neither a fleet nor a folder.
     """
     name, run_id = definition.name, definition.run.id
     fleets = fleets_of(ec2, definition)
@@ -232,7 +232,8 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
         return
     beat = max(beats, key=lambda beat: beat.ts)
     own = next((each for each, is_leader in zip(found, leads, strict=True) if is_leader and each is not None), beat)
-    if (epoch(beat.ts) or 0) - (epoch(own.ts) or 0) <= AWAY_S:  # of several nodes it knows how training goes
+    # with several nodes, only a recent heartbeat of this node shows how training goes
+    if (epoch(beat.ts) or 0) - (epoch(own.ts) or 0) <= AWAY_S:
         beat = own
     written = epoch(beat.ts)
     age = None if written is None else now.timestamp() - written

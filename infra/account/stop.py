@@ -43,12 +43,13 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, say: Call
             f"there is no fleet of owner {owner} for run {run} of {name} in {region}; there is one of {others}, whose "
             f"file has to ask. `gpufleet status {again}` says what there is; `--run ID` names an earlier run."
         )
-    if folder is None or not folder.is_of(owner):  # another's would end his run
+    if folder is None or not folder.is_of(owner):  # a run of another owner is never stopped
         raise AwsRefused(
             f"no bucket of owner {owner} holds run {run} of {name}: no node of it can boot or be asked. "
             "`pulumi destroy` ends its fleet."
         )
-    if earlier := folder.asked():  # kept: when it was asked first tells whether a node should have heeded it
+    # the first request stays, because its time shows whether a node should have followed it
+    if earlier := folder.asked():
         say(f"asked already, by {earlier.by} at {earlier.at}: s3://{folder.bucket}/{run}/{ASKED}")
     else:
         asked = Asked(owner, stamp(now)).to_json()

@@ -29,8 +29,8 @@ def delete(
     found: Found, client: Callable[[str], Any], *, pause: Callable[[float], None], say: Callable[[str], None] = print
 ) -> None:
     """Deletes what is unwanted, and looks again until nothing is left: some things end slowly, and a fleet may have
-    launched more. It prints what it deletes, and why anything stays. It gives up after TIMEOUT_S, or when AWS
-    refuses the rest and nothing that blocks it is ending.
+    launched more. It prints what it deletes, and why anything stays. It gives up after TIMEOUT_S, or when AWS refuses
+    the rest and nothing that blocks it is ending.
     """
     gone, waited = set[tuple[str, str]](), 0.0
     while True:
@@ -51,7 +51,7 @@ def delete(
         if not unwanted:
             return
         ending = any(not each.steps for each in unwanted)
-        blocked = not ending and any(each.foreign and not each.owner for each in left)  # it does not go by itself
+        blocked = not ending and any(each.foreign and not each.owner for each in left)  # it does not end by itself
         freed = any(refusals.code(error) in IN_USE for error in refused.values()) and not blocked
         if waited >= TIMEOUT_S or not (progress or ending or freed):
             for what, why in refused.items():

@@ -29,8 +29,8 @@ def look(
     *,
     preview: bool,
 ) -> list[str]:
-    """Warnings about such fleets. `known` are the ids in the stack's state. Raises GpufleetError when `up` would make a
-    second fleet of the run.
+    """Returns warnings about such fleets. `known` are the ids in the stack's state. Raises GpufleetError when `up`
+    would make a second fleet of the run.
     """
     try:
         fleets = fleets_of(client("ec2", definition.fleet.region), definition, every_run=True)

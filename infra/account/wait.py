@@ -59,7 +59,7 @@ class WaitLoop:
     ended: set[str] = field(default_factory=set)  # nodes that have ended
 
     def until_node(self, timeout_s: float) -> int:
-        """0 when a node runs or the run is already over, 1 with the reasons when there is none in time."""
+        """Returns 0 if a node runs or the run is already over, and 1, with the reasons, if there is none in time."""
         give_up = self.clock() + timeout_s
         while True:
             fleets = fleets_of(self.ec2, self.definition)
@@ -145,7 +145,7 @@ class WaitLoop:
         if replaces(fleet):
             active = self.ec2.describe_fleet_instances(FleetId=fleet["FleetId"])["ActiveInstances"]
             ids = [instance["InstanceId"] for instance in active]
-        else:  # which that call does not take
+        else:  # that call takes no such argument
             ids = [each for launched in fleet.get("Instances", []) for each in launched["InstanceIds"]]
         return find_instances(self.ec2, [("instance-id", ids)]) if ids else []
 
@@ -187,7 +187,7 @@ class WaitLoop:
         return 1 if needless else 0
 
     def _history(self, fleet: dict[str, Any]) -> None:
-        """Says every event not said before, and collects what explains a missing node."""
+        """Prints every new event, and collects what explains a missing node."""
         asked = {"FleetId": fleet["FleetId"], "StartTime": fleet["CreateTime"]}
         for answer in pages(self.ec2.describe_fleet_history, **asked):
             for record in answer["HistoryRecords"]:
@@ -195,7 +195,8 @@ class WaitLoop:
 
     def _event(self, record: dict[str, Any]) -> None:
         kind, sub_type, description = describe(record)
-        if "change" in kind.lower():  # of an instance or the fleet; AWS's guide and API model spell kinds differently
+        # the event is about an instance or the fleet; AWS's guide and API model spell the kinds differently
+        if "change" in kind.lower():
             self._ended(record, sub_type)
         else:
             self._say(f"{sub_type}: {description}" if description else sub_type)
@@ -277,7 +278,7 @@ class WaitLoop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reason:
-    """One cause. `final`: waiting changes nothing."""
+    """One cause. With `final`, waiting changes nothing."""
 
     cause: str
     remedy: str
@@ -387,7 +388,7 @@ def explain(sub_type: str, description: str, definition: StackDefinition) -> Rea
 
 
 def describe(record: dict[str, Any]) -> tuple[str, str, str]:
-    """(kind, sub-type, description) of one record of DescribeFleetHistory."""
+    """Kind, sub-type and description of one record of DescribeFleetHistory."""
     information = record.get("EventInformation") or {}
     return (
         str(record.get("EventType", "")),

@@ -134,8 +134,8 @@ def figures_within(values: Quantiles) -> tuple[str, str, str]:
 
 
 def amount_within(value: Decimal, within: Quantiles | None = None) -> str:
-    """The figure to the third digit of its own, or of the range `within` which it stands, and at most cents from 0.1
-    on; to the second digit of a range below that.
+    """The figure to three significant digits, or to the third digit of the range `within` which it stands, with cents
+    at most from 0.1 on; below that to two digits of the range.
     """
     span = abs(value) if within is None else max(within.p90 - within.p10, within.p90 / 100)
     if not span:

@@ -44,7 +44,7 @@ class KeptStorage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bill:
-    """Everything a researcher may ask before spending a cent."""
+    """Everything that one may ask before spending money."""
 
     stack: str
     scenario: str  # the name of a scenario of the stack's file; empty: the file as it is

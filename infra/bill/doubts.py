@@ -1,4 +1,4 @@
-"""What a reader of the bill should doubt, one sentence each. Static: no clock, so the bill is the same every day."""
+"""What a reader of the bill should doubt, one sentence each. They use no clock, so the bill is the same every day."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def warnings(basis: BillBasis, bill: Bill) -> Iterator[str]:
 
 
 def _several(definition: StackDefinition, bill: Bill) -> Iterator[str]:
-    """What is not known of nodes that train together."""
+    """Uncertainties of nodes that train together."""
     nodes, endless = definition.nodes, batch.is_endless(definition.job.parameters)
     if not endless and not bill.chosen.option.instance.has_efa(definition.fleet.cards):
         yield "nodes of this type have no EFA on these cards: they use TCP, whose speed nobody has measured"

@@ -1,9 +1,9 @@
-"""What a run costs with `fleet.fallback: on-demand`: on spot, and on demand once spot would miss the deadline.
+"""The price of a run with `fleet.fallback: on-demand`: on spot, and on demand once spot would miss the deadline.
 
-The resources are declared with an hour of the switch, and the nodes move it later (job/supervisor/switch.py). It is the
-deadline less the time for the stop, a start, the rest of the work on demand and a margin. The dollars assume that
-on-demand capacity is there at that hour. Nobody promises that, so the bill also shows the share of runs that would find
-none, by an assumption.
+The resources are declared with an hour of the switch, and the nodes move it later (job/supervisor/switch.py). The hour
+is the deadline minus the time for the stop, a start, the rest of the work on demand and a margin. The dollars assume
+that on-demand capacity is there at that hour. Nobody promises that, so the bill also shows the share of runs that would
+find none, by an assumption.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SOONEST = timedelta(minutes=15)  # how long `up` may take until it makes the sch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fallback:
-    """What the fallback does to a run. Hours are by the wall from the run's first `up`, shares are of simulated runs,
+    """What the fallback does to a run. Hours are by the clock from the run's first `up`, shares are of simulated runs,
     and dollars are what it takes to finish.
     """
 
@@ -63,7 +63,7 @@ class Fallback:
 
     @property
     def in_brief(self) -> str:
-        """What the bill's first line adds to the market's name."""
+        """Words that the bill's first line adds to the market's name."""
         return f", on demand when late ({self.on_time:.0%} are done by the deadline),"
 
     def sentence(self) -> str:

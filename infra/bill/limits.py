@@ -69,7 +69,7 @@ def _first_save(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
 
 
 def _own(definition: StackDefinition, key: str) -> str:
-    """How to give a scenario a limit of its own, as an addition to a message; empty when it has one."""
+    """How to give a scenario its own limit, as an addition to a message; empty if it has one."""
     path = f"scenarios.{definition.scenario}.{key}"
     if not definition.scenario or definition.problem(key, "", "").path == path:
         return ""
@@ -96,7 +96,7 @@ def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) ->
     need = f"at least the {needs[slowest_type]:.2f} hours that {slowest_type} needs uninterrupted and to stop in"
     deadline = definition.limits.deadline
     if key != DEADLINE:
-        return [definition.problem(key, *said) for said in definition.fleet.market.too_short(need, left_h, now)]
+        return [definition.problem(key, *message) for message in definition.fleet.market.too_short(need, left_h, now)]
     assert deadline is not None
     first = due + timedelta(hours=needs[slowest_type] - left_h, minutes=1)
     allowed = f"{need}, {first:%Y-%m-%dT%H:%MZ}; it is {left_h:.2f} hours from {_begin(definition, now)}"
@@ -113,7 +113,7 @@ def deadline_warnings(definition: StackDefinition, bill: Bill, now: datetime) ->
     and the speed at which every run would miss it, when the deadline comes before the other limits.
     """
     left_h, exposure, key = definition.hours_left(now), bill.chosen.exposure, definition.due_by(now)
-    whole = definition.begins_at(now) > now and key != DEADLINE  # its own end, which is one of the limits
+    whole = definition.begins_at(now) > now and key != DEADLINE  # the end of a Capacity Block is a limit, too
     if bill.only_priced or left_h is None or whole:
         return
     late = float((bill.chosen.needed.wall_hours + exposure.reserve_h > left_h).mean())
@@ -129,8 +129,8 @@ def deadline_warnings(definition: StackDefinition, bill: Bill, now: datetime) ->
 
 
 def too_slow(bill: Bill, by_h: float, limit: str) -> str:
-    """A warning about a speed that nobody has measured: below which share of it `limit`, which begins to stop the run
-    after `by_h` hours, comes before the end of the work. Empty when that share is less than a half.
+    """A warning about a speed that nobody has measured: the share of it below which `limit`, which begins to stop the
+    run after `by_h` hours, comes before the end of the work. Empty when that share is less than a half.
     """
     share = slowest(bill.chosen, by_h)
     if bill.calibrated or not 0.5 < share < 1:

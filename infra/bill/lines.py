@@ -77,7 +77,7 @@ class Charge:
 
     @property
     def usd_per_hour(self) -> Decimal:
-        """USD per node-hour, to a millionth: what the job's meter counts."""
+        """USD per node-hour, to a millionth, as the job's meter counts it."""
         return (self.units * self.price.amount / self.hours).quantize(Decimal("0.000001"))
 
     def line(self, node_hours: float) -> Line:

@@ -38,7 +38,7 @@ class BillBasis:
     today: date | None = None  # the day for the age of prices; None: the day of the newest price
 
     def with_definition(self, definition: StackDefinition) -> BillBasis:
-        """The data for another form of the work."""
+        """This data, for another form of the work."""
         return replace(self, definition=definition)
 
     @property
@@ -109,7 +109,7 @@ def dearest(types: Sequence[TypeCost], capacity: Capacity, extras_usd_h: float =
 
 
 def refuse(definition: StackDefinition, types: Sequence[TypeCost]) -> GpufleetError:
-    """The error to raise when no listed type can be priced; it gives the reasons."""
+    """The error to raise if no listed type can be priced, with the reasons."""
     problems = fit_problems(definition, types)
     if problems:
         return DefinitionError(str(definition.source), problems)
@@ -234,7 +234,9 @@ def type_cost(
 
 
 def _is_of(definition: StackDefinition, type_: str, catalog: Catalog) -> bool:
-    """Whether estimate.step_ms holds for this type: listed, or with as many GPUs of the same kind as a listed type."""
+    """Whether estimate.step_ms applies to this type: it is listed, or has as many GPUs of the same kind as a listed
+    type.
+    """
 
     def device(name: str) -> tuple[str, float, int] | None:
         kind = catalog.instances.get(name)

@@ -37,13 +37,13 @@ class StepTime:
     slower: float
     shared: float  # the part of both sigmas that is the same for the job on every GPU
     said: str  # the source of the figure
-    guessed: bool = False  # whether it was carried over from other GPUs
+    guessed: bool = False  # whether the figure was measured on other GPUs and converted
 
     def carried_over(self, gpu: Gpu, gpus: int, speeds: Speeds) -> StepTime | None:
         """The step time on `gpus` of another GPU. None when the peak of one of the two GPUs is not known."""
         if (gpu, gpus) == (self.gpu, self.gpus):
             return self
-        times, sigma = gpus / self.gpus, 0.0  # times: how many times as fast
+        times, sigma = gpus / self.gpus, 0.0  # the speed relative to the stated number of GPUs
         if gpu != self.gpu:
             if not gpu.bf16_tflops or not self.gpu.bf16_tflops:
                 return None
@@ -111,7 +111,7 @@ def _known(
 
     if stated is not None or counts == "seconds":
         step_ms, said = (SECOND_MS, f"{config.path}.work") if stated is None else (float(stated[0]), "estimate.step_ms")
-        bought = batch.is_endless(config)  # hours, which are hours on any type, and cannot be too few
+        bought = batch.is_endless(config)  # this many hours are as long on every type, and cannot be too few
         spread = (0.0, 0.0) if declared.hours is None else _spread(*declared.hours)
         if stated is not None:
             spread = unknown.STATED, unknown.STATED

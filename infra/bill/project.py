@@ -33,7 +33,10 @@ def bill_of(
     not_ready: Sequence[str] = (),
     but: Sequence[Path] = (),
 ) -> Bill:
-    """The bill, with the data under `root`. `hazards`: learnt already; `but`: traces to omit. Raises as price_of()."""
+    """The bill, with the data under `root`.
+
+    `hazards`: those learned already; `but`: traces to omit. Raises as price_of().
+    """
     learned = learn(observations(root, but=but)) if hazards is None else hazards
     return price_of(replace(bill_basis(definition, root, catalog), hazards=learned, today=today), not_ready=not_ready)
 

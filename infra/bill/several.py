@@ -1,4 +1,4 @@
-"""Many runs under one budget: what a sweep comes to.
+"""Many runs under one budget: what a sweep costs.
 
 Each run has its own luck with interruptions and spot prices, so the range of a sum is narrower than the sum of the
 ranges. Speed is different: until somebody has measured it, all runs of one file may be slow alike. Both sums are given;

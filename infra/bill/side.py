@@ -36,7 +36,7 @@ class Quantiles:
     mean: Decimal
 
     def plus(self, amount: Decimal) -> Quantiles:
-        """The figures with the same amount on each."""
+        """The figures, each increased by the same amount."""
         return Quantiles(p10=self.p10 + amount, p50=self.p50 + amount, p90=self.p90 + amount, mean=self.mean + amount)
 
     def times(self, count: int) -> Quantiles:
@@ -99,7 +99,7 @@ class Side(Prepared):
 
     @property
     def reserve(self) -> tuple[Decimal, Decimal]:
-        """(USD, hours of each node) that the job needs in order to stop before a limit."""
+        """USD, and hours of each node, that the job needs in order to stop before a limit."""
         hours, of = self.exposure.reserve_h, self.exposure
         return exact(hours * of.usd_h), exact(hours)
 
@@ -107,8 +107,8 @@ class Side(Prepared):
 def prepare(
     basis: BillBasis, types: Sequence[TypeCost], capacity: Capacity, *, likely: bool = False
 ) -> Prepared | None:
-    """The side before simulation; None when no listed type has both a price of this kind and a known speed. `likely`:
-    at the price that the fleet may expect, not at its most expensive zone's.
+    """The side before simulation; None when no listed type has both a price of this kind and a known speed. With
+    `likely` it uses the price that the fleet may expect, not that of its dearest zone.
     """
     definition, catalog = basis.definition, basis.catalog
     extras = float(sum(each.usd_per_hour for each in lines.hourly_charges(definition, catalog)))
@@ -181,7 +181,7 @@ def cadence(side: Side) -> BestInterval | None:
 
 
 def span_usd(side: Side) -> dict[str, tuple[Decimal, Decimal]]:
-    """(p10, p90) of USD to finish without interruptions when only `speed` or only `price` is unknown."""
+    """P10 and p90 of USD to finish without interruptions if only `speed` or only `price` is unknown."""
     of, total = side.exposure, side.total
     ranges = {}
     ends_h, compute_usd = of.phase_ends_h[-1], of.uninterrupted_h * of.compute_usd_h
@@ -226,7 +226,7 @@ def mean_usd(prepared: Prepared, outcome: simulation.SimulatedRuns) -> Decimal:
 
 
 def quantiles_of(values: Floats) -> Quantiles:
-    """The quantiles and the mean of one figure of each simulated run, rounded as `exact`."""
+    """The quantiles and the mean of one figure over the simulated runs, rounded as by `exact`."""
     p10, p50, p90, mean = map(exact, simulation.quantiles(values))
     return Quantiles(p10=p10, p50=p50, p90=p90, mean=mean)
 
@@ -324,7 +324,7 @@ def _chance(definition: StackDefinition, option: TypeCost, hazards: Hazards) -> 
 
 
 def _figures(outcome: simulation.SimulatedRuns, of: Prepared) -> tuple[Quantiles, Quantiles, Quantiles, Quantiles]:
-    """USD, node-hours, hours by the wall, and USD as the job's meter counts.
+    """USD, node-hours, hours by the clock, and USD as the job's meter counts.
 
     Dollars are the exact total without interruptions plus the simulated difference: no interruption costs exactly
     nothing.

@@ -324,7 +324,7 @@ def _negative(bill: Bill) -> str:
 
 def _hazard(bill: Bill) -> str:
     chance = bill.chance
-    assert chance is not None  # it is a spot run
+    assert chance is not None  # a spot run always has a hazard
     if not chance.sigma:
         return f"at {chance.median:g} per node-hour ({word(chance.median)}; {chance.source})"
     p10, p90 = chance.quantile(0.1), chance.quantile(0.9)

@@ -17,7 +17,7 @@ from gpufleet.infra.evidence.proofs import Proof
 from gpufleet.job import atomic
 from gpufleet.job.contract.receipt import Receipt, parse
 
-FOLDER = Path(".gpufleet", "canary", "receipts")  # they name runs and nodes, and stay out of proofs/
+FOLDER = Path(".gpufleet", "canary", "receipts")  # they name runs and nodes, so they are not kept in proofs/
 _FACTS = "charged."  # how the names of these facts begin
 
 

@@ -39,7 +39,7 @@ from gpufleet.job.contract.receipt import Receipt, parse
 from gpufleet.job.contract.workdir import FINAL, RECEIPT
 from gpufleet.job.supervisor.store import pages
 
-_NOTICE = re.compile(r"spot notice: \w+ in (-?\d+) s")  # job/supervisor/metadata.py, of the moment at which it is seen
+_NOTICE = re.compile(r"spot notice: \w+ in (-?\d+) s")  # written by job/supervisor/metadata.py when it sees the notice
 
 
 class EngineResult(Protocol):
@@ -75,7 +75,7 @@ class ObservedNode:
     id: str
     number: int
     launched: datetime
-    step: int  # the newest checkpoint that was published when it came
+    step: int  # the newest published checkpoint when the interruption came
     taken: str = ""  # notice or loss
     gone_at: float = 0.0
 
@@ -126,7 +126,8 @@ class Flight:
             self.facts.add("end.reason", done.reason)
             folder = self._results(stack)
             probes.bucket(self.facts, self.asked("s3"), folder.bucket)
-            stops = probes.stops_begin(self.facts, stack, self.asked, self.scale.stop_s)  # no node of it looks any more
+            # by then no node of it reads the hour any more
+            stops = probes.stops_begin(self.facts, stack, self.asked, self.scale.stop_s)
             probes.stops_end(self.facts, stops, self.asked, self.sleep, self.scale.patience_s)
             self._destroy(stack, engine)
 
@@ -330,7 +331,7 @@ class Flight:
         if lag:
             add("log.lag_s", max(lag))
         for step, at in _steps(folder).items():
-            before = [each for each in told.get(step, []) if each <= at.timestamp() + 1]  # S3 tells whole seconds
+            before = [each for each in told.get(step, []) if each <= at.timestamp() + 1]  # S3's times are whole seconds
             if before:
                 add("save.published_s", max(at.timestamp() - max(before), 0.0))
 
@@ -350,7 +351,7 @@ class Flight:
         try:
             self.wait_for("fleet.deleted_s", gone, self.scale.patience_s)
         except PhaseError as error:
-            self.say(str(error))  # it launches nothing and costs nothing: the flight goes on
+            self.say(str(error))  # this launches nothing and costs nothing, so the flight goes on
 
     def _left(self, stack: StackDefinition) -> list[Left]:
         """What of the stack is still there that nobody asked for, but for FIS's role, which goes last."""

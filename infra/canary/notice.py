@@ -23,7 +23,7 @@ ROLE = "gpufleet-canary-fis"  # named and tagged as the stack's own, so that a s
 ACTION, TARGET = "aws:ec2:send-spot-instance-interruptions", "aws:ec2:spot-instance"
 POLICY = "interrupt"
 _TRUST = {"Effect": "Allow", "Principal": {"Service": "fis.amazonaws.com"}, "Action": "sts:AssumeRole"}
-ROLE_S = 60.0  # that a new role may take until FIS accepts it
+ROLE_S = 60.0  # how long AWS may take until FIS accepts a new role
 
 
 def refused(fis: Any) -> str:
@@ -64,7 +64,7 @@ def interrupt(
         except ClientError as error:
             if refusals.code(error) != "ValidationException" or time.monotonic() > give_up:
                 raise
-            sleep(5)  # IAM's roles reach other services late
+            sleep(5)  # other services see a new IAM role late
     return str(client("fis").start_experiment(experimentTemplateId=made["id"], tags=tags)["experiment"]["id"])
 
 

@@ -241,7 +241,8 @@ def stops_end(facts: FlightFacts, stops: Stops, asked: Asked, sleep: Callable[[f
     if not isinstance(late, str):
         add("expiry.state", _state(ec2, stops.expiring))
         add("expiry.resized", _code(lambda: _resize(ec2, stops.expiring)))
-    ec2.delete_fleets(FleetIds=[stops.deleted], TerminateInstances=True)  # also where the schedule has not
+    # AWS deletes it here even if the schedule has not
+    ec2.delete_fleets(FleetIds=[stops.deleted], TerminateInstances=True)
     again = ec2.delete_fleets(FleetIds=[stops.deleted], TerminateInstances=True)
     add("delete.again", _undeleted(again))
     unknown = ec2.delete_fleets(FleetIds=["fleet-00000000-0000-4000-8000-000000000000"], TerminateInstances=True)

@@ -36,7 +36,7 @@ def differences(recorded: Answers, own: Answers) -> Iterator[AnswerDifference]:
         for field, kind in theirs.items():
             above, inside, _ = field.rpartition("[]")
             if inside and ours.get(above) != "list":
-                continue  # of a list that is lacking or empty
+                continue  # AWS omits the list, or it is empty
             if (has := ours.get(field, _LACKING)) != kind and "empty list" not in (kind, has):
                 yield AnswerDifference(call, field, kind, has)
 

@@ -28,8 +28,8 @@ from gpufleet.infra.errors import AwsRefused, DefinitionError, GpufleetError, Pr
 NAMES = RUN, CAP = "canary", "canary-cap"
 MOST_USD = Decimal("0.50")
 FIS_USD = Decimal("0.20")  # two action-minutes at 0.10 USD (AWS Price List of AWSFIS, 2024-10-01)
-TRIED = 8  # types, the cheapest first
-TYPES = 3  # that the fleets may choose from: one whose zones are all taken is no reason to give up
+TRIED = 8  # number of types to try, the cheapest first
+TYPES = 3  # number of types in the fleets: another is tried if all zones of one are full
 PYTORCH = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
 PYTHON = "public.ecr.aws/docker/library/python:3.13-slim"  # for what needs no torch: it boots sooner
 
@@ -38,20 +38,20 @@ PYTHON = "public.ecr.aws/docker/library/python:3.13-slim"  # for what needs no t
 class Scale:
     """How long things take on AWS, and in the embedded AWS. Seconds, but for counts and hours."""
 
-    steps: int  # of the run that is interrupted
-    pace_s: float  # of a step
+    steps: int  # steps of the run that is interrupted
+    pace_s: float  # seconds per step
     every: int  # steps between two checkpoints
-    cap_hours: str  # what the other run may take, its boot included
+    cap_hours: str  # max_hours of the other run, boot included
     heartbeat_s: float
     poll_s: float
-    patience_s: float  # what any one event may take, a node among them
-    stop_s: float  # from now to the hour of the schedule and to the expiry that are tried
+    patience_s: float  # how long to wait for any one event, such as a node
+    stop_s: float  # from now until the schedule's hour, and until the expiry, that are tested
     device: str = "cuda"
     gpus: int = 1  # of a node
     setup_minutes: float = 6
 
     def without_gpu(self) -> Scale:
-        """The same flight on nodes without a GPU."""
+        """This flight on nodes without a GPU."""
         return replace(self, gpus=0, device="cpu")
 
 
@@ -106,8 +106,8 @@ class Chosen:
 
     types: list[str]
     zones: list[str]
-    usd: Decimal  # the most: both caps, and the notice
-    lines: list[str]  # the bill, for people
+    usd: Decimal  # the most that both caps and the notice can cost
+    lines: list[str]  # the bill as text
 
 
 def write(project: Path, run: str, region: str, chosen: tuple[list[str], list[str]], scale: Scale) -> None:

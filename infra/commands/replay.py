@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 def _exposure(args: argparse.Namespace) -> tuple[str, Exposure]:
     """The bill's type and its spot side, with the hours of work asked for."""
     definition, root = stack.definition_of(args), project_root(Path.cwd())
-    # a trace must not grade a hazard that it taught
+    # a trace must not be used to judge a hazard that was learned from it
     side = bill_of(definition, root, load_catalog(), but=args.traces).spot
     if side is None:
         raise GpufleetError(f"{definition.source}: no listed type has a spot price here; there is nothing to replay")

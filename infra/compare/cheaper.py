@@ -120,7 +120,7 @@ def bill_and_cheaper(
     )
     bill = bill_of(definition, root, catalog, today=study.today, hazards=study.hazards, not_ready=not_ready)
     facts = policy.facts(definition, bill)
-    if definition.variant.only_priced:  # its bill is not checked against the limits either
+    if definition.variant.only_priced:  # the limits do not apply to a scenario that is only priced
         rules = None
 
     def allowed(row: Row) -> bool:
@@ -139,7 +139,7 @@ def cheaper(
     """
     if not definition.fleet.market.moves_elsewhere or definition.variant.reference:
         return None
-    if definition.variant.only_priced:  # its bill is not checked against limits either
+    if definition.variant.only_priced:  # the limits do not apply to a scenario that is only priced
         definition, study = replace(definition, limits=UNBOUND), replace(study, hours_left=None)
     mean = bill.chosen.needed_usd.mean
     below = mean - max(ranking.LEAST * mean, CENT)

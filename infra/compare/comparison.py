@@ -24,11 +24,11 @@ from gpufleet.infra.risk.hazard import learn
 class Comparison:
     """The scenarios of a file, and every option for their work."""
 
-    definition: StackDefinition  # the file's, or the chosen scenario's, in whose region all are compared
+    definition: StackDefinition  # the file, or the chosen scenario; all options are compared in its region
     scenario: str  # the chosen one, else the file's own
     listed: list[Row]  # its scenarios, in order
     rows: list[Row]  # options, ranked
-    frontier: list[Row]  # the best of these
+    frontier: list[Row]  # the best of the options
     regions: list[Row]  # its work in each region, the cheapest first
     batches: list[Row]  # its work with the file's batch, then with larger ones; empty without any
     # with a deadline: the plan of spot first, then on demand, and its type

@@ -93,7 +93,7 @@ def every_option(
         for type_ in listed:
             for count in node_counts(work, type_, catalog):
                 there = basis.with_definition(basis.definition.on_nodes(count))
-                # estimate.step_ms is for the file's own number of nodes
+                # estimate.step_ms applies only to the file's own number of nodes
                 stated = there if count == work.nodes else there.with_definition(_unstated(there.definition))
                 option = options.type_cost(stated, type_, nearest=holder, known=known)
                 if option.runtime is not None:  # then only a price is missing, and each capacity has its own reason
@@ -352,7 +352,7 @@ def _ranked(rows: list[Row], hours_left: float | None) -> list[Row]:
 def _lost(row: Row, best: Row | None, hours_left: float | None) -> str:
     if not row.ranked:
         change = f"; nearest: {row.nearest}" if row.nearest else ""
-        return (row.why or f"no {row.capacity} price in {row.region}") + change
+        return (row.reason or f"no {row.capacity} price in {row.region}") + change
     if row.late > SURE:
         return f"misses the deadline, {text.hours(hours_left or 0.0)} h from now, in {row.late:.0%} of runs"
     if best is None or row is best or best.usd is None or row.usd is None:

@@ -59,7 +59,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One way to do one piece of work. Figures are None if they cannot be known; `why` has the reason."""
+    """One way to do one piece of work. Figures are None if they cannot be known; `reason` says why."""
 
     scenario: str  # every scenario with this work, the first one leading
     work: StackDefinition  # with the counts of its prepared dataset
@@ -69,7 +69,7 @@ class Row:
     dataset: str = ""  # the prepared one with these counts and size; empty: from job.parameters.data
     rates: tuple[Rate, ...] = ()
     inputs_usd: Decimal = Decimal(0)  # the part of usd for the transfer of inputs from another region
-    prepared: Prepared | None = field(default=None, repr=False)  # None without figures: `why` has the reason
+    prepared: Prepared | None = field(default=None, repr=False)  # None without figures: `reason` says why
     side: Side | None = field(default=None, repr=False)  # None before its runs are simulated
     hours_left: float | None = None  # to the deadline; None without one
     # probability that it costs less than the work's own fleet; None if that has no figures
@@ -169,7 +169,7 @@ class Row:
         return self.option is not None and not self.refusal
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """Why it cannot be run or priced: it cannot be launched, does not fit, or has no price."""
         if self.option is None or self.refusal:
             return self.refusal

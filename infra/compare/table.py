@@ -100,7 +100,7 @@ def answer(found: Comparison, command: str, today: date) -> Iterator[str]:
         yield from wrap(f"{name}: no type of the catalog can run this in {definition.fleet.region}.")
         for row in found.own_rows[:SHOWN]:
             yield from wrap(
-                f"  {row.place} {row.capacity}: {row.why}{f'; {row.nearest}' if row.nearest else ''}", indent=4
+                f"  {row.place} {row.capacity}: {row.reason}{f'; {row.nearest}' if row.nearest else ''}", indent=4
             )
     else:
         fitting = [row for row in able if not row.over_limit and row.late <= SURE]
@@ -228,7 +228,7 @@ def full_text(found: Comparison, today: date) -> str:
 def _note(row: Row) -> str:
     work = in_phases(row.runtime, row.option.instance) if row.option and row.runtime else ""
     nearest = f"nearest: {row.nearest}" if row.nearest else ""
-    parts = [part for part in (row.work.variant.note, work, row.why, nearest) if part]
+    parts = [part for part in (row.work.variant.note, work, row.reason, nearest) if part]
     if row.tokens and not row.reference:
         parts.append(f"{row.tokens / 1e6:,.0f} M tokens" if row.tokens >= 10_000_000 else f"{row.tokens:,} tokens")
     return "; ".join(parts)

@@ -311,7 +311,7 @@ class StackDefinition:
     interruptions: Interruptions = Interruptions()  # the rest of `rehearsal` is laid over the other sections
     scenario: str = ""  # its name; empty for the file as it is
     variant: Variant = Variant()
-    own_data: bool = False  # whether a scenario states its own data's counts (job.parameters.data)
+    own_data: bool = False  # whether a scenario states its own counts for the data (job.parameters.data)
     tree: Mapping | None = field(default=None, compare=False, repr=False)  # as written; None: from no file
     asked: str = field(default="", compare=False, repr=False)  # STACK as the user gave it; empty: not from a command
 

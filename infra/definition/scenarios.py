@@ -44,7 +44,7 @@ def scenario(
             f"`gpufleet cost {found[name].argument} --scenario {name}` prices it"
         )
     text, tree = open_file(path)
-    section = tree.entries["scenarios"]  # `found` came from this section
+    section = tree.entries["scenarios"]  # `found` was read from this section
     assert isinstance(section, Mapping)
     entry = section.entries[name]
     entries = entry.entries if isinstance(entry, Mapping) else {}

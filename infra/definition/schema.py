@@ -381,7 +381,7 @@ def _convert(
     if not isinstance(node, Scalar):
         findings.add(path, allowed, value="a list" if isinstance(node, Items) else "a section")
         return _BAD
-    if inner is str and default == "" and (null or not node.text.strip()):  # as in a rehearsal that leaves it out
+    if inner is str and default == "" and (null or not node.text.strip()):  # a rehearsal may leave the key out this way
         return ""
     if null:
         findings.add(path, allowed, value="" if not node.text else node.text)

@@ -32,7 +32,7 @@ class Selected:
     asked: str = ""  # as the user named it
 
     def load(self, *, now: datetime, past_deadline: bool = False) -> StackDefinition:
-        """The definition, checked as something to run. Raises like loader.load and scenarios.scenario."""
+        """The definition, after the checks that a run needs. Raises like loader.load and scenarios.scenario."""
         if not self.scenario:
             found = load(self.path, now=now, past_deadline=past_deadline)
         else:

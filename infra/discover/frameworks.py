@@ -25,7 +25,7 @@ class Framework:
     version: str
     imports: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()  # class names in the folder's own code, which many repositories have copied
+    classes: tuple[str, ...] = ()  # only framework repositories have such a file
     programs: tuple[str, ...] = ()
     form: str = ""
     format: FormatName | None = None

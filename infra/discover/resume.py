@@ -36,9 +36,9 @@ def find_resume(
     used: list[tuple[Setting, Site]] = []
     for parts, site in saves.loads:
         if site.name in ("load_state_dict", "from_pretrained", "loads", "glob", "open"):
-            continue  # of a value that was read already, or foreign weights
+            continue  # the value was read already, or holds foreign weights
         if len(parts) > 1 and isinstance(parts[-1], str) and OTHER.search(parts[-1]):
-            continue  # its settings, for example
+            continue  # the file holds something else, such as settings
         if isinstance(parts[0], Hole) and parts[0].kind == "setting" and parts[0].name != folder:
             setting = values.settings.find(parts[0].name)
             if setting is not None and not _BEGINS.search(setting.name):

@@ -70,7 +70,7 @@ class Pattern:
 
     name: str  # with {step}, {epoch} and *; a folder ends in /
     setting: str = ""  # the setting with the folder as its value, or with the path of which `name` is the default
-    folder: str = ""  # a folder that the code names itself; "." is its working folder
+    folder: str = ""  # a folder that the code itself names; "." is the script's working folder
     in_checkpoints: bool = False  # it uses $GPUFLEET_CHECKPOINTS
     is_whole_path: bool = False  # whether the setting is the file's own path
 
@@ -233,7 +233,8 @@ def _score(save: CodeSave, saves: Saves, values: Values) -> float:
             (-3.0, OTHER.search(name)),
             (-2.0, save.site.name in ("write", "write_text", "dump", "save_pretrained")),
             (1.5, any(load == save.parts for load, _ in saves.loads)),
-            (-4.0, setting is not None and isinstance(setting.value, int) and setting.value <= 0),  # saving is off
+            # negative or 0 turns saving off
+            (-4.0, setting is not None and isinstance(setting.value, int) and setting.value <= 0),
             (0.5, isinstance(head, str) or (head is not None and head.kind in ("setting", "checkpoints"))),
             (2.5, save.site.scope.file == values.entry),
             (-4.0, not re.search(r"[A-Za-z<]", re.sub(r"<(any|step|epoch|batch)>", "", text))),

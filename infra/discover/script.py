@@ -70,10 +70,10 @@ class ScriptFacts:
     total: Span | None = None  # how long it trains
     lines: list[PrintedLine] = field(default_factory=list)
     resume: Finding | None = None  # the words that resume from a checkpoint
-    reads_itself: Finding | None = None  # it looks for a checkpoint by itself
+    reads_itself: Finding | None = None  # it looks for a checkpoint without being told
     bare_resume: Finding | None = None  # a trainer's train() without a checkpoint
     signals: list[Finding] = field(default_factory=list)
-    joins: Finding | None = None  # it joins a process group
+    joins: Finding | None = None  # it joins a group of several processes
     runs_alone: bool = False  # it looks for a launcher, and also works without one
     wandb: Finding | None = None
     requirements: str = ""
@@ -282,7 +282,7 @@ def _checkpoint(saves: Saves, values: Values, row: Framework | None) -> Checkpoi
         if place is None or chosen.score < 1.5 or (row is not None and row.format and not row.named):
             continue
         if not chosen.is_inside_loop and chosen.cadence is None and "{" not in place.name:
-            continue  # only at its end
+            continue  # a save that comes only at the end
         found = [place.name]
         for other in saves.found if "{" in place.name else ():
             beside = pattern(other, values)
@@ -347,7 +347,7 @@ def _ends(values: Values, loop: ast.stmt, site: Site) -> Iterator[tuple[Kind, as
     if isinstance(loop, ast.For) and kind in ("step", "epoch"):
         listed = [loop.iter, *(node for node, _ in values.bound(dotted(loop.iter), loop.iter, site.scope))]
         ranges = [found for each in listed if isinstance(each, ast.expr) and (found := loop_range(each)) is not None]
-        for arguments in (each.args for each in ranges[:1]):  # also for a bar that has a name
+        for arguments in (each.args for each in ranges[:1]):  # a progress bar with a name counts too
             yield kind, arguments[:2][-1], arguments[0] if len(arguments) > 1 else None
     leaving = [each for each in getattr(loop, "body", []) if isinstance(each, ast.If)]
     tests = [each.test for each in leaving if any(isinstance(inner, ast.Break | ast.Return) for inner in each.body)]

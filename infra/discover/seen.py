@@ -47,7 +47,7 @@ class SeenCheckpoint:
     every: int | None
     complete: str
     bytes: int
-    files: tuple[str, ...]  # below the folder, in the order in which they came
+    files: tuple[str, ...]  # files below the folder, in the order of writing
     evidence: str
 
     @property

@@ -204,7 +204,7 @@ def _phase(fields: Fields) -> PhaseSpeed:
 
 
 def sound(root: Path, stack: str, folder: str) -> Iterator[dict[str, Any]]:
-    """Every measurement of the stack in that one of the two folders; damaged files are left out."""
+    """Every measurement of the stack in `folder`; damaged files are left out."""
     for tree, path in _measurements(root, stack):
         if tree is not None and path.parent.parent.name == folder:
             yield tree

@@ -58,7 +58,7 @@ def _check(fields: Fields) -> None:
     fields.need("region", reading.text)
     fields.need("embedded", reading.flag)
     fields.section("answers")
-    fields.take("types", reading.listed(reading.text), ())  # the first version wrote none
+    fields.take("types", reading.listed(reading.text), ())  # files of the first version have no types
     for figure in fields.table("figures").values():
         for which in ("least", "median", "most"):
             figure.need(which, reading.number)
@@ -69,7 +69,8 @@ def _check(fields: Fields) -> None:
 
 def newest(root: Path, region: str = "") -> Proof | None:
     """The newest of the region, or of any, from a real account. None: there is none that can be read."""
-    for path in sorted((root / FOLDER).glob("*.json"), reverse=True):  # their names begin with the day
+    # file names begin with the day, so the newest comes first
+    for path in sorted((root / FOLDER).glob("*.json"), reverse=True):
         try:
             proof = read(path)
         except GpufleetError:

@@ -74,7 +74,7 @@ def between_nodes_bytes(size: PhaseSize, nodes: int) -> float:
 
 
 def with_exchange(work_ms: float, within_ms: float, between_ms: float) -> float:
-    """Milliseconds of a step with its ranks' exchange: within a node beside `work_ms`, between nodes after it."""
+    """Milliseconds of a step with its exchange, which overlaps `work_ms` within a node and follows it between nodes."""
     return work_ms + max(0.0, within_ms - BESIDE * work_ms) + between_ms
 
 

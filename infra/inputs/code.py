@@ -125,7 +125,7 @@ def programs(definition: StackDefinition, root: Path) -> Path | None:
                 f"{definition.source}: rehearsal.python: {definition.python} is no file; name the interpreter that has"
                 " what the command imports, such as ../my-model/.venv/bin/python"
             )
-        return python.absolute().parent  # not resolved: an environment's interpreter is a link
+        return python.absolute().parent  # not resolved, because the interpreter of an environment is a link
     code = definition.job.parameters.demands.code
     places = [root / code.folder / name / "bin" for name in ENVIRONMENTS] if code else []
     if Path(__file__).is_relative_to(sys.prefix):  # except a clone's environment, which is gpufleet's alone

@@ -71,7 +71,7 @@ def _find(folder: Path) -> tuple[Path, Path] | None:
     """The top of the work tree around the folder, and its git folder, as git finds them."""
     for files in (folder.resolve(), *folder.resolve().parents):
         place = files / ".git"
-        if place.is_file():  # for a submodule, or another work tree
+        if place.is_file():  # a submodule or a second work tree has a file here
             place = files / _text(place).removeprefix("gitdir:").strip()
         if (place / "HEAD").is_file():
             return files, place

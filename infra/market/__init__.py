@@ -15,7 +15,8 @@ WAYS: dict[str, type[Market]] = {  # by fleet.capacity
     "block": InBlock,
 }
 FALLBACKS: dict[str, tuple[type[Market], ...]] = {"none": (), "on-demand": (SpotThenOnDemand,)}  # by fleet.fallback
-COMPARED = tuple(name for name, way in WAYS.items() if way.is_sold_to_all)  # in which any type is ranked
+# the markets in which a comparison ranks every type
+COMPARED = tuple(name for name, way in WAYS.items() if way.is_sold_to_all)
 INTERRUPTED = tuple(name for name, way in WAYS.items() if way.is_interrupted)
 
 

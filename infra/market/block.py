@@ -27,8 +27,8 @@ class InBlock(Market):
     bought = "in its capacity block"
     has_block = True
     is_sold_to_all = replaces = moves_elsewhere = False
-    roles: ClassVar[Mapping[str, str]] = {}  # whoever runs `up` launches
-    never = ("with_notice", "without_notice")  # what is lost there nothing replaces
+    roles: ClassVar[Mapping[str, str]] = {}  # nothing assumes a role: whoever runs `up` launches the nodes
+    never = ("with_notice", "without_notice")  # nothing replaces a node that a block has lost
     keep_ends = END
     # It may stay in `deleted_terminating` for hours after its nodes have gone: waited for in vain, and the next destroy
     # finds it gone (docs/decisions/2026-11-26-capacity-block.md).
@@ -71,7 +71,7 @@ class InBlock(Market):
 
     @property
     def _fee(self) -> Decimal:
-        assert self.block is not None  # `check` has seen to it
+        assert self.block is not None  # `check` has refused a block without this section
         return self.block.fee_usd
 
     def fleet_arguments(self, valid_until: str) -> dict[str, Any]:

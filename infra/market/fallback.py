@@ -6,7 +6,7 @@ from gpufleet.infra.market.market import DEADLINE, Beside, FleetKeys, ProblemLis
 from gpufleet.infra.market.spot import Spot
 from gpufleet.job.kind import batch
 
-MOST_HEARTBEAT_S = 300  # a hand-over waits ten minutes
+MOST_HEARTBEAT_S = 300  # the most seconds between heartbeats: a hand-over waits only ten minutes
 
 
 class SpotThenOnDemand(Spot):

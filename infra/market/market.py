@@ -22,7 +22,7 @@ WAITING_TIME = timedelta(hours=24)
 
 
 class FleetKeys(Protocol):
-    """What a way of buying reads of a definition's fleet."""
+    """The keys of a definition's fleet that a market reads."""
 
     @property
     def region(self) -> str: ...
@@ -45,17 +45,17 @@ class ProblemList(Protocol):
 
 
 class Beside(NamedTuple):
-    """What of a definition decides beside its fleet. `config` None: nobody can rely on the job's parameters."""
+    """The parts of a definition that matter beside its fleet. With `config` None the job's parameters are invalid."""
 
     config: JobConfig | None
     deadline: object
     now: datetime
-    past_end: bool  # of a run that was begun in time
+    past_end: bool  # the same for a run that had begun in time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """What a node of one type costs per hour in one market; `price` None: nobody knows."""
+    """What a node of one type costs per hour in one market; `price` None: unknown."""
 
     price: Price | None = None  # in the dearest zone that the fleet may take
     zones: tuple[SpotPrice, ...] = ()  # cheapest first, where zones differ
@@ -63,12 +63,12 @@ class Offer:
 
     @property
     def hourly(self) -> Price | None:
-        """The dearest price that the fleet can meet; None where it takes no such node."""
+        """The highest price that the fleet can meet; None if it takes no such node."""
         return None if self.left_out else self.price
 
     @property
     def likely(self) -> Price | None:
-        """What a fleet that picks by price and capacity may expect to pay: each zone counts the more, the cheaper it is
+        """The price that a fleet may expect if it picks by price and capacity: the cheaper a zone, the more it counts
         (harmonic mean).
         """
         dearest = self.hourly
@@ -87,22 +87,25 @@ class Market:
 
     name: ClassVar[str]  # as fleet.capacity has it
     asks_for: ClassVar[str]  # the fleet's `default_target_capacity_type`
-    metered_as: ClassVar[str]  # the market whose habits the run's nodes know, one of those in job/contract/terms.py
-    by_the_hour: ClassVar[str]  # the market in which the same nodes are had without what is paid in advance
+    # the market whose rules the meter uses for the run's nodes: a key of job/contract/terms.py
+    metered_as: ClassVar[str]
+    by_the_hour: ClassVar[str]  # the market that sells the same nodes by the hour, for comparison
     place: ClassVar[str]  # in a sentence: on demand
     bought: ClassVar[str]  # in the answer of a bill: spot
     counts: ClassVar[str] = "{number} {name} node{s}"  # in a sentence
-    has_block: ClassVar[bool] = False  # the section `fleet.block` counts
+    has_block: ClassVar[bool] = False  # whether the section `fleet.block` is used
     is_sold_to_all: ClassVar[bool] = True  # a comparison ranks every type in it
     is_interrupted: ClassVar[bool] = False  # AWS takes nodes back
     replaces: ClassVar[bool] = True  # where a node has gone, its fleet launches another
-    least_share: ClassVar[Decimal] = Decimal(1)  # the least that a run costs of what it does uninterrupted
-    stands_by: ClassVar[tuple[str, ...]] = ()  # the further markets in which a fleet of the run waits at 0
-    quotas: ClassVar[tuple[str, ...]] = ()  # the markets whose quotas count its nodes
-    roles: ClassVar[Mapping[str, str]] = {"AWSServiceRoleForEC2Fleet": "ec2fleet.amazonaws.com"}  # a fleet launches by
-    never: ClassVar[tuple[str, ...]] = ()  # what of a rehearsal's interruptions AWS does not make
-    keep_ends: ClassVar[str] = "limits.deadline, or limits.max_hours + 24 h from its start"  # of its life
-    delete_timeout: ClassVar[str] = "30m"  # of that the provider sleeps 5; its default of 10 is too short
+    least_share: ClassVar[Decimal] = Decimal(1)  # the least share of its uninterrupted cost that a run can cost
+    stands_by: ClassVar[tuple[str, ...]] = ()  # other markets in which the run has a fleet of size 0
+    quotas: ClassVar[tuple[str, ...]] = ()  # markets whose vCPU quotas its nodes use
+    # the service-linked roles that its fleet needs
+    roles: ClassVar[Mapping[str, str]] = {"AWSServiceRoleForEC2Fleet": "ec2fleet.amazonaws.com"}
+    never: ClassVar[tuple[str, ...]] = ()  # interruptions of a rehearsal that AWS never makes in this market
+    # what ends the fleet, for messages
+    keep_ends: ClassVar[str] = "limits.deadline, or limits.max_hours + 24 h from its start"
+    delete_timeout: ClassVar[str] = "30m"  # the provider sleeps for 5 of these minutes; its default of 10 is too short
 
     @property
     def fleets(self) -> tuple[str, ...]:
@@ -111,18 +114,18 @@ class Market:
 
     @property
     def moves_elsewhere(self) -> bool:
-        """Whether another type could do the work in its place."""
+        """Whether another type could do the same work instead."""
         return self.nodes == 1
 
     def check(self, findings: ProblemList, fleet: FleetKeys, beside: Beside) -> None:
-        """Adds what contradicts it in a definition."""
+        """Adds the definition's problems with this market."""
 
     def not_ready(self) -> Iterator[str]:
-        """What `pulumi up` needs of it first."""
+        """What `pulumi up` needs before it can use this market."""
         yield from ()
 
     def require(self, catalog: Catalog, type_: str, fleet: FleetKeys) -> None:
-        """Raises PriceMissing where nobody knows what such a node costs."""
+        """Raises PriceMissing if the price of such a node is unknown."""
         catalog.on_demand(type_, fleet.region)
 
     def offer(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal | None) -> Offer:
@@ -133,28 +136,28 @@ class Market:
         return Offer(price=price, left_out=said)
 
     def zones_below(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal) -> tuple[str, ...]:
-        """The fleet's zones in which a node of the type is known to cost at most that. Prices know zones by id: of
-        zones by name, whose ids differ per account, the dearest of the region decides.
+        """The fleet's zones in which a node of the type is known to cost at most that price. Prices are known by zone
+        id. For zones by name, whose ids differ per account, the dearest zone of the region decides.
         """
         price = self.offer(catalog, type_, fleet, ceiling).hourly
         return fleet.zones if price else ()
 
     def metered(self, offers: Mapping[str, Offer]) -> tuple[Price | None, Price | None]:
-        """The price at most and the price on spot that the job's meter counts with."""
+        """The highest price, and the spot price, that the job's meter uses."""
         spot = offers["spot"].hourly
         return offers["on-demand"].price or spot, spot
 
     def fees(self, day: date) -> tuple[tuple[str, str, Price], ...]:
-        """Name, item and price of what is paid whatever the run does; `day`: of the catalog."""
+        """Name, item and price of what is paid whatever the run does; `day` is the day of the catalog's prices."""
         return ()
 
     def begins_at(self, now: datetime) -> datetime:
-        """When nodes can be had."""
+        """The time from which nodes can be had."""
         return max(now, self.block.start) if self.block else now
 
     @property
     def last(self) -> datetime | None:
-        """Until when a node may train; None: as long as the run's limits let it."""
+        """The time until which a node may train; None: as long as the run's limits let it."""
         return self.block.last if self.block else None
 
     def due_by(self, due: datetime | None) -> str:
@@ -162,7 +165,9 @@ class Market:
         return END if self.block and self.last == due else DEADLINE
 
     def each_hours(self, max_hours: Decimal) -> float:
-        """Hours that each node may run, by the limit on all nodes' hours and while nodes can be had."""
+        """Hours for which each node may run, by the limit on all nodes' hours and by the time for which nodes can be
+        had.
+        """
         hours = float(max_hours) / self.nodes
         return min(hours, self.block.hours) if self.block else hours
 
@@ -177,26 +182,26 @@ class Market:
         return float(max_hours) / self.nodes + WAITING_TIME / timedelta(hours=1)
 
     def timer_hours(self, max_hours: Decimal) -> float:
-        """After which a node ends itself, whatever the job says. Of several some wait for the others while the hours of
-        all do not run: each has half as long again.
+        """Hours after which a node ends itself, whatever the job reports. With several nodes, some wait for the others,
+        and the limit on the hours of all is used up later: each node has half as long again.
         """
         return float(max_hours) / self.nodes * (1.5 if self.nodes > 1 else 1)
 
     def ends(self) -> Iterator[tuple[str, str, Decimal, str]]:
-        """The market's own limit, beside those of the file: key, how it is written, hours of each node, unit."""
+        """The market's own limit, beside those of the file: key, text, hours of each node, unit."""
         if self.block:
             unit = "hours from its start to 30 minutes before its end"
             yield END, stamp(self.block.end), Decimal(self.block.hours), unit
 
     def time_limit(self, max_hours: Decimal, bound_h: float | None) -> tuple[str, str, int, str]:
-        """What ends a node after `bound_h` hours: its key, how it is written, how many nodes share it, its unit."""
+        """What ends a node after `bound_h` hours: its key, its text, how many nodes share it, its unit."""
         if self.block and bound_h == self.block.hours:
             return END, stamp(self.block.end), 1, "hours from its start to 30 minutes before it"
         return MAX_HOURS, str(max_hours), self.nodes, "node-hours"
 
     def too_short(self, need: str, left_h: float, now: datetime) -> Iterator[tuple[str, str, str]]:
-        """The problem that the market's own end comes before `need`: what is written, what is allowed, what to do."""
-        if self.block and now > self.block.start:  # before, all of it has been held against the p50
+        """The problem if the market's own end comes before `need`: the value, what is allowed, what to do."""
+        if self.block and now > self.block.start:  # before the start, the whole block was compared with the p50
             left = f"{need}; {max(left_h, 0):.2f} are left until 30 minutes before the block's end"
             yield stamp(self.block.end), left, "Take a longer block, or shorten the run."
 
@@ -206,7 +211,7 @@ class Market:
             yield f"the block begins at {stamp(self.block.start)}: before that AWS launches nothing into it."
 
     def late_hint(self, argument: str) -> str | None:
-        """What to do where the deadline may be missed; None where the bill has said it."""
+        """What to do if the deadline may be missed; None if the bill has said it."""
         if self.block:
             return ""
         return (
@@ -215,26 +220,26 @@ class Market:
         )
 
     def fleet_arguments(self, valid_until: str) -> dict[str, Any]:
-        """Arguments of the fleet, as the provider names them, beside what all have."""
+        """The fleet's arguments, by the provider's names, beside those that all markets share."""
         return {"type": "maintain", "terminate_instances_with_expiration": True, "valid_until": valid_until}
 
     def template_arguments(self) -> dict[str, Any]:
-        """Arguments of its launch template, beside what all have."""
+        """The launch template's arguments, beside those that all markets share."""
         return {}
 
     def filled_in(self, text: str) -> str:
-        """The words filled in for so many nodes: `{number} {name} node{s} take{es}` is `one spot node takes`."""
+        """The words for so many nodes: `{number} {name} node{s} take{es}` is `one spot node takes`."""
         n = self.nodes
         number, times, s, es = ("one", "", "", "s") if n == 1 else (str(n), f"{n} x ", "s", "")
         return text.format(number=number, times=times, name=self.name, s=s, es=es)
 
     @property
     def hours_of(self) -> str:
-        """What the bill's hours are of."""
+        """Whose hours the bill counts."""
         return "node-hours" if self.nodes == 1 else "hours of each node"
 
     def at_price(self, usd: Decimal) -> str:
-        """What a node costs, in the bill's first line."""
+        """The price of a node, in the bill's first line."""
         return f"at {usd} USD/h"
 
     def price_age(self, days: int) -> str:
@@ -242,5 +247,5 @@ class Market:
         return f"compute is {days} days old" if days >= 0 else f"compute is of {-days} days from now, which cannot be"
 
     def uninterrupted(self, hours: Decimal) -> str:
-        """What the bill says of interruptions where there are none, of a run of so many hours; else nothing."""
+        """What the bill says, for a run of so many hours, if there are no interruptions; else nothing."""
         return f"Interruptions: none {self.place}."

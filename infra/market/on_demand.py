@@ -1,4 +1,4 @@
-"""On demand: one price in all zones, and nodes that AWS leaves to the run."""
+"""On demand: one price in all zones, and nodes that AWS does not take back."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from gpufleet.infra.market.market import Market
 
 
 class OnDemand(Market):
-    """A fleet that keeps its nodes on demand."""
+    """A fleet that replaces its lost nodes on demand."""
 
     name = asks_for = metered_as = by_the_hour = "on-demand"
     place = bought = "on demand"
     quotas = ("on-demand",)
-    never = ("with_notice",)  # nor does AWS credit a first hour
+    never = ("with_notice",)  # AWS gives on-demand nodes neither a notice nor a free first hour

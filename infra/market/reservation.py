@@ -13,7 +13,7 @@ BLOCK_ENDING = timedelta(minutes=30)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityBlock:
-    """A Capacity Block for ML, which its user has bought or thinks of buying: gpufleet buys none."""
+    """A Capacity Block for ML that its user has bought, or may buy: gpufleet buys none."""
 
     reservation: str | None = None  # cr-...; None: not bought, so that it is priced and cannot be run
     start: datetime
@@ -22,10 +22,10 @@ class CapacityBlock:
 
     @property
     def last(self) -> datetime:
-        """Until when a node may train."""
+        """The time until which a node may train."""
         return self.end - BLOCK_ENDING
 
     @property
     def hours(self) -> float:
-        """Hours that a node has in the block."""
+        """Hours for which a node can run in the block."""
         return (self.last - self.start) / timedelta(hours=1)

@@ -1,4 +1,4 @@
-"""Spot: a price in each zone that moves, and nodes that AWS takes back, mostly with a notice."""
+"""Spot: each zone has a price that moves, and AWS takes nodes back, mostly with a notice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpufleet.infra.market.market import FleetKeys, Market, Offer
 
 
 class Spot(Market):
-    """A fleet that finds another node on spot where one has gone."""
+    """A fleet that replaces a lost node on spot."""
 
     name = asks_for = metered_as = by_the_hour = "spot"
     place, bought = "on spot", "spot"
@@ -45,7 +45,10 @@ class Spot(Market):
         return fleet.zones if below and len(below) == len(known) else ()
 
     def fleet_arguments(self, valid_until: str) -> dict[str, Any]:
-        """Stated: the provider's default strategy is lowestPrice. No maintenance strategy: it would run two nodes."""
+        """The strategy is stated, because the provider's default is lowestPrice.
+
+        There is no maintenance strategy, because it would run two nodes.
+        """
         stated = {"allocation_strategy": "price-capacity-optimized", "instance_interruption_behavior": "terminate"}
         return {**super().fleet_arguments(valid_until), "spot_options": stated}
 

@@ -26,6 +26,7 @@ def client(service: str, region: str) -> Any:
             f"prices come from AWS alone, and {service} would be asked at {host}, whose prices may be made up:"
             " unset AWS_ENDPOINT_URL"
         )
-    if session.get_credentials() is None:  # reported in the other commands' words, and before hundreds of questions
+    # checked before hundreds of questions, with the message of the other commands
+    if session.get_credentials() is None:
         raise NoCredentialsError
     return made

@@ -59,8 +59,8 @@ def render(catalog: Catalog, regions: Sequence[str], today: date) -> str:
         for kind in ("on_demand", "spot"):
             if missing := region[kind]["missing"]:
                 lines += wrap(f"{name}: no {kind.replace('_', '-')} price of {', '.join(_families(missing, known))}")
-        for said in (*region["changes"], *region["doubts"]):
-            lines += wrap(f"{name}: {said}")
+        for sentence in (*region["changes"], *region["doubts"]):
+            lines += wrap(f"{name}: {sentence}")
     if len(regions) > BESIDE:
         lines += ["", *wrap("`gpufleet prices --region REGION` shows each type, and the price of each service.")]
     return "\n".join(lines).rstrip() + "\n"

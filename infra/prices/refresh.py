@@ -211,7 +211,7 @@ def renew(
         if found := files.folders(known):
             old = files.newer(old, files.read(found[-1]))
     near = next(path for path in (to.absolute(), *to.absolute().parents) if path.exists())
-    if not near.is_dir() or not os.access(near, os.W_OK):  # before hundreds of questions
+    if not near.is_dir() or not os.access(near, os.W_OK):  # checked before hundreds of questions
         raise GpufleetError(
             f"{to} is no folder that prices can go into: {near} is no folder, or must not be written to"
         )

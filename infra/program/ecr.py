@@ -1,6 +1,6 @@
 """Images in a private repository of Amazon ECR: nodes log in to it by their role. Pure functions.
 
-Nodes log in to no other registry, which must give the image to anybody.
+Nodes log in to no other registry, so another registry must give the image to anybody.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Repository:
 
 
 def repository(image: str) -> Repository | None:
-    """The private ECR repository of `image`; None for another registry's, also ECR's public one."""
+    """The private ECR repository of `image`; None for an image in another registry, or in ECR's public one."""
     found = re.match(r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com/([^:@]+)", image)
     return Repository(account=found[1], region=found[2], name=found[3]) if found else None
 

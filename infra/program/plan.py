@@ -39,7 +39,7 @@ from gpufleet.job.contract.inputs import DatasetManifest, InputManifest, Weights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What the program declares, with nothing left to decide."""
+    """Everything that the program declares, with nothing left to decide."""
 
     now: datetime
     definition: StackDefinition
@@ -160,7 +160,7 @@ def make(
         now=now,
     )
     catalog = load_catalog(root, day=now.date())
-    if verdict.continues:  # it stays where it is, whatever new prices exclude
+    if verdict.continues:  # a run that continues keeps its region and types, even if new prices would exclude them
         definition = replace(definition, limits=replace(definition.limits, usd_per_hour=None))
         bill, cheaper = bill_of(definition, root, catalog, today=now.date()), None
     else:
@@ -171,7 +171,7 @@ def make(
     far = [ecr.abroad(image, definition.fleet.region) for image in definition.job.images]
     unshown = rehearsed.saves_doubt(definition, root)
     fallbacks = price_fallbacks(definition, bill, now)
-    if not verdict.continues:  # how much work is left of a run that has begun is not known here
+    if not verdict.continues:  # how much work a begun run still has is not known here
         wrong += limits.deadline_problems(definition, bill, now)
         wrong += fallback_problems(definition, bill, fallbacks)
         late += limits.deadline_warnings(definition, bill, now)

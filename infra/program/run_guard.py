@@ -31,7 +31,7 @@ from gpufleet.job.text import stamp
 # its default. The empty one, of checkouts before 0.1.0, omits the most, and new runs use it.
 DIGESTS = ("", "0.1.0")
 
-# For the timer of a boot that does not know yet what the run has spent (job/node/allowance.py): added to the limit.
+# Added to the limit for the timer of a boot that does not know the spending yet (job/node/allowance.py).
 TIMER_MARGIN = timedelta(minutes=2)
 
 

@@ -43,7 +43,7 @@ def svg(usd: Quantiles, actual: Decimal | None = None) -> str:
 
 
 def of_receipt(receipt: Receipt) -> Quantiles:
-    """The range of a receipt's bill."""
+    """The range of the bill in a receipt."""
     return Quantiles(p10=receipt.p10, p50=receipt.estimate, p90=receipt.p90, mean=receipt.estimate)
 
 

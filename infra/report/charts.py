@@ -1,6 +1,6 @@
 """Charts as SVG in the page's own colours: matplotlib draws, and each of its colours becomes one that the page names.
 
-Small on purpose: at the width of a telephone the text keeps its size.
+It is small on purpose: at the width of a telephone the text keeps its size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """A line of a chart; with `dots` points alone. The caller leaves points without a figure out."""
+    """A line of a chart; with `dots` it is only points. The caller omits points without a figure."""
 
     name: str
     points: Sequence[Point]
@@ -172,7 +172,7 @@ KINDS = {
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """About POINTS of them, with the first and the last: the middle one of each stretch by height."""
+    """About POINTS of them, with the first and the last; of each stretch, the one with the middle height."""
     if len(points) <= POINTS:
         return list(points)
     size = -(-(len(points) - 2) // (POINTS - 2))
@@ -205,7 +205,7 @@ def style() -> AbstractContextManager[Any]:
 
 
 def figure(height: float = SIZE[1]) -> Any:
-    """A figure of matplotlib's, for use inside of `style`."""
+    """A matplotlib figure, for use inside `style`."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(SIZE[0], height), layout="constrained")

@@ -79,7 +79,7 @@ def figures(found: Sequence[tuple[str, str, str]]) -> str:
 
 
 def charts(drawn: Iterable[tuple[str, str]]) -> str:
-    """(caption, SVG) side by side where the window is wide."""
+    """Pairs (caption, SVG), side by side if the window is wide."""
     cells = [f"<figure><figcaption>{escape(caption)}</figcaption>{svg}</figure>" for caption, svg in drawn if svg]
     return f'<div class="charts">{"".join(cells)}</div>' if cells else ""
 

@@ -55,7 +55,7 @@ class RunResults:
 
     @property
     def lasted_s(self) -> float:
-        """Seconds from then to the end of the last node."""
+        """Seconds from the first launch to the end of the last node."""
         ends = (self.launched[each.instance] + float(each.lived_s) for each in self._nodes() if self.began)
         return max(ends, default=0.0) - self.began
 
@@ -108,10 +108,10 @@ def html(run: RunResults) -> str:
 def _figures(run: RunResults) -> Iterator[tuple[str, str, str]]:
     receipt, steps = run.receipt, max((each.last_step for each in run.receipt.attempts), default=0)
     notices, losses, rehearsed = receipt.with_notice, receipt.without_notice, is_rehearsal(receipt)
-    usual = (run.bill.get("interruptions") or {}).get("p50")  # an older bill's mean depends on a few runs
+    usual = (run.bill.get("interruptions") or {}).get("p50")  # the mean of an older bill depends on a few runs
     beside = "" if rehearsed or usual is None else f"bill {float(usual):.0f}; "
     interruptions = str(notices + losses), f"{beside}{notices} with a notice, {losses} without"
-    if rehearsed:  # its time depends on this machine, which no bill predicts
+    if rehearsed:  # its time depends on this machine, so no bill predicts it
         yield "interruptions", *interruptions
         yield "steps", f"{steps:,}", counted(len(receipt.attempts), "node")
         yield "cost", "nothing", "a rehearsal rents nothing"
@@ -161,7 +161,7 @@ def _spent(run: RunResults) -> str:
         for at, beat in beats
         if beat.spent_usd is not None
     )
-    # a node may know less than another reported before
+    # a node may know of less spending than another reported before
     most = itertools.accumulate((usd for _, usd in counted_usd), max)
     points = [(at, usd) for (at, _), usd in zip(counted_usd, most, strict=True)]
     cap = (run.bill.get("cap") or {}).get("max_usd")

@@ -76,7 +76,7 @@ class CostStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackReview:
-    """One stack on both sides. `base` or `head` None: the commit does not have it."""
+    """One stack on both sides. With `base` or `head` None, the commit does not have the stack."""
 
     name: str
     base: StackAtCommit | None
@@ -115,7 +115,7 @@ class Review:
 
     @property
     def exit_code(self) -> int:
-        """2: HEAD has a stack without a bill; 1: a cap or a rule does not hold; 0: neither."""
+        """2: 2: HEAD has a stack without a bill; 1: a cap or a rule is broken; 0: neither."""
         if any(stack.head and stack.head.errors for stack in self.stacks):
             return 2
         return 1 if any(stack.fails for stack in self.stacks) else 0
@@ -156,7 +156,7 @@ class Pricer:
             return StackAtCommit(tree=tree, errors=(str(error).replace(f"{self.folder}/", "stacks/"),))
 
     def bill(self, name: str, tree: Mapping, known: Known) -> Bill | None:
-        """The bill of a tree without a file; None if it does not load or has no price."""
+        """The bill of a tree without a file; None if the tree does not load or has no price."""
         entries = {key: node for key, node in tree.entries.items() if key not in ASIDE}
         return self.side(name, dump(replace(tree, entries=entries)).encode(), known).bill
 
@@ -244,7 +244,8 @@ def _step(keys: tuple[str, ...], before: str, after: str, old: Bill, new: Bill) 
 
 def _changes(base: Mapping, head: Mapping) -> list[tuple[Path_, Node | None, Node | None]]:
     """(path, before, after) of every value that differs: in HEAD's order, then values that HEAD lacks. A section
-    without keys (`estimate:`) does not count if the other side has keys in it: these are added or removed instead.
+    without keys (`estimate:`) does not count if the other side has keys in it, because these are added or removed
+    instead.
     """
     old, new = dict(_leaves(base)), dict(_leaves(head))
     found = [

@@ -1,7 +1,7 @@
-"""The rules of an organisation over any run: `policy.yaml`, and what of it a run breaks.
+"""The rules of an organisation for every run: `policy.yaml`, and which of them a run breaks.
 
-One source for two judges: `gpufleet diff` takes the facts from definition and bill, the Pulumi policy pack in `policy/`
-takes them from the resources that are about to be declared. Pure: no pulumi, no boto3, no clock.
+Two judges use this one source: `gpufleet diff` takes the facts from definition and bill, the Pulumi policy pack in
+`policy/` takes them from the resources that are about to be declared. It uses no pulumi, no boto3 and no clock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ RUN_CONFIG = "run-config"  # the name of run.json's resource, or how it ends whe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """What every run must hold. None (no such key) or false: no such rule. Patterns know * and ?."""
+    """The rules that every run must obey.
+
+    None (no such key) or false means that there is no such rule. Patterns may contain * and ?.
+    """
 
     max_usd_per_run: Decimal | None = field(default=None, metadata={"minimum": 0.01, "maximum": 1_000_000})
     max_usd_per_hour: Decimal | None = field(default=None, metadata={"minimum": 0.001, "maximum": 10_000})
@@ -44,7 +47,10 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What the rules ask of a run. `usd_p90` None: there is no bill to judge (a run that is over)."""
+    """The facts about a run that the rules use.
+
+    With `usd_p90` None there is no bill to judge, because the run is over.
+    """
 
     region: str
     instance_types: tuple[str, ...]
@@ -73,7 +79,7 @@ RULES = {  # rule -> what it demands, for people; the policy pack shows it
 
 
 def facts(definition: StackDefinition, bill: Bill | None, fallbacks: Iterable[Fallback] = ()) -> Facts:
-    """What the rules of a policy look at: the facts of a definition file, its bill, what its fallback costs."""
+    """The facts that a policy's rules use: from a definition file, its bill, and its fallback's price."""
     priced: tuple[Bill | Fallback | None, ...] = (bill, *fallbacks)
     markets = definition.fleet.market.fleets
     hourly = [each for option in (bill.types if bill else ()) for name in markets if (each := option.hourly(name))]
@@ -88,7 +94,10 @@ def facts(definition: StackDefinition, bill: Bill | None, fallbacks: Iterable[Fa
 
 
 def held_to(definition: StackDefinition, rules: Policy | None) -> StackDefinition:
-    """The definition with the lower of its own limit per hour and the rules'. What is only priced has neither."""
+    """The definition with the lower of two limits per hour: its own and the rules'.
+
+    A definition that is only priced gets neither limit.
+    """
     own, theirs = definition.limits.usd_per_hour, None if rules is None else rules.max_usd_per_hour
     if theirs is None or definition.variant.only_priced:
         return definition
@@ -99,9 +108,9 @@ def held_to(definition: StackDefinition, rules: Policy | None) -> StackDefinitio
 def declared(type_: str, name: str, properties: Properties[str, Any]) -> Facts | None:
     """The facts that run.json states, from a resource spelled as the engine spells it. None for any other resource.
 
-    run.json is an object that the program declares before the fleet, which depends on it: a rule that refuses it keeps
-    the fleet from being made, even where nobody looked at a preview. No other property is read: in a first preview the
-    bucket's name is unknown, and reading it an error.
+    run.json is an object that the program declares before the fleet, which depends on it. So a rule that refuses it
+    prevents the fleet, even if nobody looked at a preview. No other property is read: in a first preview the bucket's
+    name is unknown, and reading it would be an error.
     """
     if type_ != OBJECT or not f"-{name}".endswith(f"-{RUN_CONFIG}"):
         return None
@@ -133,25 +142,25 @@ def _in_words(markets: Sequence[str]) -> str:
 
 def broken(policy: Policy, found: Facts) -> tuple[Broken, ...]:
     """Every rule that the run breaks, in the order of the file's keys. Empty: none."""
-    said: list[Broken] = []
+    rules: list[Broken] = []
     cap = policy.max_usd_per_run
     if cap is not None and found.usd_p90 is not None and found.usd_p90 > cap:
-        said.append(Broken(rule="max_usd_per_run", message=f"p90 is {found.usd_p90:f} USD, allowed are {cap:f}"))
+        rules.append(Broken(rule="max_usd_per_run", message=f"p90 is {found.usd_p90:f} USD, allowed are {cap:f}"))
     ceiling, dearest = policy.max_usd_per_hour, found.usd_per_hour
     if ceiling is not None and dearest is not None and dearest > ceiling:
         message = f"a node costs up to {dearest:f} USD an hour, allowed are {ceiling:f}"
-        said.append(Broken(rule="max_usd_per_hour", message=message))
+        rules.append(Broken(rule="max_usd_per_hour", message=message))
     if policy.allowed_types is not None:
         others = [type_ for type_ in found.instance_types if not _matches(type_, policy.allowed_types)]
         if others:
-            said.append(_not_allowed("allowed_types", "instance types", ", ".join(others), policy.allowed_types))
+            rules.append(_not_allowed("allowed_types", "instance types", ", ".join(others), policy.allowed_types))
     if policy.allowed_regions is not None and not _matches(found.region, policy.allowed_regions):
-        said.append(_not_allowed("allowed_regions", "region", found.region, policy.allowed_regions))
+        rules.append(_not_allowed("allowed_regions", "region", found.region, policy.allowed_regions))
     if policy.spot_only and found.capacity != "spot":
-        said.append(Broken(rule="spot_only", message=f"capacity is {found.capacity}, allowed is spot"))
+        rules.append(Broken(rule="spot_only", message=f"capacity is {found.capacity}, allowed is spot"))
     if policy.required_owner is not None and not _matches(found.owner, policy.required_owner):
-        said.append(_not_allowed("required_owner", "owner", found.owner, policy.required_owner))
-    return tuple(said)
+        rules.append(_not_allowed("required_owner", "owner", found.owner, policy.required_owner))
+    return tuple(rules)
 
 
 def find_policy(folder: Path) -> Policy | None:
@@ -169,7 +178,10 @@ def load(path: Path) -> Policy:
 
 
 def parse(raw: bytes, source: str) -> Policy:
-    """The rules in the bytes of a policy file. An empty file has none. Raises DefinitionError with every problem."""
+    """The rules in the bytes of a policy file.
+
+    An empty file has no rules. Raises DefinitionError with every problem.
+    """
     try:
         text = decode(raw)
         holds, see = "rules (spot_only: true, max_usd_per_run: 50, ...)", "`gpufleet docs review`"

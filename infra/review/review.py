@@ -31,7 +31,7 @@ def review_commits(project: Path, base: str, head: str, rules: Path | None = Non
     with tempfile.TemporaryDirectory(prefix="gpufleet-diff-") as scratch:
         folders = [Path(scratch) / side for side in ("BASE", "HEAD")]
         links = [_extract(project, commit, folder) for commit, folder in zip(hashes, folders, strict=True)]
-        if links[1]:  # its target would be run, and would be in no review
+        if links[1]:  # git would follow the link and run its target, which no review shows
             raise GpufleetError(
                 f"HEAD has {links[1][0]} as a link, which a review does not follow: commit the file itself"
             )
@@ -117,7 +117,7 @@ def _commit_hash(project: Path, name: str) -> str:
 
 
 def _made_at(project: Path, commit: str) -> datetime:
-    """The commit's time, UTC: the only clock of a review."""
+    """The commit's time in UTC, which is the review's only clock."""
     seconds = git.answer(project, "log", "-1", "--no-show-signature", "--format=%ct", commit)
     return datetime.fromtimestamp(int(seconds), UTC)
 

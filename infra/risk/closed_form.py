@@ -8,7 +8,7 @@ from gpufleet.infra.risk.gathering import mean_billed_h
 from gpufleet.infra.risk.hazard import gang, left_share
 from gpufleet.infra.risk.simulation import NOTICE_H, Exposure
 
-KEEPS_NOTHING = 100  # a run without checkpoints counts as one whose interval is this many times its work
+KEEPS_NOTHING = 100  # without checkpoints a run counts as if its interval were this many times its work
 FINEST, HIGHEST = 1e-4, 10.0  # interruptions per node-hour: the finest step and the highest rate of the search
 
 
@@ -62,4 +62,4 @@ def break_even(exposure: Exposure, on_demand_usd: float) -> float | None:
     while high - low > FINEST:
         middle = (low + high) / 2
         low, high = (low, middle) if dearer(middle) else (middle, high)
-    return 0.0 if high <= FINEST else high  # the lines' amounts may also differ by rounding alone
+    return 0.0 if high <= FINEST else high  # the lines' amounts may differ by rounding, so this is no hazard

@@ -84,7 +84,7 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
 
         sure = leaving(0.0)
         most = min(on_time, float((sure[2] <= by_h + 1e-6).mean()))  # a slow job may miss it even on demand
-        # The steps are finer for small margins: a run mostly has to make up for one lost checkpoint interval.
+        # Small margins have finer steps, because a run mostly has to make up for one lost checkpoint interval.
         for margin_h in max(slack_h, 0.0) * np.linspace(0, 1, _MARGINS) ** 2:
             switch_h = max(0.0, slack_h - margin_h)
             begun, usd, wall = leaving(switch_h)
@@ -111,7 +111,7 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
 
 def finished(begun: SimulatedRuns, spot: Exposure, on_demand: Exposure) -> tuple[Floats, Floats]:
     """(USD, hours by the wall) of runs that left spot and do the rest of their work on demand."""
-    left_share = (begun.work_h - begun.done_h) / spot.phase_ends_h[-1]  # of the work as the bill has it
+    left_share = (begun.work_h - begun.done_h) / spot.phase_ends_h[-1]  # of the bill's work, what is still to do
     start_h = np.where(begun.done_h > 0, on_demand.restart_h, on_demand.setup_h)
     rest_h = np.maximum(start_h + left_share * on_demand.phase_ends_h[-1], MINIMUM_H)
     more_h = np.where(begun.stopped, rest_h, 0.0)

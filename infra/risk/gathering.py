@@ -27,7 +27,8 @@ def gathered(wait_h: Floats, gather_h: Floats | float, boot_h: Floats | float) -
     if not (wait_h > gather_h).any():
         return wait_h, wait_h
     until, billed = np.array(wait_h), np.minimum(wait_h, gather_h)
-    asked_h = np.broadcast_to(np.asarray(gather_h, dtype=float), wait_h.shape).copy()  # when the next time begins
+    # the hour of the next request to AWS
+    asked_h = np.broadcast_to(np.asarray(gather_h, dtype=float), wait_h.shape).copy()
     later_h = np.minimum(LATER_S / 3600, asked_h)
     (lacking,) = np.nonzero(wait_h > asked_h)
     boot = np.broadcast_to(np.asarray(boot_h, dtype=float), wait_h.shape)
@@ -36,7 +37,8 @@ def gathered(wait_h: Floats, gather_h: Floats | float, boot_h: Floats | float) -
         ready_h = asked_h + boot
         came = wait_h[lacking] <= (ready_h + later_h)[lacking]
         there = lacking[came]
-        until[there] = np.maximum(asked_h[there], wait_h[there] - boot[there])  # a node's start is counted with its run
+        # a node's start is counted as part of its run
+        until[there] = np.maximum(asked_h[there], wait_h[there] - boot[there])
         billed[there] += np.maximum(wait_h[there] - ready_h[there], 0.0)
         lacking = lacking[~came]
         if not lacking.size:

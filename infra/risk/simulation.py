@@ -52,7 +52,7 @@ _EDGE_H = 1e-9
 _CHUNK = 50_000  # runs simulated together: as many as fit the processor's cache
 _TOGETHER = 4_096  # how many numbers of a kind are drawn at once for late attempts
 MAX_ATTEMPTS = 200
-_NOWHERE = 1e4  # times what was done so far: a run that needs more never gets anywhere
+_NOWHERE = 1e4  # a run that needs more than this many times its finished work never ends
 
 Flags = NDArray[np.bool_]
 Hours = TypeVar("Hours", float, Floats)

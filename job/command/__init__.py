@@ -1,4 +1,4 @@
-"""The host of a command of the user's own: it starts it, finds its checkpoints, asks it to stop, and judges its end.
+"""The host of a user's own command: it starts the command, finds its checkpoints, asks it to stop, and judges its end.
 
 The supervisor sees it as any other trainer: start.json, stop.json, ckpt/step_N/ with commit.json, metrics.jsonl and the
 exit codes are the same. It uses only the standard library and pure parts of job; torch is not needed.

@@ -4,9 +4,9 @@ A checkpoint counts as whole when all of its files are there, none is open for w
 same, and no file's format shows a cut. A thread then copies it into ckpt/ and looks at it again. It is committed only
 if it has not changed: if the command has pruned or overwritten it meanwhile, the copy is thrown away.
 
-The step of a checkpoint is the number in its name, if names count what the run counts; else it is the step that the
-command's lines had told when the checkpoint was written. A commit keeps both, the name's and the lines' (Commit.lines),
-and never converts one into the other.
+The step of a checkpoint is the number in its name, if names count what the run counts. Otherwise it is the step that
+the command's lines had shown when the checkpoint was written. A commit keeps both, the name's and the lines'
+(Commit.lines), and never converts one into the other.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ File = tuple[int, int]  # device and inode
 
 @dataclass(slots=True)
 class Watched:
-    """A checkpoint that has begun, as it was last seen, and since when. `still`: no process has it open. `doubtful`: a
+    """A checkpoint that has begun: how it looked last, and since when. `still`: no process has it open. `doubtful`: a
     process that may have had it open has ended.
     """
 
@@ -73,8 +73,8 @@ class LineReader(Protocol):
 
 class CommandCheckpoints:
     """The checkpoints of one command in `folder` below `user`, which the command may change at any time. `alive` gives
-    its processes; `writing` gives the checkpoint files that a process has open for writing, None when that is not
-    known; `moment` converts a file's time to the time of `clock`. `run` is the run's id.
+    its processes; `writing` gives the checkpoint files that a process has open for writing, None if unknown; `moment`
+    converts a file's time to the time of `clock`. `run` is the run's id.
 
     On a `node` that follows another one, a checkpoint is only the part that the node's own ranks have written. The part
     is taken after the `leader` has announced that the checkpoint is whole, and it may have no files.
@@ -131,8 +131,8 @@ class CommandCheckpoints:
         self._begun_before: set[Key] = set()  # those that were not committed at the signal
 
     def restore(self) -> Commit | None:
-        """Puts the newest commit into the command's folder, and nothing else. None: there is no commit, and the folder
-        is empty. Raises OSError.
+        """Puts the newest commit into the command's folder, and nothing else. Returns None if there is no commit; the
+        folder is then empty. Raises OSError.
         """
         self._settle()
         self._before = set()
@@ -184,7 +184,7 @@ class CommandCheckpoints:
         return {"step": restored.step, **(self.restored.counts if self.restored else {})}
 
     def saving(self) -> bool:
-        """Whether a checkpoint is being written now: a file of it is open, or some of it has just come."""
+        """Whether a checkpoint is being written now: one of its files is open, or was just written."""
         new = [each for each in self.find() if self._is_new(each)]
         writing, recent = self._writing(new) or (), self._clock() - SAVING_S
         return any(
@@ -224,7 +224,7 @@ class CommandCheckpoints:
         return [part]
 
     def _find_again(self, found: FoundCheckpoint) -> FoundCheckpoint:
-        """The checkpoint as it is on disk now; without files when nothing is left of it."""
+        """The checkpoint as it is on disk now; it has no files if nothing is left."""
         nothing = found.without_files(found.files)
         return next((each for each in self.find() if each.key == found.key), nothing)
 
@@ -252,7 +252,8 @@ class CommandCheckpoints:
         self._watched = {each.key: self._watched[each.key] for each in found if each.key in self._watched}
         alive = set(self._alive())
         writing = self._writing([each.found for each in self._watched.values()]) if self._watched else set()
-        # One that ends while it is looked at counts as gone now and at the next look: it may have had a file open.
+        # A process that ends during this look counts as gone now and at the next look, because it may have had a file
+        # open.
         gone, self._before = bool((self._before | alive) - set(self._alive())), alive
         for watched in (self._watched[each.key] for each in reversed(found) if each.key in self._watched):
             ready = self._is_ready(watched, writing, now, gone=gone, latest=found[-1].number)
@@ -268,7 +269,8 @@ class CommandCheckpoints:
         self._settle()
         until = self._clock() + LEADER_S
         while self._waits_for_leader() and self._clock() < until:
-            self._take_whole(by_itself)  # of what the leader has named by now; its last message may come late
+            # Files that the leader has named by now are complete; its last message may come late.
+            self._take_whole(by_itself)
             time.sleep(LEAVING_S)
         self._take_whole(by_itself)
 
@@ -293,8 +295,8 @@ class CommandCheckpoints:
         """Notes that a signal is about to be sent: a save that has begun or is whole by now is not an answer to it."""
         self._begun_before = {each.key for each in self.find() if self._done.get(each.key, (None,))[0] != each}
         self._signalled_at, mark = 0.0, self._kept.parent / ".signalled"
-        with suppress(OSError):  # a full disk: then only the names tell
-            mark.touch()  # last: the command goes on saving during this look
+        with suppress(OSError):  # if the disk is full, only the files' names show what they are
+            mark.touch()  # it comes last, because the command goes on saving during this look
             self._signalled_at = mark.stat().st_mtime_ns / 1e9
 
     def unanswered(self) -> None:
@@ -320,13 +322,14 @@ class CommandCheckpoints:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _is_new(self, found: FoundCheckpoint) -> bool:
-        """Whether the checkpoint differs from the one committed or put back."""
+        """Whether the checkpoint differs from the one that was committed or put back."""
         return self._done.get(found.key, (None, 0))[0] != found
 
     def _watch(self, found: FoundCheckpoint, now: float) -> None:
         before = self._watched.get(found.key)
         number = -1 if found.number is None else found.number
-        is_before = self._node == 0 and -1 < number <= self._number  # the leader has named it, so it is new
+        # the leader has named it, so this node's file is new
+        is_before = self._node == 0 and -1 < number <= self._number
         if is_before and self._is_new(found) and self._begins_anew(found):
             self._offset, self._number, self._counts_else, is_before = self.newest, -1, False, False
         if is_before or not self._is_new(found):
@@ -334,7 +337,7 @@ class CommandCheckpoints:
         elif before is None:
             self._watched[found.key] = Watched(found, now, now)
         elif before.found != found:
-            is_another = found.number is None and before.still  # it was whole, and is being overwritten
+            is_another = found.number is None and before.still  # the file was whole, and is now being overwritten
             self._watched[found.key] = Watched(found, now, now if is_another else before.begun)
 
     def _begins_anew(self, found: FoundCheckpoint) -> bool:
@@ -399,7 +402,7 @@ class CommandCheckpoints:
         on_signal = found.written > self._signalled_at and found.key not in self._begun_before
         reason = self.reason
         if reason == "stop" and not on_signal:
-            reason = "timed"  # it would have been made anyway
+            reason = "timed"  # the command would have made it anyway
         try:
             for name in {**found.files, **also}:
                 self._own.copy(self.folder / name, unfinished / FILES / name)
@@ -455,9 +458,9 @@ class CommandCheckpoints:
             return found.counts["epoch"] * each
         return found.counts.get(self._config.unit)
 
-    def _step(self, found: FoundCheckpoint, told: int | None) -> tuple[int, bool]:
-        """The checkpoint's step in the run, and whether a name or line tells it; else it is the previous step plus one.
-        `told` is the step that lines had told when its first file was whole.
+    def _step(self, found: FoundCheckpoint, by_lines: int | None) -> tuple[int, bool]:
+        """The checkpoint's step in the run, and whether a name or line gives it; without either it is the previous step
+        plus one. `told` is the step that lines had shown when its first file was whole.
         """
         if self._node:
             return self._leaders_step[found.key], True
@@ -467,14 +470,14 @@ class CommandCheckpoints:
             self._offset = 1 if self._config.unit == "epoch" else self._config.work.steps_per_epoch or 0
         if number is not None:
             number += self._offset
-            # A name cannot mean a step long before the one at which it was begun.
-            is_far = told is not None and told >= 2 * number and told - number > 2 * self._lines.spread
+            # A number in a name is no step if that step lies far after the one at which the checkpoint was begun.
+            is_far = by_lines is not None and by_lines >= 2 * number and by_lines - number > 2 * self._lines.spread
             self._counts_else = self._counts_else or is_far
-        known = told if number is None or (self._counts_else and told is not None) else number
+        known = by_lines if number is None or (self._counts_else and by_lines is not None) else number
         return max(-1 if known is None else known, self.newest + 1), known is not None
 
     def _take_evaluation(self) -> None:
-        """Takes an evaluation told after its checkpoint's commit; the supervisor sends the manifest again."""
+        """Adds an evaluation that came after its checkpoint's commit; the supervisor sends the manifest again."""
         if self.newest in self._evaluated or (val := self._lines.val.get(self.newest)) is None:
             return
         self._evaluated.add(self.newest)

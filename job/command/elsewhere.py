@@ -46,8 +46,8 @@ class Search:
         self._at, self._pause, self._answer = began + FIRST_S, FIRST_S, ""
 
     def look(self, now: float, *, at_once: bool = False) -> str:
-        """A sentence: what was written elsewhere, and what to put into the definition. Empty: nothing like a
-        checkpoint.
+        """A sentence that says what was written elsewhere, and what to put into the definition. It is empty if nothing
+        looks like a checkpoint.
         """
         if (now >= self._at or at_once) and self._config.saves:
             self._at, self._pause = now + self._pause, min(2 * self._pause, LONGEST_S)
@@ -115,13 +115,13 @@ class Search:
 
 
 def _shown(path: Path, user: Path) -> str:
-    """The path as the user knows it."""
+    """The path as the user writes it."""
     relative = path.relative_to(user).parts
     return "/".join(relative[1:] if relative[0] == "code" else ("{" + relative[0] + "}", *relative[1:]))
 
 
 def pattern_of(names: list[str]) -> tuple[str, bool]:
-    """(the pattern that matches most of the names, whether one was found). A number that differs becomes {step} or
+    """The pattern that matches most of the names, and whether one was found. A number that differs becomes {step} or
     {epoch}, preferably one that is called a step; other differences become `*`. For files in a numbered folder, the
     pattern names the folder.
     """

@@ -7,10 +7,10 @@
 | one of exit.again | another node | stopped |
 | another, or a signal | again in place, exit.restarts times; then another node; twice alike: failed | stopped |
 
-Two things contradict exit code 0: the newest step is further from the declared last one than lines are from each other,
-and nothing was written to the outputs after it; or the start was given a checkpoint and has done nothing. After a stop,
-"finished" needs a whole checkpoint of the last step, or an output after it. Without either, the next node finds out
-what is left to do, which costs minutes.
+Two things contradict exit code 0. First, the newest step is further from the declared last one than lines are from each
+other, and nothing was written to the outputs after it. Second, the start was given a checkpoint and has done nothing.
+After a stop, "finished" needs a whole checkpoint of the last step, or an output after it. Without either, the next node
+finds out what is left to do, which costs minutes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Literal
 from gpufleet.job.kind.command import CommandConfig
 
 REACHED = 0.99  # of the declared steps: the last ones may be logged nowhere
-REASONS = {  # in words of many programs
+REASONS = {  # texts that many programs print
     "out of memory": re.compile(
         r"out of memory|outofmemory|cublas_status_alloc_failed|failed to cuda malloc|cannot allocate memory"
     ),
@@ -42,14 +42,14 @@ class End:
 
     code: int
     step: int  # the newest step that is known
-    is_told: bool = True  # whether a line or a checkpoint of this start gave that step
-    is_read: bool = True  # whether a line gave it
+    is_told: bool = True  # whether a line or a checkpoint of this start showed that step
+    is_read: bool = True  # whether a printed line showed it
     spread: int = 1  # steps that may have been done after the newest known one
     saved: int = -1  # the step of the newest whole checkpoint
     is_saved: bool = False  # this start has left a whole checkpoint
-    is_delivered: bool = False  # something was written to the outputs after the last step was told
+    is_delivered: bool = False  # a file was written to the outputs after the last step was reported
     restored: int | None = None  # the step of the checkpoint that the start was given
-    is_idle: bool = False  # the start told no step, saved nothing and delivered nothing
+    is_idle: bool = False  # the start reported no step, and wrote neither checkpoints nor outputs
     follows: bool = False  # this node is not the first of several, which alone has to print and save
     lines: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()  # lines with numbers that job.progress.stdout does not match
@@ -76,7 +76,7 @@ class End:
         return f"{self.what} ended with {phrase} at step {self.step:,}{named}"
 
     def is_like(self, other: End) -> bool:
-        """Whether both ended at the same step for the same cause, or, when none is known, with the same last lines."""
+        """Whether both ended at the same step for the same cause or, if none is known, with the same last lines."""
         mine, theirs = ((each.cause,) if each.cause else each.lines for each in (self, other))
         return (self.step, self.code, *map(_plain, mine)) == (other.step, other.code, *map(_plain, theirs))
 
@@ -87,7 +87,10 @@ def _plain(text: str) -> str:
 
 
 def judge(config: CommandConfig, end: End, before: Sequence[End], *, stopped: bool) -> tuple[Verdict, str]:
-    """The verdict and its reason. `before` are earlier ends on this node; `stopped`: a stop had been sent."""
+    """The verdict and its reason.
+
+    `before` are earlier ends on this node; `stopped` says whether a stop had been sent.
+    """
     if stopped:
         return ("finished" if _is_finished_by_stop(config, end) else "stopped"), end.sentence
     if end.code == 0 and not end.why:
@@ -117,7 +120,7 @@ def _contradiction(config: CommandConfig, end: End) -> str:
     reached = max(end.step if end.is_told else 0, end.saved, end.restored or 0)
     is_reached = False
     if total is not None:
-        last = total - (unit == "step")  # of steps that are counted from 0
+        last = total - (unit == "step")  # the last step is one less if steps count from 0
         is_reached = reached >= REACHED * total or reached + end.spread >= last
     if end.restored is not None and end.is_idle and not is_reached and not config.work.early:
         return (
@@ -126,7 +129,7 @@ def _contradiction(config: CommandConfig, end: End) -> str:
         )
     if total is None or config.work.early or is_reached or end.is_delivered:
         return ""
-    if not end.is_told and end.is_saved:  # nothing tells how far it came, and it has saved
+    if not end.is_told and end.is_saved:  # no line shows how far it came, but it has saved
         return ""
     if not end.is_told:
         hint = _unread(end) or ", and no line told a step: job.progress says which lines do"
@@ -136,7 +139,7 @@ def _contradiction(config: CommandConfig, end: End) -> str:
 
 
 def _unread(end: End) -> str:
-    """A sentence that no line gave a step, with the last lines that hold numbers; empty when lines have given steps."""
+    """A sentence that no line gave a step, with the last lines that hold numbers; empty if lines have given steps."""
     if end.is_told or not end.unread:
         return ""
     return f". No line matched job.progress.stdout; the last ones with numbers were: {' | '.join(end.unread)}"

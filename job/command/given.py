@@ -1,6 +1,4 @@
-"""What a command is given: folders, placeholders, environment and secrets, and how secrets are blanked in
-its output.
-"""
+"""What a command gets: folders, placeholders, environment and secrets; and how secrets are blanked in its output."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from gpufleet.job.kind.command import CommandConfig, filled
 PROGRESS = "progress.jsonl"  # below the user's folder, where the command names no file of its own
 HIDDEN = 8  # secrets shorter than this many characters are not blanked in the output
 BLANK = b"***"
-ALONE = {"nodes": "1", "node_rank": "0", "master": "127.0.0.1", "port": "29400"}  # of a run on one node
+ALONE = {"nodes": "1", "node_rank": "0", "master": "127.0.0.1", "port": "29400"}  # values for a run on one node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,8 +152,8 @@ def _asked(kind: str, place: str) -> str:
 
 
 class Mask:
-    """Blanks secret values in the output: each whole value, each of its lines and, for JSON, every text and number in
-    it, if they are long enough not to match by chance. `longest` is the bytes of the longest of them.
+    """Blanks secret values in the output: each whole value, each of its lines and, for JSON, each text and number in
+    it, if it is too long to match by chance. `longest` is the bytes of the longest of them.
     """
 
     def __init__(self, values: Iterable[str]) -> None:

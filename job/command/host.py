@@ -54,7 +54,7 @@ CODES: dict[Verdict, int] = {
 
 
 class Host:
-    """Runs the command of one work folder. `run` gives the exit code for the supervisor."""
+    """Runs the command of one work folder. `run` returns the exit code for the supervisor."""
 
     def __init__(self, workdir: Path, task: Task) -> None:
         assert isinstance(task.config, CommandConfig)
@@ -116,7 +116,7 @@ class Host:
         self.place: Place | None = None
 
     def run(self) -> int:
-        """Runs the command, with its restarts, until it is over on this node; the exit code."""
+        """Runs the command, with its restarts, until it is over on this node; returns the exit code."""
         # The signal comes from foreign.py's leases; without a handler it would end this process.
         signal.signal(signal.SIGIO, lambda *_: None)
         self.output.start()
@@ -232,7 +232,7 @@ class Host:
                 why = self._why_not(start, what, watch, refusal)
                 if why:
                     self._kill()
-                    if not self.is_there or not self.scripts.began:  # nor will it start
+                    if not self.is_there or not self.scripts.began:  # and it will not start
                         code = processes.KILLED
                         break
             if what == COMMAND and (observed := start.observe()) is not None:
@@ -283,8 +283,8 @@ class Host:
         return watch.stuck(self.output.at, self.progress.at)
 
     def _leftover(self, start: CommandStart, code: int | None, now: float, since: float | None) -> float | None:
-        """The moment since when processes have been left over from a command that has ended; None without any. They may
-        still be saving, so they get a while, after a stop the whole time that the stop gives.
+        """The moment since when processes have outlived the command; None if there are none. They may still be saving,
+        so they get some time, after a stop all the time that the stop gives.
         """
         if code is None:
             return None
@@ -310,7 +310,7 @@ class Host:
         )
 
     def _every_s(self) -> float | None:
-        """Declared seconds between two checkpoints; None when none are declared, or the time of a step is not known."""
+        """Declared seconds between two checkpoints; None if none are declared, or the time of a step is unknown."""
         every, count = self.config.checkpoint.every, self.config.steps_between_saves()
         if not self.config.saves or every.minutes is not None:
             return math.inf if every.minutes is None else every.minutes * 60
@@ -370,8 +370,8 @@ class Host:
             time.sleep(TICK_S)
 
     def _deliver(self) -> None:
-        """Copies the outputs below final/: those in {outputs} with the names there, others by their path; without any,
-        the newest checkpoint. No process of the command is left, so they no longer change.
+        """Copies the outputs below final/: those in {outputs} under their names, others under their paths; if there are
+        none, the newest checkpoint. No process of the command is left, so they no longer change.
         """
         for text in self.config.outputs:
             try:
@@ -401,7 +401,7 @@ class Host:
             say(f"warning: outputs {text}: {counted(len(left), 'file')} left on the node, the first {left[0]}")
 
     def _summarise(self, end: End) -> None:
-        """results.json, which every finished run leaves."""
+        """Writes results.json, which every finished run leaves."""
         newest = self.checkpoints.newest
         tree = {
             "schema": 1,
@@ -439,7 +439,7 @@ class Host:
         self._note(Alarm(kind=kind, text=text))
 
     def _note(self, message: Message | None) -> None:
-        """Writes a message, if there is one."""
+        """Writes a message to the supervisor, if there is one."""
         if message is None:
             return
         try:

@@ -30,7 +30,7 @@ _ELSE = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """The position of a training in one line; None for what the line does not give."""
+    """The training's position in one line; None for what the line does not show."""
 
     step: int | None = None
     epoch: int | None = None
@@ -46,7 +46,10 @@ class Position:
 
     @property
     def is_beginning(self) -> bool:
-        """Whether the count is at its beginning. A bar may show that before it jumps to where a resume goes on."""
+        """Whether the count is at its beginning.
+
+        A bar may show that before it jumps to the position where a resume continues.
+        """
         counter = self.step if self.step is not None else self.batch
         return counter is not None and counter <= 0
 
@@ -80,7 +83,7 @@ class Counting:
         )
 
     def position(self, place: Position) -> int | None:
-        """How many of `unit` are done at a position; None when that cannot be computed."""
+        """How many of `unit` are done at a position; None if that cannot be computed."""
         if self.unit == "step":
             if place.step is not None or place.epoch is None or self.batches is None:
                 return place.step
@@ -155,7 +158,7 @@ def widened(pattern: str) -> re.Pattern[str]:
 
 
 def _with_alternative(pattern: str, name: str, more: str) -> str:
-    """The pattern with `more` as an alternative in the group `name`; but not for a count before a comma, as in CSV."""
+    """The pattern with `more` as an alternative in the group `name`, except for a count before a comma, as in CSV."""
     start = pattern.find(mark := f"(?P<{name}>")
     if start < 0:
         return pattern

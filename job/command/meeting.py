@@ -18,7 +18,7 @@ FLAGS = (
 
 
 class Meeting:
-    """One start of a command on one of `nodes` nodes with `gpus` GPUs each. With one node nothing is asked."""
+    """One start of a command on one of `nodes` nodes with `gpus` GPUs each. With one node it checks nothing."""
 
     def __init__(self, *, nodes: int, gpus: int, clock: Callable[[], float]) -> None:
         self._nodes, self._gpus, self._clock = nodes, gpus, clock
@@ -32,7 +32,7 @@ class Meeting:
         if seen is not None:
             size, here, has_first = seen
             self.has_first = has_first or (self.has_first and size == self._size)
-            if size == self._size:  # ranks of a node start, and end, one after the other
+            if size == self._size:  # ranks of a node start and end one after the other, so the number changes
                 here = max(here, self._here)
             if (size, here) != (self._size, self._here):
                 self._size, self._here, self._since = size, here, self._clock()

@@ -110,7 +110,7 @@ class Names:
     """The names that a definition gives, and what was learned about them from the first whole checkpoint."""
 
     def __init__(self, config: CommandConfig, prefix: str = "") -> None:
-        """`prefix`: what stands before a file's name in the bucket."""
+        """`prefix`: the part of a file's key before its name in the bucket."""
         self._complete, self._unless, self._prefix = config.complete, config.unless, prefix
         self._patterns = [_pattern(name) for name in config.names]
         self._also = [_pattern(name.rstrip("/") + end)[0] for name in config.companions for end in ("", "/")]
@@ -124,7 +124,7 @@ class Names:
 
     def match(self, relative: str) -> tuple[dict[str, int], str, str, str] | None:
         """Reads a path below the folder of checkpoints: its counts, what stands for folders with a `*`, the file or
-        folder that is the checkpoint, and the path below that folder. None: it belongs to no checkpoint.
+        folder that is the checkpoint, and the path below that folder. Returns None if it belongs to no checkpoint.
         """
         for pattern, depth in self._patterns:
             if (match := pattern.fullmatch(relative)) is not None:
@@ -137,9 +137,9 @@ class Names:
         return None
 
     def find(self, folder: Path, allowed: Path) -> list[FoundCheckpoint]:
-        """Every checkpoint that has begun, the newest last: by what its names count, else by when it was written.
-        Without those that could never be published, as no store or reader would take them: `unfit` has these. What a
-        link leads to lies below `allowed`.
+        """Every checkpoint that has begun, the newest last: by the numbers in its names, else by the time of writing.
+        Those that could never be published, because no store or reader would take them, are left out: `unfit` has
+        these. A link's target must lie below `allowed`.
         """
         made: dict[tuple[str, tuple[tuple[str, int], ...]], list[tuple[str, str, str, FileState]]] = {}
         unfit: dict[tuple[str, tuple[tuple[str, int], ...]], str] = {}
@@ -204,7 +204,8 @@ class Names:
 
     def lacks(self, found: FoundCheckpoint, *, is_part: bool = False) -> str:
         """What is missing from the checkpoint, in words; empty when it is complete. For the part of a node that follows
-        another one, earlier parts tell what belongs to it: the file that completes a checkpoint is the leader's.
+        another one, earlier parts show what belongs to it, because the file that completes a checkpoint is the
+        leader's.
         """
         if is_part:
             return self._unlike_learned(found)
@@ -253,9 +254,9 @@ class Names:
         self._sizes = {(_kind(name), look.bytes) for name, look in found.files.items()}
 
     def shows_a_cut(self, opened: Callable[[str], BinaryIO], found: FoundCheckpoint) -> bool:
-        """Whether it would be visible if the file that was written last were cut: by its format, because it is as long
-        as in the newest whole checkpoint, or because it was renamed after it was written. `opened` opens a file by
-        its name. Raises OSError.
+        """Whether a cut in the file that was written last would be visible: by its format, by its length in the newest
+        whole checkpoint, or because it was renamed after it was written. `opened` opens a file by its name. Raises
+        OSError.
         """
         return all(
             _tells_itself(opened, name)
@@ -271,7 +272,7 @@ def place(found: FoundCheckpoint) -> str:
 
 
 def _pattern(name: str) -> tuple[re.Pattern[str], int]:
-    """(the regular expression of a declared name, how many of its leading folders contain a `*`). The first {step}
+    """The regular expression of a declared name, and how many of its leading folders contain a `*`. The first {step}
     captures the number and the others must repeat it; the same holds for {epoch}.
     """
     text, seen = "", set[str]()
@@ -309,7 +310,7 @@ def _kinds(inner: Mapping[str, str], files: Mapping[str, FileState]) -> dict[str
 
 
 def torn(path: Path) -> str:
-    """Why a file cannot be whole, by its format; empty when it is whole, or when its format does not tell."""
+    """Why a file cannot be whole, by its format; empty if it is whole, or if its format does not tell."""
     with path.open("rb") as file:
         return _checked(file, path.name)[0]
 
@@ -321,7 +322,7 @@ def _tells_itself(opened: Callable[[str], BinaryIO], name: str) -> bool:
 
 
 def _checked(file: BinaryIO, name: str) -> tuple[str, bool]:
-    """(why the file cannot be whole, whether its format tells)."""
+    """Why the file cannot be whole, and whether its format tells."""
     size, head = os.fstat(file.fileno()).st_size, file.read(8)
     suffix = PurePath(name).suffix
     if suffix in ZIPPED:

@@ -1,7 +1,7 @@
 """A command's output: splits its bytes into lines, and finds the cause of the command's end.
 
-The cause is the first of its own exceptions that nothing followed: a launcher's exception is about the process that it
-started, other ranks' are about the rank that was gone.
+The cause is the first of the command's exceptions that nothing followed. A launcher's exception is about the process
+that it started, and other ranks' are about the rank that was gone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CauseOfEnd:
         self._is_traced = self._is_chained = False
 
     def take(self, line: str, *, tells_step: bool) -> None:
-        """Takes the next line. `tells_step`: the line shows that training goes on."""
+        """Takes the next line. `tells_step` says whether the line shows that training goes on."""
         self._steps += tells_step
         if self.text and self._steps >= SURVIVED:
             self.text, self._weight = "", 0
@@ -56,7 +56,7 @@ class CauseOfEnd:
             self._is_traced = self._is_chained = False
 
     def _cause(self, line: str) -> tuple[str, int]:
-        """(the possible cause of an end in the line, how certain it is); 0: the line has none."""
+        """The possible cause of an end in the line, and how certain it is; 0 if the line has none."""
         if match := NCCL.search(line):
             whose = f"rank {match['rank']}'s" if match["rank"] else "a"
             return f"NCCL: {whose} {match['what'] or 'collective'} ran for {int(match['ms']) / 1000:.0f} s", 3

@@ -44,8 +44,8 @@ exec sh -ec {command}
 
 class Place(Protocol):
     """The place of the first process. `poll` tells whether it has started. From then on `alive` gives the ids of the
-    processes below it; `send` sends a named signal to those it is for and gives their number; `kill` ends all and
-    tells whether it could; `world` is processes.world. Each raises GoneError.
+    processes below it; `send` sends a named signal to its addressees and returns their number; `kill` ends all and
+    returns whether it could; `world` is processes.world. Each raises GoneError.
     """
 
     def poll(self) -> bool: ...
@@ -95,7 +95,7 @@ class Scripts:
         return self.folder / name
 
     def offer(self) -> None:
-        """Writes as much into each waiting pipe as it takes. Raises GoneError when a pipe has been replaced."""
+        """Writes as much into each waiting pipe as the pipe takes. Raises GoneError when a pipe has been replaced."""
         while self._waiting:
             path, content = self._waiting[0]
             try:
@@ -144,7 +144,7 @@ class NodeContainer:
         Container(number=self._number).write(self._folder)
 
     def answer(self) -> Contained | None:
-        """The node's answer about the container; None: none yet."""
+        """The node's answer about the container; None if there is none yet."""
         answer = Contained.read(self._folder)
         return answer if answer is not None and answer.number == self._number else None
 

@@ -27,7 +27,7 @@ ADOPT, DIE_WITH_PARENT = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG: linu
 EXITING = 0x4  # PF_EXITING in a process's flags: linux/sched.h
 GONE_S = 10.0  # for killed processes to be gone; one that waits for a lost GPU stays
 KILLED = 137
-SOCKET = "socket"  # in the folder; questions are answered at it
+SOCKET = "socket"  # a socket in this folder answers questions
 ANSWER_S = 60.0
 # the first process's id, in a rehearsal, whose containers share the machine's ids
 FIRST_PROCESS = "GPUFLEET_FIRST_PROCESS"
@@ -98,7 +98,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def survives(pid: int, number: int) -> bool:
-    """Whether the process catches or ignores the signal, or waits for it; any other ends at once, and saves nothing."""
+    """Whether the process catches, ignores or awaits the signal; otherwise the signal ends it, and it saves nothing."""
     return _is_in_mask(pid, number, "SigCgt:", "SigBlk:", "SigIgn:")
 
 
@@ -146,8 +146,9 @@ def _rank(pid: int) -> bytes | None:
 
 
 def world(first: int) -> tuple[int, int, bool] | None:
-    """(number of all ranks, number of ranks on this node, whether rank 0 is one of them), from the environments of the
-    processes below `first`. None: no environment has them, for example when a script sets its own variables later.
+    """The number of all ranks, the number of ranks on this node, and whether rank 0 is one of them, from the
+    environments of the processes below `first`. Returns None if no environment has them, for example if a script sets
+    its own variables later.
 
     Numbers in the environment of a shell or launcher do not count: it replaces them for the ranks that it starts.
     """
@@ -168,7 +169,9 @@ def world(first: int) -> tuple[int, int, bool] | None:
 
 
 def _numbers(pid: int) -> tuple[int, int | None, int | None, int | None] | None:
-    """(number of ranks, rank, ranks of the node, rank on the node) from the environment of the process at its start."""
+    """The number of ranks, the rank, the ranks of the node, and the rank on the node, from the environment of the
+    process at its start.
+    """
     lines = _read(pid, "environ").decode("utf-8", "replace").split("\0")
     variables = dict(line.split("=", 1) for line in lines if "=" in line)
 
@@ -188,8 +191,8 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def send(first: int, name: str) -> tuple[int, bool]:
-    """Sends a signal (TERM, INT, USR1, USR2) to its addressees below `first`: how many there are, and whether one of
-    them survives it.
+    """Sends a signal (TERM, INT, USR1, USR2) to its addressees below `first`; returns how many there are, and whether
+    one of them survives it.
     """
     number = int(signal.Signals[f"SIG{name}"])
     to = addressees(first, number)
@@ -206,7 +209,10 @@ def _send(pids: Iterable[int], number: int) -> None:
 
 
 def kill(first: int) -> bool:
-    """Kills all processes below `first`, also those that fork meanwhile. False: one of them cannot be killed."""
+    """Kills all processes below `first`, also those that fork meanwhile.
+
+    Returns False if one of them cannot be killed.
+    """
     until = time.monotonic() + GONE_S
     while found := descendants(first):
         if time.monotonic() > until:
@@ -228,7 +234,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def guard(parent: int, argv: list[str], die: Callable[[int], None] = os._exit) -> int:
-    """Runs `argv` in a group of its own, as the parent of its orphans; the exit code, as in a shell."""
+    """Runs `argv` in its own process group, as the parent of its orphans; returns the exit code, as in a shell."""
 
     def end(*_: object) -> None:
         kill(os.getpid())

@@ -44,7 +44,7 @@ class Metrics:
         self._path = path
 
     def resume(self, step: int) -> int | None:
-        """Cuts off the lines after `step`. The usual number of steps between lines; None: not known."""
+        """Cuts off the lines after `step`. The usual number of steps between lines; None if unknown."""
         with suppress(FileNotFoundError):
             lines = self._path.read_bytes().splitlines(keepends=True)
             kept = [(each, found) for each in lines if (found := metrics.line(each)) and found["step"] <= step]
@@ -63,7 +63,7 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToldProgress:
-    """The progress that lines had shown by a moment. `step` is the run's; None: no line has given one."""
+    """What lines had shown of the progress by a moment. `step` is the run's; None if no line has given one."""
 
     step: int | None
     counting: Counting
@@ -71,7 +71,7 @@ class ToldProgress:
 
 class StepReader:
     """The command's steps, from its output or from its file. `first` is the first position of this start; `at` is when
-    a step was last told.
+    a line last gave a step.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class StepReader:
         opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb"),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`note` gets a sentence about lines that are left out; `alarm` gets a name and a sentence when a loss is not a
-        number; each once. `opened` opens the progress file, and raises OSError.
+        """`note` gets a sentence about ignored lines; `alarm` gets a name and a sentence if a loss is not a number;
+        each only once. `opened` opens the progress file, and raises OSError.
         """
         self._opened, self._clock = opened, clock
         self._metrics, self._config, self._note, self._alarm, self._gpus = metrics, config, note, alarm, gpus
@@ -99,7 +99,7 @@ class StepReader:
         self.at = 0.0
         self.counting = Counting(unit=config.unit)
         self._is_fresh, self._is_begun, self._counts_else = True, False, False
-        self._is_told = False  # whether a line of this start gave a step
+        self._is_told = False  # whether a line of this start reported a step
         self._history: deque[tuple[float, int | None, Counting]] = deque(maxlen=REMEMBERED)
         self._seen: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
         self._gaps: deque[int] = deque(maxlen=50)
@@ -140,7 +140,7 @@ class StepReader:
 
     @property
     def interval(self) -> int | None:
-        """The usual number of steps between two records; None: not known."""
+        """The usual number of steps between two records; None if unknown."""
         return round(median(self._gaps)) if len(self._gaps) >= 3 else self._interval
 
     @property
@@ -151,7 +151,7 @@ class StepReader:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step in this start; None: not known."""
+        """Seconds of a step in this start; None if unknown."""
         with self._lock:
             if len(self._seen) < 2:
                 return None
@@ -164,7 +164,7 @@ class StepReader:
         return self._is_told and not self._counts_else
 
     def told_by(self, moment: float) -> ToldProgress:
-        """What the lines had told by that moment."""
+        """What the lines had shown by that moment."""
         with self._lock:
             for at, step, counting in reversed(self._history):
                 if at <= moment and not self._counts_else:
@@ -190,7 +190,7 @@ class StepReader:
                 self._pending = {**self._pending, "step": save.step}
 
     def line(self, text: str, at: float) -> bool:
-        """Reads a printed line; whether it gives a step of the training."""
+        """Reads a printed line; returns whether it gives a step of the training."""
         line = self._patterns.read(text)
         return line is not None and self._take(line, at)
 
@@ -218,7 +218,7 @@ class StepReader:
             self._flush(self._clock(), last=True)
 
     def _take(self, line: OutputLine, at: float) -> bool:
-        """Takes a line; whether it gives a step of the training."""
+        """Takes a line; returns whether it gives a step of the training."""
         with self._lock:
             accepted = line.place is not None and self._accept(line, line.place, at)
             if line.place is not None and not accepted:
@@ -350,7 +350,7 @@ class StepReader:
             self._events.append(text)
 
     def _flush(self, now: float, *, last: bool = False) -> None:
-        """Writes records that are due. `last`: also those that wait for a later step."""
+        """Writes records that are due. With `last` it writes also those that wait for a later step."""
         saves = [self._told_save(save, at) for save, at in self._saves if last or at < self.at]
         if "step" not in self._pending and not (last and saves and self.step):
             return
@@ -378,9 +378,8 @@ class StepReader:
         return {} if "val_loss" in self._pending else {"step_ms": round((at - since) * 1000 / (step - known), 3)}
 
     def _told_save(self, save: Save, written: float) -> dict[str, Any]:
-        """The save as in a line of metrics.jsonl. It has kept training waiting for the time between the steps around it
-        that the steps themselves do not explain. The last save of a stop is assumed to take as long as an earlier
-        one.
+        """The save as in a line of metrics.jsonl. It has blocked training for the time between the steps around it that
+        the steps themselves do not explain. The last save of a stop is assumed to take as long as an earlier one.
         """
         blocked_s, pace = save.blocked_s if self._blocked_s is None else self._blocked_s, self._pace()
         around = next(((a, b) for a, b in pairwise(self._seen) if a[0] <= written < b[0]), None)

@@ -1,4 +1,4 @@
-"""Whether a start goes on from the checkpoint that it was given, judged by its files and its lines.
+"""Whether a start resumes from the checkpoint that it was given, judged by its files and its lines.
 
 | The start has | Verdict |
 |---|---|
@@ -83,7 +83,7 @@ class ResumeCheck:
     def _files(
         self, anew: list[FoundCheckpoint]
     ) -> tuple[FoundCheckpoint | None, FoundCheckpoint | None, FoundCheckpoint | None]:
-        """(an earlier checkpoint, the restored one, the next one) that this start has written, or None each."""
+        """An earlier checkpoint, the restored one, and the next one that this start has written, or None each."""
         kept = self._checkpoint
         if kept is None or kept.number is None:
             return None, None, None
@@ -120,19 +120,19 @@ class ResumeCheck:
         does = ": it does not resume" if verdict == "begins anew" else ""
         self.why = f"{what} and {fact}{does}"
 
-    def _what_would_show(self, told: str) -> str:
+    def _what_would_show(self, lines: str) -> str:
         names = " or names with {step} or {epoch}, and checkpoint.every in the same" if self._checkpoint else ""
         if self.is_done:
             return "all of its work was done when that checkpoint was made"
         if self._config.stages > 1:
             return "the command trains twice, and each stage counts by itself: make two stacks of them"
-        if not told:
+        if not lines:
             return f"no line of this start told a step: a line that tells it{names} would show it"
         if self._counting.newest is None:
             return (
-                f"its first line tells {told}, and no line before that checkpoint told any: a later one would show it"
+                f"its first line tells {lines}, and no line before that checkpoint told any: a later one would show it"
             )
         return (
-            f"its first line tells {told}, which a start without a checkpoint may tell as well: an interruption after a"
-            " later checkpoint would show it"
+            f"its first line tells {lines}, which a start without a checkpoint may tell as well: an interruption after"
+            " a later checkpoint would show it"
         )

@@ -62,14 +62,17 @@ class CommandStart:
 
     @property
     def refusal(self) -> str:
-        """Why no further start can help: the command does not go on from the checkpoint, or each node trains alone.
-        Empty: neither has been shown.
+        """Why no further start can help: the command does not go on from the checkpoint, or each node trains alone. It
+        is empty if neither has been shown.
         """
         found = self._resumption
         return self.meeting.why or (found.why if found is not None and found.verdict == "begins anew" else "")
 
     def look(self, *, commit: bool = True) -> str:
-        """Looks at files and lines; the reason to end the start, or empty. `commit`: saves may be committed."""
+        """Looks at files and lines; returns the reason to end the start, or an empty text.
+
+        With `commit`, saves may be committed.
+        """
         found, now = None, self._clock()
         if self._resumption is not None and (self._resumption.is_open or now >= self._looked_at + LOOK_S):
             found, self._looked_at = self._checkpoints.find(), now
@@ -80,8 +83,8 @@ class CommandStart:
 
     def _counts(self, *, is_over: bool = False) -> bool:
         """Whether a save now belongs to this run. It does not if the start begins anew. If only lines give the step of
-        a file that is overwritten, it does not before they have shown that the start goes on. `is_over`: the command
-        has ended well, and no more lines come.
+        a file that is overwritten, it does not before they have shown that the start goes on. `is_over` says whether
+        the command has ended well, so that no more lines come.
         """
         found = self._resumption
         if found is None or not self._config.checkpoint.rewritten or self._config.resume.check == "none":
@@ -90,7 +93,7 @@ class CommandStart:
         return not self.refusal and not waits
 
     def end(self, code: int, why: str, what: str) -> End:
-        """Commits what the command has left whole, and gives how it ended."""
+        """Commits what the command has left whole, and returns how it ended."""
         self._progress.poll()
         self._progress.flush()
         is_own = code == 0 and not why
@@ -147,7 +150,10 @@ class CommandStart:
         return False
 
     def observe(self, *, is_over: bool = False) -> Observed | None:
-        """New observations of this start, else None. `is_over`: all of them, since nothing more comes."""
+        """New observations of this start, else None.
+
+        With `is_over` it returns all of them, because nothing more comes.
+        """
         now = self._clock()
         if now < self._observed_at + LOOK_S and not is_over:
             return None

@@ -1,4 +1,4 @@
-"""How a command is asked to stop: whether by a signal, when, and how long the host waits."""
+"""Decides how a command is asked to stop: by a signal or not, when, and how long the host waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Leaving:
         self._config, self._stop, self._asked_at, self._newest = config, stop, now, newest
         saves, rules = config.saves_on_signal, config.stop
         by_hand = stop.reason == ends.STOPPED
-        # If the command does not save on a signal, or not in time, the signal would end what may yet save by itself.
+        # If the command does not save on a signal, or not in time, it is not signalled, because it may still save by
+        # itself.
         late = stop.deadline is not None and not stop.save
         self._waits = late or (saves is False and (stop.deadline is not None or by_hand))
         if stop.deadline is not None:
@@ -46,10 +47,10 @@ class Leaving:
         send: Callable[[str], None],
         say: Callable[[str], None],
     ) -> str:
-        """Sends the signal when it is time; gives the reason to kill the command now, empty while the host waits.
+        """Sends the signal when it is time; returns the reason to kill the command now, empty while the host waits.
 
-        `saving`: a checkpoint is being written. `committed` is the newest commit; `on_signal`: the command made it
-        because of the signal.
+        `saving`: a checkpoint is being written. `committed` is the newest commit; `on_signal` says whether the command
+        made it because of the signal.
         """
         if not self.signalled and not self._waits and not saving():
             self.signalled = True

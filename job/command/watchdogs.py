@@ -79,7 +79,7 @@ class StartWatch:
         self._late_told = late
 
     def _busy(self) -> float | None:
-        """Percent of the busiest GPU now; None: not known."""
+        """Percent of the busiest GPU now; None if unknown."""
         return None if self._gpus is None or self._gpus.now is None else self._gpus.now.busiest
 
     def _warn(self, text: str) -> None:

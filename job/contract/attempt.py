@@ -140,7 +140,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """attempts/<instance>.json. None, or empty, means not known (yet), and is not written."""
+    """attempts/<instance>.json. None, or an empty text, means not known (yet), and is not written."""
 
     # Fields of the node.
     instance: str = ""

@@ -122,8 +122,8 @@ def published(keys: Iterable[str]) -> list[CheckpointPlace]:
 
 
 def has_one_writer(key: str) -> bool:
-    """Whether only one node writes such a key, so that it needs no condition: it has that node's name, or is in the
-    folder of a generation, which one node leads.
+    """Whether only one node writes such a key, so that a put needs no condition: the key has that node's name, or is in
+    the folder of a generation, which one node leads.
     """
     place = checkpoint_place(key)
     is_file = place is not None and place.generation > 0 and key != place.manifest

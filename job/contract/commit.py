@@ -36,7 +36,7 @@ class Retry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """commit.json. `val_loss` only if exactly this step was evaluated."""
+    """commit.json. `val_loss` is set only if exactly this step was evaluated."""
 
     step: int
     config_sha256: str

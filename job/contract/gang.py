@@ -55,7 +55,7 @@ class Presence:
 class GangGeneration:
     """Nodes that train together, by rank: the first one leads. All begin from the checkpoint of `step` that the
     generation `source` published (0: in the step's own folder), or from nothing if `step` is -1. `tries`: how often the
-    same nodes have failed there. `is_last`: once too often, so its members leave instead.
+    same nodes have failed there. With `is_last` it was once too often, so its members leave instead.
     """
 
     number: Several

@@ -1,8 +1,8 @@
-"""How long a run's nodes wait for missing ones before they let go, and for how long AWS is then asked for none.
+"""How long a run's nodes wait for missing ones before they leave, and for how long AWS is then asked for no node.
 
-Waiting nodes are billed, and all nodes at once mostly come soon and now and then very late. So the first wait covers
-the usual case (infra/risk/hazard.py); a later one lasts until all that AWS launched together have booted, and follows a
-pause without bills, twice as long each time.
+Waiting nodes are billed. Usually all nodes come soon, and sometimes very late. So the first wait covers the usual case
+(infra/risk/hazard.py); a later one lasts until all that AWS launched together have booted, and follows a pause without
+bills, twice as long each time.
 
 The node's own Python reads this file: nothing newer than 3.9 here.
 """

@@ -155,7 +155,10 @@ def verify(folder: Path, manifest: DatasetManifest) -> None:
 
 
 def _read(path: Path, manifest: Callable[[Fields, tuple[InputFile, ...], InputFile], M], absent: str, remedy: str) -> M:
-    """What `manifest` makes of the document, its listed files, and itself as a file. Raises ValueError."""
+    """What `manifest` returns for the document, its listed files, and the document itself as a file.
+
+    Raises ValueError.
+    """
     try:
         content = path.read_bytes()
     except PermissionError as error:

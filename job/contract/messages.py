@@ -108,7 +108,10 @@ class Spent(Message):
 
 @dataclass(frozen=True)
 class AskAgain(Message):
-    """Tells the node that waiting nodes let go. `name`: of this time, for all; `pause_s`: how long AWS is not asked."""
+    """Tells the node that waiting nodes leave.
+
+    `name`: of this occasion, for all nodes; `pause_s`: how long AWS is not asked.
+    """
 
     FILE = workdir.ASK_AGAIN
     name: str

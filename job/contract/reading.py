@@ -1,7 +1,7 @@
 """Reads JSON that another process wrote, and trusts none of it: every value is asked for by key, kind and range.
 
 A kind is a function that returns the typed value or raises DoubtError. `Fields` adds the value's path in the document.
-`need` reads a required value; `take` an optional one, for which a wrong value is an error too, unless the reader has
+`need` reads a required value, `take` an optional one. A wrong value is an error for both, unless the reader has
 `aside`: then that is called, and the value counts as missing.
 
 `filled` reads a document with a dataclass of its own: the fields' types give each value's kind.

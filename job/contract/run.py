@@ -1,4 +1,5 @@
-"""run.json: everything the job gets to know, fixed before the first resource and with the same bytes on every machine.
+"""run.json: everything that the job knows about its run, fixed before the first resource and with the same bytes on
+every machine.
 
 `document` writes it, once per run; `load` reads it for the supervisor, `Task` for the trainer. It holds no bucket name:
 the node gives its container the address.
@@ -31,9 +32,9 @@ LINE_KINDS = ("compute", "hourly", "fixed", "interruptions")  # how the meter co
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputData:
-    """A dataset, base weights, a command's code or one of its inputs. `uri` None: below inputs/<sha256>/ beside the
-    run. Without files: an s3:// prefix whose dataset.json (weights.json) lists them; for a command's input everything
-    there, and `sha256` is the listing's.
+    """A dataset, base weights, a command's code or one of its inputs. With `uri` None, the files are below
+    inputs/<sha256>/ beside the run. Without `files` it is an s3:// prefix whose dataset.json (weights.json) lists them.
+    For a command's input it is everything there, and `sha256` is the listing's.
     """
 
     uri: str | None
@@ -64,7 +65,7 @@ class PhaseEstimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoticeEstimate:
-    """How long a stop takes in a phase on a type of node; None: the bill does not tell."""
+    """How long a stop takes in a phase on a type of node; None: the bill does not say."""
 
     type: str
     phase: str
@@ -189,12 +190,12 @@ def document(
     """The object of run.json; money and hours become decimal strings, times are UTC, ISO.
 
     `rates`: per type {"on_demand", "spot": {zone: USD}, "gpus"}, of several nodes with "gbps" and "efa"; `extras`:
-    {"hourly_usd": {line: USD}, "fixed_usd"}.
-    `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri", "sha256", "files"}}, and `base_weights` like `dataset`
-    where the run has them; a `uri` of None means that the files lie under inputs/<sha256>/ of the run's own bucket. A
-    command has "code" like `dataset` (and "commit", "changed") and "folders": {name: like `dataset`} in their place.
-    `expires`: when AWS ends the fleet. `image`: where a command's speed is that of an image of its own. `nodes`,
-    `fallback`, `gather_s`: as contract/terms.py reads them, and left out where they are what it takes for granted.
+    {"hourly_usd": {line: USD}, "fixed_usd"}. `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri", "sha256",
+    "files"}}, and `base_weights` like `dataset` where the run has them; a `uri` of None means that the files lie under
+    inputs/<sha256>/ of the run's own bucket. A command has "code" like `dataset` (and "commit", "changed") and
+    "folders": {name: like `dataset`} in their place. `expires` is the time at which AWS ends the fleet. `image` is set
+    if a command's speed is that of its own image. `nodes`, `fallback` and `gather_s` are as contract/terms.py reads
+    them, and are left out if they have its defaults.
     """
     optional = {"nodes": (nodes, 1), "gather_s": (gather_s, None), "fallback": (fallback, None)}
     return {

@@ -1,5 +1,5 @@
-"""What the run has spent: computes each node's cost, the total, and the moment at which nothing is left, from the
-nodes' records and AWS's word on their ends. Pure functions.
+"""Computes each node's cost, the total, and the moment at which nothing is left, from the nodes' records and from what
+AWS says of their ends. Pure functions.
 
 A node never counts for less than it cost. A killed node writes nothing after its last heartbeat; the fleet's history
 has the time at which AWS ended it. Until AWS answers, a node counts until the next one's launch, because a fleet of one
@@ -81,7 +81,7 @@ class Attempt:
 
     @property
     def interrupted(self) -> bool:
-        """Whether it had a notice, and as far as known its owner did not end it."""
+        """Whether it had a notice and, as far as is known, its owner did not end it."""
         return self.noticed and self.reclaimed is not False
 
     @property
@@ -114,7 +114,7 @@ def count_node(
     metered = last.attempt_s
     compute = rates.ceiling * hours(metered) if last.compute_usd is None else last.compute_usd
     tail = max(seconds - metered, Decimal(0))
-    # The hour of the last heartbeat has a known price; later ones do not.
+    # The price is known for the hour of the last heartbeat, and not for later ones.
     known = Decimal(0) if last.usd_per_hour is None else min(tail, HOUR_S - metered % HOUR_S)
     compute += hours(known) * (last.usd_per_hour or 0) + hours(tail - known) * rates.ceiling
     unknown = tail - known + (metered if last.compute_usd is None else last.ceiling_s or Decimal(0))
@@ -145,13 +145,16 @@ def _lived_s(node: AttemptRecord, beat: Beat | None, lives: Lives, until: float 
 
 
 def count_nodes(terms: Terms, nodes: Iterable[Left], lives: Lives, *launches: float) -> list[Attempt]:
-    """The cost of each of these nodes, the oldest first. `launches`: of other nodes, or the end of the run."""
+    """The cost of each of these nodes, the oldest first.
+
+    `launches`: the launches of other nodes, or the end of the run.
+    """
     left = sorted(nodes, key=lambda each: each[0].launched)
     every = [*launches, *(node.launched for node, _ in left)]
     reclaimed = {name: taken for node, _ in left for name, taken in node.reclaimed.items()}
 
     def next_launch(node: AttemptRecord) -> float | None:
-        # Several nodes live at once: the launch of one says nothing of another's end.
+        # With several nodes, the launch of one says nothing about another's end.
         return None if terms.is_gang else min((at for at in every if at > node.launched), default=None)
 
     counted = [count_node(terms, node, beat, lives, next_launch(node)) for node, beat in left]
@@ -159,7 +162,7 @@ def count_nodes(terms: Terms, nodes: Iterable[Left], lives: Lives, *launches: fl
 
 
 class OtherNodes:
-    """The run's nodes except `own`: their records, and AWS's word on those without an end or a record."""
+    """The run's nodes except `own`: their records, and AWS's answers about those without an end or a record."""
 
     def __init__(self, own: Node, nodes: Iterable[Left] = ()) -> None:
         self.own, self.nodes = own, list[Left]()
@@ -171,22 +174,22 @@ class OtherNodes:
         self.hear(nodes)
 
     def hear(self, nodes: Iterable[Left]) -> None:
-        """Takes the nodes' newest records instead of earlier ones, with what AWS told them of other nodes."""
+        """Takes the nodes' newest records instead of earlier ones, with what AWS said to them of other nodes."""
         self.nodes = list(nodes)
         for each, _ in self.nodes:
             self.know(each)
 
     def know(self, record: AttemptRecord) -> None:
-        """Takes what AWS told the node of this record, which may be this one."""
+        """Adds what AWS said to the node of this record, which may be this one."""
         self._launched = {**record.untold, **self._launched}
         self.ended = {**record.ended, **self.ended}
 
-    def take(self, told: History, now: float) -> None:
+    def take(self, history: History, now: float) -> None:
         """Takes AWS's answer."""
         self._is_asked, self._asked_at = True, now
-        self._launched, self.ended = {**self._launched, **told.launched}, {**self.ended, **told.ended}
-        for name in self._doubtful_names() if told.there is not None else ():
-            if name in (told.there or ()):
+        self._launched, self.ended = {**self._launched, **history.launched}, {**self.ended, **history.ended}
+        for name in self._doubtful_names() if history.there is not None else ():
+            if name in (history.there or ()):
                 self._seen[name] = now
             elif name not in self._missing:
                 self._missing[name] = now
@@ -250,9 +253,9 @@ class Means:
     usd_per_hour: Decimal  # for all nodes that train together
     before: Spent
 
-    def when_over(self, told: Spent | None) -> tuple[float, str]:
+    def when_over(self, newest: Spent | None) -> tuple[float, str]:
         """The moment (epoch seconds) at which nothing is left, and the limit that sets it. `told`: by the meter."""
-        known = told or self.before
+        known = newest or self.before
         hours = min(self._hours_over(each) for each in (self.before, known))
         usd = known.at + float((self.terms.limits.max_usd - known.spent_usd) / self.usd_per_hour) * 3600
         return min((hours, done.MAX_HOURS), (usd, done.MAX_USD))

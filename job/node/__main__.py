@@ -176,7 +176,7 @@ class NodeRun:
         if DONE in self.keys:
             self._ended = True
             if self._fetching is None:
-                self._fetch_run_file()  # it tells the kind of fleet
+                self._fetch_run_file()  # run.json says which kind of fleet this is
             self._upload_log()
             self._stop_fleet()
             self._leave("the run was over before this boot")
@@ -193,8 +193,9 @@ class NodeRun:
         if self.hand_over.took_over:
             self.notices.tell("on spot it would miss its deadline: it continues on demand")
         if self.hand_over.fleet:
-            self.allowance.fleets = [self.hand_over.fleet]  # what is spent on spot must not end the one on demand
-            self._leave_if_over()  # what the others have left by now counts
+            # the end of spot's allowance must not end the on-demand fleet
+            self.allowance.fleets = [self.hand_over.fleet]
+            self._leave_if_over()  # this counts results that other nodes have left by now
 
     def _list(self) -> bool:
         """Lists the run's objects once: whether the run is over, the newest manifest, earlier attempts."""
@@ -370,7 +371,7 @@ class NodeRun:
         self._upload_log()
         records = self._records() if self._record_exit(code, reason) and self._list() else None
         if records is None:
-            say("the attempt cannot be counted")  # with several nodes the others go on, and come to their own end
+            say("the attempt cannot be counted")  # with several nodes the others go on, and end by themselves
         elif self._is_futile(boots := attempts.futile_boots(records, self.manifest)):
             self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress; the last: {reason}")
         ended = ""
@@ -378,7 +379,7 @@ class NodeRun:
             ended = ": its fleet is ended, as it replaces no node; `pulumi up` launches all of them again"
         elif records is None and not self._terms().is_gang:
             ended = ": its fleet is ended"
-        self.notices.tell(f"a node has failed, {reason}{ended}")  # before AWS may end this machine
+        self.notices.tell(f"a node has failed, {reason}{ended}")  # sent before AWS may end this machine
         if ended:
             self._stop_fleet()
         self._leave(reason)
@@ -482,7 +483,7 @@ class NodeRun:
             self.ender.join()
 
     def _terminated(self, *_: object) -> None:
-        if self.job is not None:  # the job's exit code decides
+        if self.job is not None:  # without this container, the job's exit code decides
             subprocess.Popen(container.stop(self.machine), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         elif not self._ended:
             self._ended = True

@@ -1,7 +1,8 @@
 """How long this node may go on: its timer, and the hour at which AWS ends the fleet.
 
-Both follow the job's meter. A node moves the hour only within the run's means. A node that AWS takes puts the hour back
-to the fleet's expiry, because waiting costs nothing. If no node moves it again, the fleet ends at the hour last set.
+Both follow the job's meter. A node moves the hour only as far as the run's money and hours allow. A node that AWS takes
+puts the hour back to the fleet's expiry, because waiting costs nothing. If no node moves it again, the fleet ends at
+the hour that was set last.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ LOOK_S = 10  # between two looks at the meter's file
 # save (115 s); then AWS.
 TIMER_S, STOP_S = 120, 300
 MOVE_S, AGAIN_S = 300, 60  # waits between two moves of the hour; the second before an earlier hour
-LEAST_S = 300  # the least time in which a node can train on: with less it only costs
+LEAST_S = 300  # with less time left, a node costs money without training
 NEAR_S = 45  # closer hours count as the same: EventBridge Scheduler is exact to a minute
 OPEN_S = 1200  # longer than a node waits for AWS to end it
 SOON_S = 90  # AWS refuses a moment that has passed
 
 
 class Allowance:
-    """The time that one node may use. Until `begin`, the run's hours alone set its timer."""
+    """The time that one node may use. Before `begin`, only the limit on the run's hours sets its timer."""
 
     def __init__(self, schedule: Schedule, clock: Callable[[], float], timer_s: float) -> None:
         self._schedule, self._clock = schedule, clock
@@ -42,20 +43,23 @@ class Allowance:
         self._word: Spent | None = None  # the newest record of the meter
         self._heard_at = 0.0
         self._spent_at: float | None = None  # when the allowance was used up: more never comes back
-        self._stands: float | None = None  # the hour as this node last set it
+        self._stands: float | None = None  # the hour to which this node last set the schedule
         self._again_at = self._open_until = float("-inf")
         self._ending = False
         self._moving = threading.RLock()
 
     def begin(self, means: Means, workdir: Path) -> tuple[float, str]:
-        """(the moment when the allowance is used up, the limit that sets it). The hour is moved before this returns."""
+        """Returns the moment when the allowance is used up, and the limit that sets it.
+
+        The hour has been moved when this returns.
+        """
         self._means, self._workdir, self._began = means, workdir, self._clock()
         self.look()
         return means.when_over(None)
 
     def watch(self, noticed: Callable[[], bool], recount: Callable[[], Means | None]) -> None:
-        """Follows the meter until the process ends. `noticed`: whether AWS takes this machine. `recount`: the run's
-        means, if more is known of other nodes than before.
+        """Follows the meter until the process ends. `noticed` says whether AWS is about to take this machine. `recount`
+        returns the run's means if more is known of other nodes than before.
         """
         counted_at = self._clock()
         while True:
@@ -73,7 +77,10 @@ class Allowance:
                 self._look(self._means, self._clock())
 
     def open(self) -> None:
-        """No node of the run spends anything for a while: AWS takes this one. Of several the others go on."""
+        """Called when no node of the run spends money for a while:
+
+        AWS is taking this one. If there are several nodes, the others go on.
+        """
         if self._means is not None and self._means.terms.is_gang:
             return
         with self._moving:
@@ -92,9 +99,9 @@ class Allowance:
         if self._spent_at is None and over <= now:
             self._spent_at = over
         over = over if self._spent_at is None else self._spent_at
-        self.timer_at = max(over, self._began) + TIMER_S  # a boot that finds nothing left ends the run itself
+        self.timer_at = max(over, self._began) + TIMER_S  # if nothing is left at boot, the node ends the run itself
         expires = means.terms.limits.expires or over + STOP_S
-        waits = now < self._open_until and over > now + LEAST_S  # with less left no other node is wanted
+        waits = now < self._open_until and over > now + LEAST_S  # with less time left, no other node is wanted
         hour = expires if waits else min(over + STOP_S, expires)
         soonest = max(hour, now + SOON_S)
         later = self._stands is not None and hour > self._stands + NEAR_S
@@ -111,7 +118,7 @@ class Allowance:
         return moved
 
     def _meter_told(self, now: float) -> Spent | None:
-        """The meter's newest record, with its times by this process's clock."""
+        """The meter's newest record, with its times converted to this process's clock."""
         spent = Spent.read(self._workdir)
         if spent is not None and spent != self._word:
             self._word, self._heard_at = spent, now

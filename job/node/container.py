@@ -1,4 +1,4 @@
-"""The docker commands for the supervisor's image and container. What trains has another one (jobs.py)."""
+"""The docker commands for the supervisor's image and container. The training has another container (jobs.py)."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def stop(machine: InstanceIdentity) -> tuple[str, ...]:
 
 
 def pull(image: str, login: Path, registry: str = "") -> str | None:
-    """Pulls the image. None if it is there now, else the reason. `login`: the folder where docker keeps its login
-    during the pull. `registry`: the place of the secret user:password for a registry other than ECR.
+    """Pulls the image. Pulls the image; returns None if it is there now, else the reason. `login`: the folder where
+    docker keeps its login during the pull. `registry`: the place of the secret user:password for a registry other than
+    ECR.
     """
     try:
         refused = _log_in(image, login, registry)
@@ -51,7 +52,7 @@ def pull(image: str, login: Path, registry: str = "") -> str | None:
 
 def _log_in(image: str, login: Path, registry: str) -> str | None:
     """Logs docker in: to a private ECR by this node's role, whose token docker keeps as a login, or with the registry's
-    secret. None, or the reason of the failure.
+    secret. Returns None, or the reason of the failure.
     """
     first, named, _ = image.partition("/")
     host = first if named and re.search("[.:]|^localhost$", first) else DOCKER_HUB
@@ -96,8 +97,8 @@ def efa_devices(root: Path = Path("/")) -> list[Path]:
 
 
 def network(root: Path = Path("/")) -> list[str]:
-    """The options by which a container that trains meets those of the run's other nodes: the machine's own address, and
-    its network cards as EFA devices where it has such.
+    """The options by which a training container reaches those of the run's other nodes: the machine's own address, and
+    its network cards as EFA devices if it has any.
     """
     cards = (word for card in efa_devices(root) for word in ("--device", str(card)))
     return ["--network", "host", *cards]
@@ -126,7 +127,7 @@ def _has_files_of_others(settings: Settings) -> bool:
 
 
 def give(settings: Settings, folder: Path) -> None:
-    """Gives the folder to the user of the containers. In a rehearsal that user has it already."""
+    """Gives the folder to the user of the containers. In a rehearsal that user owns it already."""
     if not _has_files_of_others(settings):
         with suppress(PermissionError):
             for path in (folder, *folder.iterdir()):
@@ -137,8 +138,9 @@ def command(
     settings: Settings, machine: InstanceIdentity, scratch: Path, pulled_s: float, address: str = "", capacity: str = ""
 ) -> list[str]:
     """The command that runs the supervisor; `scratch` holds its work folder, `pulled_s` is how long the pulls took.
-    `address`: where the other nodes reach this one; `capacity`: the node's market, if the run may use both. It uses the
-    machine's network: the metadata service, and so the role, answers no hop further (launch template).
+    `address`: where the other nodes reach this one; `capacity`: the node's market, if the run may use both. The
+    container uses the machine's network: the metadata service, and so the role, cannot be reached from one hop further
+    (launch template).
     """
     options = ["--network", "host", *own_code(settings, scratch)]
     options += capabilities(*(OVER_ANOTHERS_FILES if settings.job_image else ()))

@@ -25,7 +25,8 @@ def scratch(root: Path, own: Path) -> Path:
     if not disks:
         return own
     made, folder = root / "opt/dlami/nvme", root / "scratch"
-    call(*bounded(120, "systemctl", "start", "dlami-nvme"))  # the AMI's own service joins all of them into one mount
+    # this service of the AMI joins all instance store into one mount
+    call(*bounded(120, "systemctl", "start", "dlami-nvme"))
     if call("findmnt", "-n", str(made)):
         folder = made / "gpufleet"
     else:

@@ -1,8 +1,9 @@
-"""A node's part in a run that may go on on demand: which market it is of, the hand-over, and the hour of the switch.
+"""The part of a node in a run with a fallback: which market it belongs to, the hand-over, and the hour of the switch.
 
-The first node on demand takes the run over for good: it says so beside the run's objects, deletes the fleet on spot and
-waits until the nodes of that have saved and left. So one node trains at a time, and none has to change a fleet's size.
-The hour only moves on, while the run trains on spot, so that AWS begins on demand when nobody does and slack is gone.
+The first on-demand node takes the run over for good: it writes that beside the run's objects, deletes the spot fleet,
+and waits until the spot nodes have saved and left. So only one node trains at a time, and no node has to change a
+fleet's size. While the run trains on spot, the hour only moves later. So AWS starts the on-demand fleet when no node
+trains and the slack is gone.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ GONE_S = 900  # for nodes that were ended to have gone: large ones take minutes
 def choose_hand_over(
     settings: Settings, metadata: MetadataService, objects: Objects, clock: Callable[[], float]
 ) -> OneFleet:
-    """The part of this node: a hand-over where a second fleet stands by."""
+    """Chooses this node's part: a hand-over if a second fleet stands by."""
     return HandOver(settings, metadata, objects, clock) if settings.fallback else OneFleet()
 
 
 class OneFleet:
-    """The part of a node whose run has one fleet: it meets nobody and moves nothing."""
+    """The part of a node whose run has one fleet: there is no other node to meet and no hour to move."""
 
     market, fleet, took_over = "", "", False
 
     def meet(self, find_fleet: Callable[[], str | None], keys: Collection[str]) -> bool:
-        """Whether this node is to train."""
+        """Whether this node may train."""
         return True
 
     def others(self, own: str | None) -> list[str]:
@@ -48,15 +49,15 @@ class OneFleet:
         return []
 
     def watch(self, workdir: Path) -> None:
-        """Begins what is to be done while the run trains."""
+        """Starts what has to be done while the run trains."""
 
     def end(self) -> None:
-        """Ends it, because the run is over."""
+        """Ends that, because the run is over."""
 
 
 class HandOver(OneFleet):
-    """Once the node has met the others: its `market`, spot or on-demand, its `fleet`, and `took_over`, whether it is
-    the first on demand.
+    """Knows, once the node has met the others, its `market` (spot or on-demand), its `fleet`, and `took_over`: whether
+    it is the first on-demand node.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class HandOver(OneFleet):
         self._changing = threading.Lock()
 
     def meet(self, find_fleet: Callable[[], str | None], keys: Collection[str]) -> bool:
-        """Whether this node is to train. One on demand waits until no other does. `keys`: of the run's objects. Raises
-        OSError where AWS does not say what has to be known.
+        """Whether this node may train. An on-demand node waits until no other node trains. `keys`: the keys of the
+        run's objects. Raises OSError if AWS does not answer a question that must be answered.
         """
         own = find_fleet()
         found = next((said for _ in tries(5) if (said := self._metadata.get(LIFE_CYCLE))), None)
@@ -109,10 +110,10 @@ class HandOver(OneFleet):
         run = {key: value for key, value in tags.items() if value}
         if run.keys() != tags.keys():
             raise OSError("the metadata service does not tell this node's tags, by which those on spot are found")
-        # AWS knows of nodes whose fleet the bucket no longer names: a destroy takes the name back first.
+        # AWS still lists nodes of a fleet whose name the bucket has lost: `destroy` removes the name first.
         there = next((nodes for _ in tries(4) if (nodes := spot_nodes(run)) is not None), {})
         for fleet in sorted({*known, *filter(None, there.values())}):
-            delete_fleet(fleet)  # refused where it is deleted already: the nodes are what counts
+            delete_fleet(fleet)  # AWS refuses if the fleet is deleted already; only the nodes matter
         left = self._wait(run, HANDOVER_S)
         if left:
             say(f"still there after {HANDOVER_S} s, and ended now: {' '.join(sorted(left))}")
@@ -121,12 +122,12 @@ class HandOver(OneFleet):
                 raise OSError("a node on spot cannot be ended, and two would train")
 
     def _wait(self, run: Mapping[str, str], seconds: float) -> set[str]:
-        """The run's nodes on spot that are there still, after so long at most. Raises OSError where AWS never said."""
+        """The run's spot nodes that still exist after the wait. Raises OSError if AWS never answered."""
         until, left = self._clock() + seconds, None
         while True:
-            told = spot_nodes(run)
-            left = left if told is None else set(told)
-            if told == {} or self._clock() >= until:
+            nodes = spot_nodes(run)
+            left = left if nodes is None else set(nodes)
+            if nodes == {} or self._clock() >= until:
                 break
             time.sleep(5)
         if left is None:
@@ -140,7 +141,10 @@ class HandOver(OneFleet):
             threading.Thread(target=self._watch, name="switch", daemon=True).start()
 
     def end(self) -> None:
-        """Disables the switch, because the run is over. If that fails, a node that it starts ends itself."""
+        """Disables the switch, because the run is over.
+
+        If that fails and the switch starts a node, that node ends itself.
+        """
         with self._changing:
             self._ended = True
             if not retry(2, lambda: self._schedule.change(self._clock() + DAY_S, enabled=False)):
@@ -149,29 +153,31 @@ class HandOver(OneFleet):
     def _watch(self) -> None:
         while not self._ended:
             time.sleep(LOOK_S)
-            if (told := Spent.read(self._workdir)) is not None:
+            if (spent := Spent.read(self._workdir)) is not None:
                 with self._changing:
-                    self.look(told)
+                    self.look(spent)
 
-    def look(self, told: Spent) -> None:
-        """Moves the hour on where the run has trained since, and the switch off while its limits do not pay for it."""
+    def look(self, spent: Spent) -> None:
+        """Moves the hour later if the run has trained since, and disables the switch while the run's limits do not pay
+        for it.
+        """
         now = self._clock()
-        if self._ended or told.switch_at <= 0 or told.trained_at <= self._trained_at or now < self._again_at:
+        if self._ended or spent.switch_at <= 0 or spent.trained_at <= self._trained_at or now < self._again_at:
             return
-        self._trained_at = told.trained_at
+        self._trained_at = spent.trained_at
         stands = self._schedule.stands()
         if stands is None:
             self._refused(now)
             return
         at, enabled = stands
-        late = told.switch_at <= now or told.switch_at < at + MOVE_S
-        if late and enabled == told.switch_is_paid:
+        late = spent.switch_at <= now or spent.switch_at < at + MOVE_S
+        if late and enabled == spent.switch_is_paid:
             return
-        hour = max(told.switch_at, at, now + SOON_S)
-        if self._schedule.change(hour, enabled=told.switch_is_paid):
+        hour = max(spent.switch_at, at, now + SOON_S)
+        if self._schedule.change(hour, enabled=spent.switch_is_paid):
             self._again_at = now + MOVE_S
             begins = f"AWS begins on demand at {iso(hour)}, unless a node moves that hour"
-            say(begins if told.switch_is_paid else "no switch to on demand: the limits do not pay for the rest")
+            say(begins if spent.switch_is_paid else "no switch to on demand: the limits do not pay for the rest")
         else:
             self._refused(now)
 
@@ -181,8 +187,8 @@ class HandOver(OneFleet):
 
 
 def delete_fleet(fleet: str, *, with_nodes: bool = False) -> bool:
-    """Whether it launches nothing more; its nodes stay, unless `with_nodes`. A refusal is in the answer, not in the
-    status.
+    """Deletes a fleet; whether it launches nothing more. Its nodes stay, unless `with_nodes`. AWS puts a refusal into
+    the answer, not into the status.
     """
     nodes = "--terminate-instances" if with_nodes else "--no-terminate-instances"
     refused = aws(

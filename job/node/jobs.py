@@ -1,8 +1,8 @@
-"""Starts and removes the container that trains, as the supervisor's requests in a file ask (job/command/places.py).
+"""Starts and removes the training container, as the supervisor's requests in a file demand (job/command/places.py).
 
-No container has docker's socket. A request is only a number: this module decides image, mounts and rights. A command of
-the user's own has a third container beside it, which sees the command's processes and nothing else: it reports them and
-passes on signals, because the supervisor sees none.
+No container has docker's socket. A request is only a number: this module alone decides image, mounts and rights. A
+user's own command has a third container, the watcher. It sees the command's processes and nothing else; it reports them
+and passes on signals, because the supervisor does not see them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ REMOVE_S = 60
 OVER_FILES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
 # Rights for installing packages as root. Docker's other rights, for raw packets and devices, are not needed.
 RIGHTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
-# Rights over any user's processes: their environment tells their rank. Not DAC_READ_SEARCH: with it docker's filter
-# admits a call that opens any file on the disk of a mount, by its number.
+# Rights to read and signal processes of any user: their environment tells their rank. DAC_READ_SEARCH is not among
+# them, because with it docker's filter admits a call that opens any file on a mount's disk by its number.
 OVER_PROCESSES = ("DAC_OVERRIDE", "KILL", "SYS_PTRACE")
 
 
@@ -40,19 +40,19 @@ def watcher_name(instance: str) -> str:
 
 
 class Jobs:
-    """The containers of one machine. Within `with` it serves requests; afterwards no training process runs."""
+    """The containers of one machine. Inside `with` it serves requests; after it no training process runs."""
 
     def __init__(self, settings: Settings, machine: InstanceIdentity, scratch: Path, *, meets: bool = False) -> None:
-        """`meets`: what trains meets that of the run's other nodes."""
+        """`meets`: whether the training process communicates with those of the run's other nodes."""
         self._settings, self._scratch, self._meets = settings, scratch, meets
         self._control = scratch / "run" / CONTROL
-        self._control.mkdir(parents=True, exist_ok=True)  # this process writes its answers there, whatever user it is
+        self._control.mkdir(parents=True, exist_ok=True)  # this process, whatever its user is, writes its answers there
         if settings.job_image:
             (scratch / "run" / WATCHER).mkdir(exist_ok=True)
             (scratch / "run" / WATCHER).chmod(0o777)  # root in a container has no rights over another's folder there
         container.give(settings, self._control)
         self._name, self._watcher_name = name(machine.instance), watcher_name(machine.instance)
-        self._number, self._pid = 0, 0  # of the newest container asked for
+        self._number, self._pid = 0, 0  # number and process of the newest container that was requested
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="jobs", daemon=True)
         self._running: subprocess.Popen[bytes] | None = None
@@ -79,12 +79,12 @@ class Jobs:
         self._running = self._watcher = None
 
     def _serve(self) -> None:
-        said = ""
+        last_error = ""
         while not self._ended.wait(LOOK_S):
             try:
                 self._look()
-            except OSError as error:  # a full disk: the answer is written once there is room
-                if said != (said := str(error)):
+            except OSError as error:  # the disk is full; the answer is written once there is room
+                if last_error != (last_error := str(error)):
                     say(f"the job's container cannot be served: {error}")
                 if self._running is None:
                     self._number = 0
@@ -121,7 +121,7 @@ class Jobs:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT)
 
     def _end(self, what: str, ended: subprocess.Popen[bytes], log: str) -> None:
-        """Removes both containers and tells the supervisor, after the training one has ended or its watcher has."""
+        """Removes both containers and informs the supervisor, after the training container or its watcher has ended."""
         code = ended.wait()
         code = code if code >= 0 else 128 - code
         why = last_line((self._settings.folder / log).read_text(errors="replace")) or f"it ended with {code}"
@@ -129,8 +129,8 @@ class Jobs:
         self._answer({"number": self._number, "problem": why, "code": code})
         self.remove()
 
-    def _answer(self, told: dict[str, object]) -> None:
-        atomic.write_json(self._control / CONTAINED, told)
+    def _answer(self, answer: dict[str, object]) -> None:
+        atomic.write_json(self._control / CONTAINED, answer)
 
     def command(self) -> list[str]:
         """The docker command that runs the training container."""
@@ -156,9 +156,9 @@ class Jobs:
         ]
 
     def _users_own(self) -> list[str]:
-        """A bridge network, and so no role: the metadata service answers one hop away (launch template). With other
-        nodes it has the machine's network, and the role. It sees the user's folders at the same paths as the
-        supervisor, and of gpufleet only scripts and pipes.
+        """The command's network is a bridge, so it has no role: the metadata service answers only within one hop
+        (launch template). In a run of several nodes it has the machine's network, and so the role. It sees the user's
+        folders at the same paths as the supervisor does, and of gpufleet's files only scripts and pipes.
         """
         options = container.network() if self._meets else ["--network", "bridge"]
         options += ["-e", "AWS_REGION", "-e", "AWS_DEFAULT_REGION"]
@@ -167,8 +167,9 @@ class Jobs:
         return [*options, *container.capabilities(*RIGHTS), "--entrypoint", "sh", self._settings.job_image]
 
     def _ready_made(self) -> list[str]:
-        """No network, or one without a role if there are other nodes: all input is staged. Ranks look up its name to
-        find each other. It cannot change the supervisor's code or requests.
+        """A ready-made job has no network, because all input is staged; with other nodes it has the machine's
+        network. Its ranks look up the container's name to find each other. It cannot change the supervisor's
+        code or requests.
         """
         settings = self._settings
         options = container.network() if self._meets else ["--network", "none", "--hostname", "localhost"]

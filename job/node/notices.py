@@ -1,8 +1,9 @@
-"""The messages that a node sends to whoever the definition names: the run trains, AWS takes the node, most of its means
-are used up, its job warns, it ended. It also moves on, while the run trains, the hour at which AWS sends word that
-nothing has trained for long.
+"""The messages that a node sends to those whom the definition names: the run trains, AWS takes the node, most of a
+limit is used up, the job warns, the run has ended. While the run trains, it also postpones the hour at which AWS
+reports that nothing has trained for long.
 
-No caller waits longer than WAIT_S for a message, and none is sent twice; the boot log has those that could not be sent.
+No caller waits longer than WAIT_S for a message, and no message is sent twice; the boot log has those that could not be
+sent.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Notices:
         self._nodes = 1
         self._trained_at, self._moved_at = 0.0, float("-inf")
         self._ended = False
-        self._told: set[str] = set()  # keys of messages that need not be sent any more
+        self._told: set[str] = set()  # keys of messages that were sent already
 
     def watch(self, workdir: Path, keys: Collection[str]) -> None:
         """Starts a thread that sends messages. `keys` are those of the run's objects when this node booted."""
@@ -71,7 +72,7 @@ class Notices:
         self._briefly(lambda: self._send(what))
 
     def end(self, what: str) -> None:
-        """Sends the last message of the run: from now on it is right that nothing trains."""
+        """Sends the last message of the run, and stops the report of silence: from now on nothing needs to train."""
         self._ended = True
         self._briefly(lambda: self._end(what))
 
@@ -106,7 +107,7 @@ class Notices:
             time.sleep(LOOK_S)
             try:
                 self._look()
-            except OSError as error:  # a full disk perhaps: only this thread moves the hour of silence
+            except OSError as error:  # the disk may be full, but only this thread moves the hour of silence
                 say(f"no message could be sent: {error}")
 
     def _look(self) -> None:
@@ -124,7 +125,8 @@ class Notices:
         if spent.waits_since and self._clock() - spent.waits_since >= TOLD_S:
             waits = f"a node has waited for others for {(self._clock() - spent.waits_since) / 60:.0f} minutes, billed"
             self._send_once(f"{TOLD_WAITS}{spent.waits_since:.0f}", waits)
-        leads = self._nodes == 1 or spent.trained_at > 0 or spent.waits_since > 0  # only one of several nodes speaks
+        # only one of several nodes sends messages
+        leads = self._nodes == 1 or spent.trained_at > 0 or spent.waits_since > 0
         if leads and (share := self._most(spent)) is not None:
             self._send_once(TOLD_MOST, share)
 
@@ -138,7 +140,7 @@ class Notices:
             self._objects.put(file, key)
 
     def _most(self, spent: Spent) -> str | None:
-        """The message once most of a limit is used up; None before."""
+        """The message that most of a limit is used up; None before."""
         limits = self._limits
         assert limits is not None
         shares = {"max_usd": spent.spent_usd / limits.max_usd, "max_hours": hours(spent.spent_s) / limits.max_hours}
@@ -159,8 +161,8 @@ class Notices:
         return f"Spent: {usd}, {billed} of {limits.max_hours} billed hours. "
 
     def _post(self, text: str) -> bool:
-        """Posts a message in the form of Slack and its imitations. The URL is a secret, so no error shows it. After
-        WAIT_S a server that answers byte by byte is abandoned.
+        """Posts a message in the form of Slack and its imitations. The URL is a secret, so no error shows it. A server
+        that answers byte by byte is abandoned after WAIT_S.
         """
         url = ask(*bounded(SEND_S, *secret(self._webhook)), "--output", "text", *NOT_REACHED)
         taken: list[bool] = []
@@ -181,7 +183,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 def _post(url: str, text: str) -> bool:
     try:
         place = urllib.parse.urlsplit(url)
-        if place.scheme != "https" and (place.scheme, place.hostname) != ("http", "127.0.0.1"):  # a test's server
+        # only tests use such a server
+        if place.scheme != "https" and (place.scheme, place.hostname) != ("http", "127.0.0.1"):
             return False
         body, kind = json.dumps({"text": text}).encode(), {"Content-Type": "application/json"}
         asked = urllib.request.Request(url, body, kind, method="POST")

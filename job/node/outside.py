@@ -19,7 +19,7 @@ from gpufleet.job.contract.bucket import FLEETS
 from gpufleet.job.contract.reading import epoch, iso
 from gpufleet.job.contract.spent import History
 
-LOOK_S = 1.0  # between two looks at a program that runs
+LOOK_S = 1.0  # seconds between two looks at a running program
 NOT_REACHED = ("--cli-connect-timeout", "10", "--cli-read-timeout", "60")  # no network: minutes, not an hour
 _DOCKERS_ADVICE = re.compile(r"See '|Run '|\s*$")
 
@@ -50,22 +50,25 @@ def tries(times: int) -> Iterator[int]:
 
 
 def retry(times: int, act: Callable[[], bool]) -> bool:
-    """Calls `act` until it succeeds, at most `times` times with the waits of `tries`; whether it did."""
+    """Calls `act` until it succeeds, at most `times` times with the waits of `tries`; returns whether it succeeded."""
     return any(act() for _ in tries(times))
 
 
 def bounded(seconds: int, *command: str) -> tuple[str, ...]:
-    """The command with a time limit (exit code 124). Without the program `timeout` there is no limit; nodes have it."""
+    """The command with a time limit (exit code 124).
+
+    Without the program `timeout` there is no limit; nodes have that program.
+    """
     return ("timeout", "-k", "10", str(seconds), *command) if shutil.which("timeout") else command
 
 
 def call(*command: str) -> bool:
-    """Runs a command; whether it succeeds. Its output goes to the boot log."""
+    """Runs a command; returns whether it succeeds. Its output goes to the boot log."""
     return code(*command) == 0
 
 
 def code(*command: str) -> int:
-    """Runs a command; its exit code, or 127 when there is no such command, as in a shell."""
+    """Runs a command; returns its exit code, or 127 if there is no such command, as a shell does."""
     try:
         return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
     except OSError as error:
@@ -83,8 +86,9 @@ class Said:
 
 
 def ask(*command: str) -> Said:
-    """Runs a command; the boot log gets its errors, and not its standard output, which may be a secret. A signal that
-    comes as the program begins is handled within LOOK_S; in one long wait, only when the program ends.
+    """Runs a command; the boot log gets its error output, but not its standard output, which may be a secret. A signal
+    that arrives while the program begins is handled within LOOK_S; in one long wait it would be handled only when the
+    program ends.
     """
     try:
         program = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -123,9 +127,9 @@ def complaint(seconds: int, *command: str) -> str | None:
     return f"no answer in {seconds} s" if result.code == 124 else result.why
 
 
-def last_line(said: str) -> str:
+def last_line(output: str) -> str:
     """The last line of a program's output, as a reason, without docker's advice on where to read more."""
-    lines = [line for line in said.splitlines() if not _DOCKERS_ADVICE.match(line)]
+    lines = [line for line in output.splitlines() if not _DOCKERS_ADVICE.match(line)]
     return re.sub(r'[\x00-\x1f"\\]', "", lines[-1])[:300] if lines else ""
 
 
@@ -135,7 +139,7 @@ def aws(*words: str) -> str | None:
 
 
 def history(fleets: Sequence[str], since: float) -> History | None:
-    """What the histories of these fleets say of their nodes since then (epoch seconds); None if AWS does not answer."""
+    """The events of these fleets' nodes since that time (epoch seconds); None if AWS does not answer."""
     found: dict[str, dict[str, float]] = {LAUNCHED: {}, ENDED: {}}
     for fleet in fleets:
         output = aws(
@@ -239,7 +243,7 @@ class Objects:
         return found == (sha256 or found)
 
     def get_folder(self, prefix: str, folder: Path) -> bool:
-        """Makes the folder's files the prefix's objects and nothing else; whether it succeeded."""
+        """Makes the objects below the prefix equal to the folder's files; whether that succeeded."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         copied = aws("s3", "cp", f"{self.uri}/{prefix}", f"{folder}/", "--recursive", "--only-show-errors")

@@ -1,4 +1,4 @@
-"""The one-time schedules of EventBridge Scheduler that fire whatever a run's nodes do, unless a node moves the hour."""
+"""The one-time schedules of EventBridge Scheduler, which fire unless a node moves the hour."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Schedule:
         return self._update(**changed)
 
     def stands(self) -> tuple[float, bool] | None:
-        """(when it fires, whether it is enabled); None when AWS does not answer."""
+        """The time when it fires, and whether it is enabled; None if AWS does not answer."""
         if not self._ask():
             return None
         assert self._known is not None

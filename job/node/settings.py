@@ -82,7 +82,7 @@ class InstanceIdentity:
 
     @classmethod
     def from_document(cls, document: str) -> InstanceIdentity:
-        """Raises KeyError, TypeError, ValueError."""
+        """Raises KeyError, TypeError or ValueError for another document."""
         identity = json.loads(document)
         return cls(
             instance=identity["instanceId"],

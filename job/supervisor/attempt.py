@@ -56,9 +56,9 @@ MARGIN_S = 5.0  # between a predicted publication and the end of the machine
 SIGTERM_S = 105.0  # docker stop waits 115 s
 PATIENCE_S = 120.0  # the least wait for a trainer that was asked to stop at a limit
 LINES = 3  # missing lines before a trainer that writes few counts as stuck
-FINISH_S = 900.0  # to upload everything; then the attempt counts as crashed and the next one does it
-MARK_S = 120.0  # to write how the run ended, after all uploads; then the node writes it
-PAST_S = 60.0  # past a limit and a checkpoint; then anything still under way is given up
+FINISH_S = 900.0  # seconds to upload everything; after that the attempt counts as crashed and the next one uploads
+MARK_S = 120.0  # seconds to write how the run ended, after all uploads; after that the node writes it
+PAST_S = 60.0  # seconds past a limit and a checkpoint, after which anything still under way is abandoned
 CRASH_S = 120.0  # to publish what the trainer had committed
 LATE_S = 60.0  # AWS may take the machine later than it said
 XIDS = 8  # the newest Xid errors in a heartbeat
@@ -66,15 +66,15 @@ T = TypeVar("T")
 
 
 class InterruptedEarlyError(Exception):
-    """The machine goes away before training began."""
+    """The machine goes away before training has begun."""
 
 
 class LimitReachedError(Exception):
-    """A limit of the run is reached before training began."""
+    """A limit of the run is reached before training has begun."""
 
 
 class Supervisor:
-    """One attempt. `run` returns the exit code for the node."""
+    """One attempt. Call `run`, which returns the exit code for the node."""
 
     record: attempts.OwnRecord  # these four exist once it is registered
     others: attempts.Others
@@ -127,7 +127,7 @@ class Supervisor:
         self._seen_save = (0, 0.0)  # the newest checkpoint of a job that saves by itself, and its time
 
     def run(self) -> int:
-        """Runs until the attempt has ended, in whatever way."""
+        """Runs the attempt to its end, whatever that is."""
         try:
             if (over := self._read_done()) is not None:
                 self.say(f"the run is over already: {over.reason}")
@@ -209,7 +209,7 @@ class Supervisor:
         )
 
     def _lacking(self) -> str | None:
-        """Why this node is refused before any download: the trainer would make do with the GPUs it finds."""
+        """Why this node is refused before any download; otherwise the trainer would use the GPUs it finds."""
         config, listed = self.run_file.config, self.run_file.gpus(self.node.type)
         if config.device != "cuda" or attempts.accepts(self.others.attempts):
             return None
@@ -229,7 +229,10 @@ class Supervisor:
         self._check()
 
     def _fall_back(self, unreadable: Unreadable) -> bool:
-        """Goes back to the checkpoint before one that cannot be read although its bytes are right. False if none is."""
+        """Goes back to the checkpoint before one that cannot be read although its bytes are right.
+
+        Returns False if there is none.
+        """
         if not staging.set_aside(self.staging, unreadable.step, unreadable.problem):
             return False
         self._drain(self.clock() + CRASH_S)
@@ -244,7 +247,7 @@ class Supervisor:
     def _go_on_from(self, manifest: Manifest | None) -> None:
         self.resumed_step = 0 if manifest is None else manifest.commit.goes_on_from
         self._seen_save = (self.resumed_step, self.clock())
-        # Before anything may end this attempt: it prunes checkpoints that it does not know.
+        # It comes before anything that may end this attempt: it deletes checkpoints that it does not know.
         self._patiently(lambda: self.publisher.resumed(manifest), BEST)
         if manifest is not None:
             if not staging.best_too(self.staging, manifest.place):
@@ -301,8 +304,8 @@ class Supervisor:
         return TrainerExit.STOPPED
 
     def _owes_model(self) -> bool:
-        """Whether a stop by hand came before this node trained: then the trainer starts, to export the checkpoint's
-        model. At a limit it does not, because there is no money for it.
+        """Whether a stop by hand came before this node trained: then the trainer starts only to export the checkpoint's
+        model. At a limit it does not start, because there is no money for it.
         """
         return self._by_hand and self._child is None and self.resumed_step > 0
 
@@ -343,14 +346,14 @@ class Supervisor:
             self._child.kill()
 
     def _lost(self) -> str:
-        """Why a GPU of this node is broken; empty if none is, or if nodes were refused before for the same."""
+        """Why a GPU of this node is broken; empty if none is, or if earlier nodes were refused for the same reason."""
         if self.world.sampler is None or attempts.accepts(self.others.attempts):
             return ""
         return self.world.sampler.lost()
 
     @property
     def waits_since(self) -> float:
-        """When this node became the oldest of several that wait for others; 0 if it is not."""
+        """When this node became the oldest of several that wait for others; 0 if it is not the oldest."""
         return 0.0
 
     def _tell_spent(self, now: float) -> None:
@@ -384,7 +387,10 @@ class Supervisor:
         )
 
     def _leaving(self) -> Cause | None:
-        """Why and when this machine goes away, from the first sign on. No other method asks for a notice."""
+        """Why and when this machine goes away, once there is a first sign of it.
+
+        No other method checks for a notice.
+        """
         if (notice := self.world.metadata.notice) is not None:
             return Cause(reason="notice", deadline=notice)
         if (terminated := self.world.terminated()) is not None:
@@ -394,7 +400,10 @@ class Supervisor:
         return None
 
     def _look(self) -> None:
-        """Looks for a cause to stop. The first one decides; a stop by hand is waited for until a limit."""
+        """Looks for a reason to stop.
+
+        The first reason decides, except that a stop by hand may be followed by a limit.
+        """
         now, leaving = self.clock(), self._leaving()
         end_s = self.forecast.end_s(self.progress.step, self.progress.step_s)
         if self.cause is not None:
@@ -417,8 +426,8 @@ class Supervisor:
         return self.meter.limit(now, self.run_file.limits, end_s + RESERVE_S)
 
     def _limit_before_next_save(self, now: float, end_s: float) -> str | None:
-        """For a job that saves only by itself: the limit that comes before its next checkpoint, known once it has made
-        one. No checkpoint would keep what it trains until then.
+        """For a job that saves only by itself: the limit that comes before its next checkpoint; it is known once the
+        job has made one. What the job trains until then would be in no checkpoint.
         """
         if self.run_file.config.saves_on_signal is not False:
             return None
@@ -447,7 +456,9 @@ class Supervisor:
             self._kill_at = now  # this job cannot be asked
 
     def _patience_s(self, now: float, needed: float) -> float:
-        """How long to wait for a trainer that was told of a limit: until a minute and a checkpoint past it."""
+        """How long to wait for a trainer that was told of a limit: until the limit is passed by a minute and a
+        checkpoint.
+        """
         most, stop_s = max(PATIENCE_S, 3 * needed), self.forecast.stop_s(self.progress.step, self.progress.step_s)
         return min(most, self._left_s(now, most) + PAST_S + stop_s)
 
@@ -455,7 +466,7 @@ class Supervisor:
         return self.meter.left_s(now, self.run_file.limits, most_s)
 
     def _counted_until(self, seconds: float) -> float:
-        """The moment until which the end of this attempt may take: after `seconds`, but not far past a limit."""
+        """The moment until which ending this attempt may take: `seconds` from now, but not far past a limit."""
         now = self.clock()
         return now + (min(seconds, self._left_s(now, seconds) + PAST_S) if self._metered else seconds)
 
@@ -484,7 +495,7 @@ class Supervisor:
             return self._finish(ends.FAILED, f"{fatal.error}: {fatal.detail}" if fatal else lost)
         if code not in (TrainerExit.FINISHED, TrainerExit.STOPPED) and (lost := self.lost or self._lost()):
             return self._crashed(f"node refused: a GPU is lost, {lost}", code=AttemptExit.REFUSED)
-        if code == TrainerExit.REFUSED and (self.cause is None or self._by_hand):  # another node may manage
+        if code == TrainerExit.REFUSED and (self.cause is None or self._by_hand):  # another node may be able to run it
             problems = (Preflight.read(self.workdir) or Preflight()).problems or ("no reason given",)
             return self._crashed(f"node refused: {'; '.join(problems)}", code=AttemptExit.REFUSED)
         if self.cause is not None and self.cause.ends:
@@ -497,7 +508,7 @@ class Supervisor:
         return self._crashed(reason)
 
     def _tell(self, message: Message) -> bool:
-        """Writes a message for the trainer. False if the disk refuses it."""
+        """Writes a message for the trainer. Returns False if the disk refuses it."""
         try:
             message.write(self.workdir)
         except OSError as error:
@@ -506,8 +517,8 @@ class Supervisor:
         return True
 
     def _finish(self, reason: str, detail: str = "") -> int:
-        """Uploads everything, then the receipt, then done.json; 0, 70 for `failed`, or 1 if the store refuses an upload
-        and there is money for another try.
+        """Uploads everything, then the receipt, then done.json. Returns 0, or 70 for `failed`, or 1 if the store
+        refuses an upload and there is money for another try.
         """
         code = AttemptExit.FAILED if reason == ends.FAILED else AttemptExit.FINISHED
         self.say(f"the run ends: {reason} {detail}".rstrip())
@@ -525,8 +536,8 @@ class Supervisor:
         return code
 
     def _tell_end(self, done: ends.Done, code: int) -> None:
-        """Writes to the bucket how the run ended. A failure costs minutes and no further node: the node sends the
-        marker from the work folder if it is missing, and `gpufleet results` makes a receipt.
+        """Writes to the bucket how the run ended. A failure costs minutes and no further node: if the marker is
+        missing, the node sends it from the work folder, and `gpufleet results` makes the receipt.
         """
         marker, until = atomic.json_bytes(done.to_json()), self._counted_until(MARK_S)
         self.record.update(exit=Exit(code, done.reason, at=done.at))
@@ -560,7 +571,7 @@ class Supervisor:
 
     def _crashed(self, why: str, code: int = AttemptExit.CRASHED) -> int:
         """Publishes the trainer's committed checkpoints. The node counts such ends and shuts down without a done
-        marker, so that the fleet brings another. `code` REFUSED means that this node is bad.
+        marker, so that the fleet starts another node. `code` REFUSED means that this node is bad.
         """
         self.say(f"this attempt failed: {why}")
         if self._metered:
@@ -577,7 +588,7 @@ class Supervisor:
                 self.say(f"not written: {error}")
 
     def _drain(self, until: float) -> bool:
-        """Uploads committed checkpoints until all are sent or time is up. True if all are sent."""
+        """Uploads committed checkpoints until all are sent or time is up. Returns True if all are sent."""
         self.uploader.poll()
         while not self.uploader.idle and self.clock() < until and not self._waits_in_vain():
             self._keep_alive()
@@ -586,7 +597,7 @@ class Supervisor:
         return self.uploader.idle
 
     def _waits_in_vain(self) -> bool:
-        """Whether a checkpoint to be published lacks parts that no node will send."""
+        """Whether a checkpoint cannot be published because nobody will send its missing parts."""
         return False
 
     def _in_upload_thread(self, act: Callable[[], None]) -> None:
@@ -616,7 +627,10 @@ class Supervisor:
                 pause = min(2 * pause, 60.0)
 
     def _write_receipt(self, done: ends.Done) -> None:
-        """Writes receipt.json, and its text into the log. A bill that cannot be compared does not stop the end."""
+        """Writes receipt.json, and its text into the log.
+
+        If the bill cannot be compared, the run ends without a receipt.
+        """
         try:
             run, record = self.run_file, self.record.now
             own = count_node(run, replace(record, instance=self.node.instance), self.heartbeat())
@@ -633,14 +647,16 @@ class Supervisor:
         self.world.log.write((text + "\n").encode())
 
     def _objects(self) -> dict[str, int] | None:
-        """The bytes of the run's objects, by key; None if the store does not say: a receipt does not wait for it."""
+        """The bytes of the run's objects, by key; None if the store does not answer, because a receipt does not wait
+        for it.
+        """
         try:
             return {entry.key: entry.bytes for entry in self.store.entries("")}
         except StoreError:
             return None
 
     def heartbeat(self) -> Beat:
-        """One line of heartbeat/<instance>.jsonl. Later attempts know this one's cost from it."""
+        """One line of heartbeat/<instance>.jsonl. From it later attempts know what this one cost."""
         now, seen, sampler = self.clock(), self.progress.record, self.world.sampler
         spent = self.meter.spent(now)
         return Beat(
@@ -662,8 +678,8 @@ class Supervisor:
         )
 
     def _keep_alive(self) -> None:
-        """Called during anything long: sends heartbeats, and notes the first sign that the machine goes away, even if
-        the run is ending; uploads hurry then too.
+        """Called during anything long. It sends heartbeats and notices the first sign that the machine goes away, even
+        while the run is ending; uploads then hurry too.
         """
         now, leaving = self.clock(), self._leaving()
         if leaving is not None and leaving.deadline is not None and self.record.now.exit is None:
@@ -673,7 +689,9 @@ class Supervisor:
             self._beat()
 
     def _note(self, cause: Cause, now: float) -> None:
-        """Records the interruption at once: a machine taken amid its last upload must not seem to have crashed."""
+        """Records the interruption at once: otherwise a machine taken during its last upload would seem to have
+        crashed.
+        """
         self.record.update(exit=attempts.interruption(cause, now))
         self._beat()
 

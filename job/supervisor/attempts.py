@@ -38,7 +38,7 @@ def interruption(cause: Cause, at: float) -> Exit:
 
 
 def accepts(earlier: Sequence[Attempt]) -> bool:
-    """Whether enough nodes were refused since one trained, so that this node trains whatever it is."""
+    """Whether so many nodes were refused since one trained that this node trains in any case."""
     since = itertools.takewhile(lambda attempt: attempt.record.started_s is None, reversed(earlier))
     ends = [attempt.record.exit for attempt in since]
     refused = [each for each in ends if each is not None and each.code == AttemptExit.REFUSED]
@@ -46,13 +46,16 @@ def accepts(earlier: Sequence[Attempt]) -> bool:
 
 
 def doubts(earlier: Sequence[Attempt], key: str) -> bool:
-    """Whether wrong bytes of `key` are blamed on this node, and not yet on the store."""
+    """Whether wrong bytes of `key` are blamed on this node, not yet on the store."""
     ends = [attempt.record.exit for attempt in earlier]
     return sum(each is not None and each.reason.startswith(f"{WRONG}: {key}: ") for each in ends) < REFUSALS
 
 
 class OwnRecord:
-    """attempts/<instance>.json of this attempt, `now`. The fields that the node wrote stay; `flush` sends changes."""
+    """This attempt's attempts/<instance>.json, with its content in `now`.
+
+    Fields that the node wrote stay as they are; `flush` sends changes.
+    """
 
     def __init__(self, store: Store, instance: str, aside: Aside) -> None:
         self._store = store
@@ -82,8 +85,8 @@ class OwnRecord:
 def read(
     store: Store, *, but: str = "", done: Done | None = None, say: Callable[[str], None] = lambda text: None
 ) -> list[Left]:
-    """The records that each of the run's nodes, except `but`, has written. After the run's end pass `done`: it proves
-    that its node was there until then. `say` gets a line for each damaged record.
+    """The records that each of the run's nodes, except `but`, has written. After the run's end, pass `done`: it proves
+    that its node existed until then. `say` gets a line for each damaged record.
     """
     keys = [entry.key for prefix in (bucket.ATTEMPTS, bucket.HEARTBEATS) for entry in store.entries(prefix)]
     named = {key: node for key in keys if (node := bucket.node_of(key))}
@@ -110,21 +113,24 @@ def read_ended(
     store: Store,
     run: RunFile,
     done: Done,
-    told: History | None,
+    history: History | None,
     now: float,
     *,
     known: Mapping[str, bool] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Attempt]:
-    """Every attempt of an ended run, the oldest first. `told`: AWS's history; `known`: what `reclaimed` returns."""
+    """Every attempt of an ended run, the oldest first.
+
+    `history` is AWS's; `known` is what `reclaimed` returns.
+    """
     nodes = OtherNodes(Node("", "", "", launched_at=epoch(done.at) or 0.0), read(store, done=done, say=say))
-    nodes.take(told or History(), now)
-    return judged(nodes.count(run, gone=[node.instance for node, _ in nodes.nodes]), known or {}, told, now)
+    nodes.take(history or History(), now)
+    return judged(nodes.count(run, gone=[node.instance for node, _ in nodes.nodes]), known or {}, history, now)
 
 
 class Others(OtherNodes):
-    """The run's other attempts, read again and again: an earlier node may still be there, and a later one may have
-    come. All share the run's limits.
+    """The run's other attempts, read repeatedly: an earlier node may still run, and a later one may have come. All
+    share the run's limits.
     """
 
     def __init__(
@@ -136,7 +142,7 @@ class Others(OtherNodes):
         say: Callable[[str], None],
         known: AttemptRecord = AttemptRecord(),  # noqa: B008 - immutable
     ) -> None:
-        """`known`: this node's own record, which may tell of others."""
+        """`known`: this node's own record, which may contain facts about others."""
         super().__init__(node, read(store, but=node.instance, say=say))
         self.know(known)
         self._store, self._run, self._ask = store, run, ask
@@ -161,8 +167,8 @@ class Others(OtherNodes):
 
 
 def judged(attempts: Iterable[Attempt], known: Mapping[str, bool], past: History | None, now: float) -> list[Attempt]:
-    """The attempts with what is `known` of their interruptions, and with AWS's history for those whose notice nobody
-    has explained yet. If the fleet was changed during a node's life, that change took the node: whoever made it pays.
+    """The attempts, with what is `known` of their interruptions, and with AWS's history for those with an unexplained
+    notice. If the fleet was changed during a node's life, that change ended the node, and whoever made it pays.
     """
 
     def judge(each: Attempt) -> bool | None:
@@ -175,5 +181,5 @@ def judged(attempts: Iterable[Attempt], known: Mapping[str, bool], past: History
 
 
 def reclaimed(attempts: Iterable[Attempt | AttemptCost]) -> dict[str, bool]:
-    """Who ended each attempt, kept for later ones, because AWS forgets."""
+    """Who ended each attempt; later attempts need this record, because AWS forgets."""
     return {each.instance: each.reclaimed for each in attempts if each.reclaimed is not None}

@@ -41,7 +41,7 @@ def ensure(folder: Path, requirements: Path) -> None:
 
 
 def missing(requirements: str, version: Callable[[str], str] = importlib.metadata.version) -> dict[str, str]:
-    """The requirements that no installed distribution answers to, as {name: its lines}."""
+    """The requirements that no installed distribution satisfies, as {name: its lines}."""
     found = {}
     for block in re.split(r"(?<!\\)\n", requirements):
         match = re.match(r"([A-Za-z0-9._-]+)==", block)
@@ -54,7 +54,7 @@ def missing(requirements: str, version: Callable[[str], str] = importlib.metadat
 
 
 def command(listed: Path, folder: Path) -> list[str]:
-    """The pip command, which accepts nothing but the pinned bytes."""
+    """The pip command, which accepts only the pinned hashes."""
     options = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--no-cache-dir"]
     quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--root-user-action", "ignore"]
     target = ["--target", str(folder), "--upgrade", "-r", str(listed)]

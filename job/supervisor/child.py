@@ -1,4 +1,4 @@
-"""The trainer as the supervisor sees it: a process, its output, its progress in metrics.jsonl."""
+"""The trainer from the supervisor's view: a process, its output, its progress in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ KILL_S = 5.0  # how long a killed process may take to be gone
 
 
 class JobLog:
-    """job.log and standard output; removes terminal escapes, because the job prints text of strangers. A full disk or a
-    closed pipe never stops training.
+    """job.log and standard output; it removes terminal escapes, because the job prints text of strangers. A full disk
+    or a closed pipe never stops training.
     """
 
     def __init__(self, path: Path, stream: IO[bytes] | None = None) -> None:
@@ -39,7 +39,7 @@ class JobLog:
         self._lock = threading.Lock()
 
     def say(self, text: str) -> None:
-        """Writes one line of the supervisor's own."""
+        """Writes one line of the supervisor itself."""
         self.write(f"{time.strftime('%H:%M:%S', time.gmtime())} supervisor: {text}\n".encode())
 
     def write(self, line: bytes) -> None:
@@ -53,7 +53,9 @@ class JobLog:
 
 
 def _open_no_link(path: str, flags: int) -> int:
-    """Opens a file, and no link: the training process could redirect the log to other files of this process."""
+    """Opens a file, but no link: with a link the training process could redirect the log into other files of this
+    process.
+    """
     return os.open(path, flags | os.O_NOFOLLOW, 0o644)
 
 
@@ -92,8 +94,8 @@ class GroupedProcess:
 class Child:
     """A trainer; `begin` starts it. Its output goes to the log, line by line.
 
-    `ended`: the file in which ranks leave the exit code that torchrun cannot pass on. `waits`: the file for which a
-    trainer waits once it has imported what it needs; `go` writes it, and takes in the output until then.
+    `ended`: the file into which ranks write the exit code that torchrun cannot pass on. `waits`: the file for which a
+    trainer waits once it has imported everything; `go` writes it, and reads the output until then.
     """
 
     def __init__(
@@ -125,7 +127,10 @@ class Child:
         Start(rung=rung).write(self._waits.parent)
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs. Once there is a code, no process of it is left."""
+        """The exit code, negative for a signal; None while it runs.
+
+        Once there is a code, none of its processes is left.
+        """
         code = self._process.poll()
         if code is None and self._killed:
             return -signal.SIGKILL
@@ -137,7 +142,7 @@ class Child:
         return code
 
     def kill(self) -> None:
-        """Ends all of its processes now, and never waits long. Safe to call again."""
+        """Ends all of its processes now, and never waits long. It may be called again."""
         if self._killed:
             return
         self._killed = True
@@ -158,8 +163,8 @@ def trainer(
     workdir: Path, rung: int | None, ranks: int, module: str, place: Rendezvous | None = None, parent: str = ""
 ) -> list[str]:
     """The command line of a job's `module`: one process, or torchrun with one process for each of this node's `ranks`.
-    Without a rung the trainer waits for one. `place`: where several nodes meet. `parent`: the leash's parent process;
-    without it, this process.
+    Without a rung the trainer waits for one. `place`: how it meets the trainers of other nodes. `parent`: the leash's
+    parent process; without it, this process.
     """
     leash = ["-m", "gpufleet.job.supervisor.leash"]
     train = ["-m", module, str(workdir), *(["--wait"] if rung is None else ["--rung", str(rung)])]
@@ -173,7 +178,7 @@ def trainer(
 
 def _patience() -> list[str]:
     """torchrun kills its ranks 30 s after a SIGTERM by default; docker stop waits 115 s. Torch 2.11 has no option for
-    it (2.13 has): this reads its source, because importing torch takes seconds.
+    that (2.13 has). This reads torch's source instead of importing it, which takes seconds.
     """
     found = importlib.util.find_spec("torch")
     assert found is not None
@@ -197,7 +202,7 @@ class MetricsFollower:
         self._step_s: list[float] = []
 
     def skip(self, step: int) -> None:
-        """Skips the records there are: those of earlier attempts."""
+        """Skips the existing records, which are from earlier attempts."""
         self._offset = self._path.stat().st_size if self._path.exists() else 0
         self.step = step
 
@@ -238,11 +243,13 @@ class MetricsFollower:
 
     @property
     def usual_step_s(self) -> float | None:
-        """Seconds per step, the median of the newest: one that stalled does not predict the rest."""
+        """Seconds per step, the median of the newest: one step that stalled does not predict the others."""
         return median(self._step_s) if self._step_s else None
 
     def quiet_limit_s(self) -> float:
-        """How long silence is normal: 20 median gaps between records, but 15 minutes to 30, or to 3 such gaps."""
+        """How long silence is normal: 20 median gaps between records, at least 15 minutes, and at most 30 minutes or 3
+        such gaps.
+        """
         if not self._gaps:
             return FIRST_SIGN_S
         gap = median(self._gaps)

@@ -1,10 +1,10 @@
 """Compiled graphs that outlive node and run: <workdir>/compile_cache/*.bin, mirrored to <bucket>/compile_cache/.
 
 They lie beside the runs, in a folder per experiment and settings, so that a later run of the stack starts with them
-too. No stop waits for them: one file at a time is sent while nothing else is, and none once a stop has begun. A failure
-is logged and ignored, because without these files training only starts more slowly.
+too. No stop waits for them: one file at a time is sent while nothing else is, and no file once a stop has begun. A
+failure is logged and ignored, because without these files training only starts more slowly.
 
-The trainer unpickles them, and a pickle can run any code: so they come from the run's own bucket alone. Nodes of this
+The trainer unpickles them, and a pickle can run any code, so they come only from the run's own bucket. Nodes of this
 stack, and whoever may write to its bucket, can therefore run code on its later nodes.
 """
 
@@ -27,8 +27,8 @@ MOST_BYTES = 512 * 1024 * 1024  # per node and direction: a damaged or foreign f
 
 
 def place(run: RunFile, uri: str) -> str:
-    """The address of this run's graphs, from the run's `uri` and all settings that can change a step's time; fewer
-    shape a graph, and torch itself tells graphs apart.
+    """The address of this run's graphs, from the run's `uri` and all settings that can change a step's time. Fewer
+    settings shape a graph, and torch itself distinguishes graphs.
     """
     shapes = json.dumps([run.experiment, measured.settings(run.experiment, run.parameters)], sort_keys=True)
     return f"{parent(uri)}/{bucket.GRAPHS}/{hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
@@ -81,7 +81,7 @@ class GraphMirror:
         self._store.cancel()
 
     def _send(self, path: Path) -> None:
-        """Sends a file once, whether that succeeds or not."""
+        """Sends a file once, even if that fails."""
         try:
             self._sent[path.name] = path.stat().st_mtime_ns
             if sum(each.stat().st_size for each in self._folder.glob("*.bin")) > MOST_BYTES:

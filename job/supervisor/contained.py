@@ -29,7 +29,7 @@ DOCKERS_OWN = range(125, 128)  # docker's exit codes for a program that has not 
 
 
 class ContainedProcess:
-    """`stdout` ends when no process of the container is left, or none is waited for."""
+    """`stdout` ends when no process of the container is left, or none is expected."""
 
     def __init__(self, workdir: Path, argv: Sequence[str], environment: Mapping[str, str]) -> None:
         """`argv` runs with the image's environment, overridden by this one."""
@@ -58,7 +58,7 @@ class ContainedProcess:
         return answer.code if answer.code < 128 else 128 - answer.code
 
     def kill(self) -> None:
-        """Ends all of its processes soon. Safe to call again."""
+        """Ends all of its processes soon. It may be called again."""
         with suppress(OSError):  # its disk is full: it ends with this process's own container
             self._node.close()
         self._let_go()

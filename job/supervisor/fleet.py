@@ -1,8 +1,8 @@
-"""What AWS says of the run's nodes: whether AWS or the run's owner took one away, when it ended, which exist.
+"""AWS's answers about the run's nodes: whether AWS or the run's owner took one away, when it ended, which exist.
 
 The notice is the same for both, but AWS does not charge a first hour that it interrupts itself (EC2 User Guide, billing
 for interrupted Spot Instances, read 2026-11-23). An owner's change (the fleet set to 0, deleted, expired) is an event
-in the fleet's history. An interruption by AWS is none; a node's end is one.
+in the fleet's history. An interruption by AWS is not in the history; a node's end is.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def of_node(
     instance: str, client: Any = None, *, others: Callable[[], Iterable[str]] = lambda: (), on_demand: bool = False
 ) -> Ask:
     """Asks for the history of the node's fleet, and which of its nodes exist. The answer is None if AWS does not answer
-    as it should. `others`: the run's other fleets; `on_demand`: the node's fleet takes over from them, so a change of
-    theirs explains no notice.
+    as it should. `others`: the run's other fleets; `on_demand`: whether the node's fleet takes over from them, in which
+    case a change of theirs explains no notice.
     """
 
     def ask(since: float) -> History | None:

@@ -1,7 +1,7 @@
 """How long a stop takes: one optimizer step, save, hash and upload.
 
-The bill predicted it per type and phase, and whether it fits a notice. This module only lengthens that prediction, by
-slower steps and by measured slower saves and uploads. So decisions follow what the bill promises.
+The bill predicted it per type and phase, and whether it fits a notice. This module only lengthens that prediction, for
+slower steps and for measured slower saves and uploads. So its decisions agree with what the bill promises.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Forecast:
         self._save_s_per_byte: float | None = None
 
     def learn(self, measured: tuple[int, float] | None) -> None:
-        """Takes in the bytes and seconds of an upload."""
+        """Learns from an upload's bytes and seconds."""
         if measured is not None and measured[0] >= MEASURABLE_BYTES:
             self._upload_s_per_byte = measured[1] / measured[0]
 
     def learn_saves(self, saves: Iterable[Save]) -> None:
-        """Takes in how long saves took."""
+        """Learns from how long saves took."""
         for save in saves:
             if save.took_s is not None and save.bytes >= MEASURABLE_BYTES:
                 self._save_s_per_byte = save.took_s / save.bytes
@@ -109,13 +109,13 @@ class Forecast:
         return min(self._config.log.every * step_s, self._config.save_interval_s(step_s) + step_s)
 
     def upload_s(self, size: int) -> float:
-        """Seconds to publish `size` bytes from the disk: measured, or the bill's before there is a measurement."""
+        """Seconds to publish `size` bytes from the disk: measured, or from the bill before there is a measurement."""
         if self._upload_s_per_byte is None:
             return LATENCY_S + size / 1e9 * UPLOAD_GB_S
         return LATENCY_S + SLACK * size * self._upload_s_per_byte
 
     def _save_s(self, size: int) -> float:
-        """Seconds until `size` bytes are on the disk: measured, or the bill's before there is a measurement."""
+        """Seconds until `size` bytes are on the disk: measured, or from the bill before there is a measurement."""
         return size * (SAVE_GB_S / 1e9 if self._save_s_per_byte is None else self._save_s_per_byte)
 
     def _sent_s(self, size: int) -> float:

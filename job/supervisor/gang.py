@@ -41,7 +41,7 @@ class Sight:
 
     @property
     def notice_in_s(self) -> float | None:
-        """Seconds until the node goes away, counted from this look: its clock may differ from the others'."""
+        """Seconds until the node goes away, counted from this look, because its clock may differ from the others'."""
         return None if self.presence.notice is None else self.presence.notice - self.presence.at - self.age_s
 
     @property
@@ -52,7 +52,10 @@ class Sight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """What a node knows of the others. `steady_s`: for how long looks have succeeded; `age_s`: since the last one."""
+    """What a node knows of the others.
+
+    `steady_s`: for how long looks have succeeded; `age_s`: seconds since the last look.
+    """
 
     own: Presence
     others: Mapping[str, Sight] = field(default_factory=dict)
@@ -78,7 +81,7 @@ class Join:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Propose:
-    """The decision to create the next generation's object; the first node to do so has proposed."""
+    """The decision to create the next generation's object; only the first node to do so succeeds."""
 
     generation: GangGeneration
 
@@ -116,8 +119,8 @@ def next_of(
     gather_s: float,
     origin: CheckpointPlace | None,
 ) -> Action:
-    """What a node does that is in no generation. `ready_s`: for how long enough nodes have been ready; `spare_s`: for
-    how long the others have trained without this one; `lacking_s`: for how long a block's nodes have been too few;
+    """What a node does while it is in no generation. `ready_s`: for how long enough nodes have been ready; `spare_s`:
+    for how long the others have trained without this one; `lacking_s`: for how long a block's nodes have been too few;
     `gather_s`: how long the oldest may go on waiting for missing nodes; `origin`: the checkpoint that the next
     generation begins from.
     """
@@ -182,8 +185,8 @@ def timely(places: Iterable[CheckpointPlace], newest: GangGeneration | None) -> 
 
 
 def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: CheckpointPlace | None) -> GangGeneration:
-    """The next generation. The node that had rank 0 last leads, else the one whose address is the first as text:
-    PyTorch's c10d assigns ranks in the order of host names, which in EC2 is that of addresses (torch 2.13,
+    """The next generation. The node that had rank 0 last leads; without one, the node whose address is first in text
+    order: PyTorch's c10d assigns ranks in the order of host names, which in EC2 is that of addresses (torch 2.13,
     elastic/rendezvous/dynamic_rendezvous.py; names as ip-10-0-1-5.us-east-2.compute.internal).
     """
     members = sorted(ready, key=lambda each: (-each.first_in, each.address))
@@ -203,14 +206,14 @@ def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: Chec
         return made
     first, *others = members
     if first.first_in == newest.number and made.leader != newest.leader and not any(each.first_in for each in others):
-        return replace(made, tries=newest.tries)  # nothing failed: rank 0's node was not known before
+        return replace(made, tries=newest.tries)  # no node failed: until now it was not known which node rank 0 was on
     return replace(made, tries=newest.tries + 1, is_last=newest.tries >= RETRIES)
 
 
 def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping: bool = False) -> str | None:
     """Why a member must end its trainer; None if it trains on. `idle_s`: seconds since a step of this node's ranks, or
-    since they began. `stopping`: the ranks were asked to end or did all steps, and a follower need not end well while
-    the leader's ranks save.
+    since they began. `stopping`: whether the ranks were asked to end or have done all steps; then a follower need not
+    end well while the leader's ranks save.
     """
     if view.age_s >= FENCE_S:
         return f"no store and no step for {min(view.age_s, idle_s):.0f} s" if idle_s >= FENCE_S else None
@@ -251,7 +254,7 @@ def why_slow(view: View, generation: GangGeneration) -> str:
 
 
 def late_each_step_s(view: View, generation: GangGeneration) -> float:
-    """Seconds that the others wait for this node in each step; 0 if too few to tell from chance."""
+    """Seconds for which the others wait for this node in each step; 0 if they may be chance."""
     others = [view.others[name].presence for name in generation.members if name in view.others]
     known = [each.own_s for each in others if each.generation == generation.number and each.own_s]
     usual_s = median(known) if known else math.inf
@@ -265,7 +268,7 @@ def notice_in_s(view: View, generation: GangGeneration) -> float | None:
 
 
 def fatal(view: View, generation: GangGeneration) -> str | None:
-    """A member's error that no other node can avoid, in its words."""
+    """Another member's error that no node can avoid, in its words."""
     for name in generation.members:
         seen = view.others.get(name)
         if seen and seen.presence.generation == generation.number and seen.presence.ended == TrainerExit.FATAL:

@@ -1,9 +1,9 @@
 """Starts a Python module that dies with its parent: `python -m gpufleet.job.supervisor.leash PARENT -m MODULE ARG...`.
 
-The trainer is in a process group of its own, so a SIGKILL that ends the supervisor would leave it running; and torchrun
-gives each rank a session of its own, out of reach of a kill of the group. So torchrun runs on a leash, and each rank on
-one held by torchrun: PARENT `-` is the process that the earlier leash became, or the shell that a container begins
-with. Linux only; elsewhere the module just starts.
+The trainer is in a process group of its own, so it would survive a SIGKILL of the supervisor; and torchrun gives each
+rank its own session, which a kill of the group does not reach. So torchrun runs on a leash, and each rank on one held
+by torchrun: PARENT `-` means the process that the earlier leash became, or the shell with which a container begins.
+This works only on Linux; elsewhere the module just starts.
 """
 
 from __future__ import annotations

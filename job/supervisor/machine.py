@@ -1,4 +1,4 @@
-"""This node's GPUs, driver and versions, for its record. Imports no torch: that takes seconds and memory."""
+"""This node's GPUs, driver and versions, for its record. It does not import torch, which takes seconds and memory."""
 
 from __future__ import annotations
 

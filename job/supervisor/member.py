@@ -109,7 +109,10 @@ class GangMember(Supervisor):
         """Does nothing: the checkpoint is known only when a generation begins."""
 
     def _begin_from(self, origin: CheckpointPlace | None) -> bool:
-        """Makes `origin` the only checkpoint on this disk; without an `origin`, none. False if it does not verify."""
+        """Makes `origin` the only checkpoint on this disk; without an `origin`, none.
+
+        Returns False if it does not verify.
+        """
         kept, folder = [commit.step for commit in commits(self.workdir)], self.workdir / CHECKPOINTS
         if origin is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -135,7 +138,7 @@ class GangMember(Supervisor):
         return places[-1] if places else None
 
     def _gather(self) -> GangGeneration | None:
-        """Waits for a generation that includes this node. None if the attempt is over instead. Raises
+        """Waits for a generation that includes this node. Returns None if the attempt is over instead. Raises
         InterruptedEarlyError, LimitReachedError, StoreError.
         """
         self.watch.tell(state="ready")
@@ -176,7 +179,7 @@ class GangMember(Supervisor):
             self.world.sleep(TICK_S)
 
     def _has_let_go(self, view: gang.View) -> bool:
-        """Whether the oldest waiting node has said, since this one began to wait, that all of them leave."""
+        """Whether the oldest waiting node has told all of them to leave since this one began to wait."""
         if view.let_go is None:
             return False
         seen = (view.newest.number if view.newest else 0, view.let_go)
@@ -342,8 +345,8 @@ class GangMember(Supervisor):
             self._tell(Stop(reason="the run stops here", save=True))  # rank 0 tells a trainer's other ranks
 
     def _tell_slow(self) -> None:
-        """Reports that this node keeps the others waiting, in its record, and so in status, receipt and messages. For a
-        member that is silent while the ranks go on, it logs one line.
+        """Reports that this node keeps the others waiting, in its record, and so in status, receipt and messages. If a
+        member is silent while the ranks go on, it logs one line.
         """
         assert self.generation is not None
         view = self.watch.view
@@ -362,8 +365,9 @@ class GangMember(Supervisor):
         self._was_silent = bool(silent)
 
     def _is_dearer_than_another(self, late_s: float) -> bool:
-        """Whether waiting for this node, `late_s` per step still to do, costs more than waiting for a new one: all
-        nodes are billed meanwhile. Only one node of a run leaves for this: if the next is slow too, no node is.
+        """Whether waiting for this node, `late_s` per remaining step, costs more than waiting for a new one; meanwhile
+        all nodes are billed. Only one node of a run leaves for this reason: if the next one is slow too, no node is at
+        fault.
         """
         gather_s, began_s = self.run_file.gather_s, self.record.now.started_s
         has_left = any(
@@ -384,9 +388,9 @@ class GangMember(Supervisor):
             self._tell_spent(now)
 
     def _tell_saved(self) -> None:
-        """Names the checkpoint to publish now: the leader to the other nodes, a follower to its ranks. The leader waits
-        for a checkpoint's parts before it names the next, if they may come and time allows: otherwise, with parts
-        slower than saves, none would become whole.
+        """Names the checkpoint to publish now; the leader names it to the other nodes, a follower to its ranks. The
+        leader waits for a checkpoint's parts before it names the next one, if they may come and time allows. Otherwise
+        no checkpoint would become whole when parts are slower than saves.
         """
         assert self.generation is not None
         newest = max(commits(self.workdir), key=lambda commit: commit.step, default=None)
@@ -420,7 +424,7 @@ class GangMember(Supervisor):
         return self.run_file.config.parts.reads and leader is not None and leader.presence.stopping
 
     def _look(self) -> None:
-        """Treats a notice to any member as the leader's own, except that it does not leave for it."""
+        """Treats a notice to any member as the leader's own, except that the leader does not leave."""
         if self.generation is None or self._child is None:
             super()._look()
             return
@@ -433,7 +437,7 @@ class GangMember(Supervisor):
         self.watch.tell(stopping=self.cause is not None)
 
     def _judge_end(self, generation: GangGeneration, code: int) -> bool:
-        """Acts on the end of this node's trainer. False if the node is ready for another generation."""
+        """Acts on the end of this node's trainer. Returns False if the node is ready for another generation."""
         lower, self._child = self.rung, None
         if self._leaves_parts:
             self._tell_saved()
@@ -460,12 +464,12 @@ class GangMember(Supervisor):
         return False
 
     def _drain(self, until: float) -> bool:
-        """Publishes nothing of a follower's disk but its parts: the leader has its own copy."""
+        """Publishes of a follower's disk only its parts, because the leader has its own copy."""
         self._in_vain_since = None
         return super()._drain(until) if self.pulse.leads or self.leads or self._leaves_parts else True
 
     def _waits_in_vain(self) -> bool:
-        """Whether it waits for parts of nodes that are gone, or have sent all they had."""
+        """Whether this node waits for parts of nodes that are gone, or have sent all they had."""
         there, number = self.watch.view.alive, self.fence.generation
         members = self.generation.members if self.generation is not None else ()
         missing = [there.get(members[rank]) if members else None for rank in self.uploader.lacking]
@@ -491,7 +495,7 @@ class GangMember(Supervisor):
         return f"{found.error}: {found.detail}" if found else ""
 
     def _fatal_peer(self, generation: GangGeneration) -> str | None:
-        """Another member's error that no node can avoid, if this node has to end the run for it."""
+        """Another member's error that no node can avoid, if this node has to end the run because of it."""
         error = gang.fatal(self.watch.view, generation) if self.leads else None
         if error is not None and Fatal.read(self.workdir) is None:
             Fatal(error="on another node", detail=error).write(self.workdir)
@@ -519,7 +523,7 @@ class GangMember(Supervisor):
         return code
 
     def _write_receipt(self, done: ends.Done) -> None:
-        """Writes the receipt; nodes that are still there do not count as lost: they leave when they read the end."""
+        """Writes the receipt; nodes that still exist are not lost: they leave when they read the end."""
         there, ending = self.watch.view.alive, Exit(AttemptExit.FINISHED, done.reason, at=done.at)
         self.others.attempts = [
             replace(each, record=replace(each.record, exit=ending))

@@ -1,8 +1,8 @@
 """Asks the instance metadata service whether EC2 is about to take this machine away.
 
-EC2 sends no signal into a container, so this is polled. An answer that is late, missing or malformed changes nothing:
-it neither stops the watch nor counts as a notice. A well-formed notice with an impossible time is doubted: like a
-rebalance recommendation, it asks for an extra checkpoint and does not end the attempt.
+EC2 sends no signal into a container, so this must be polled. An answer that is late, missing or malformed changes
+nothing: it neither stops the watch nor counts as a notice. A well-formed notice with an impossible time is not
+believed: like a rebalance recommendation, it only asks for an extra checkpoint.
 """
 
 from __future__ import annotations
@@ -138,7 +138,10 @@ class MetadataThread:
 
 
 def http_fetch(base: str, timeout_s: float = TIMEOUT_S) -> Fetch:
-    """Requests to the metadata service at `base`. A request ends after `timeout_s`, even if the answer drips in."""
+    """Requests to the metadata service at `base`.
+
+    A request ends after `timeout_s`, even if the answer arrives byte by byte.
+    """
     parts = urllib.parse.urlsplit(base or DEFAULT_BASE)
     prefix = parts.path.rstrip("/")
 

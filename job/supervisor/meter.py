@@ -1,9 +1,9 @@
 """The dollar meter: an upper bound of what the run has cost so far, and when it must stop.
 
 Compute is billed per second at the hour's price, at least 60 s per start; disks and the address per second; the bill's
-amounts for S3, logs and transfer once. An instance-hour's price is the spot price at its start, from AWS; until AWS
-gives it, the ceiling of a spot price counts, and the log says for how long. A free first hour is not deducted, because
-it is known only afterwards.
+amounts for S3, logs and transfer once. An instance-hour's price is AWS's spot price at its start. Until AWS gives it,
+the ceiling of a spot price counts, and the log says for how long. A free first hour is not deducted, because it is
+known only afterwards.
 """
 
 from __future__ import annotations
@@ -61,22 +61,22 @@ class Meter:
         self._at_ceiling = False
 
     def count(self, others: tuple[Decimal, Decimal], now: float) -> None:
-        """Takes in what the run's other nodes have cost, as just read."""
+        """Counts what the run's other nodes have cost, as just read."""
         self._others = (*others, now)
 
     def _most_of_peers(self, seconds: float) -> tuple[Decimal, Decimal]:
-        """The most that the other nodes cost in `seconds`, and their seconds together."""
+        """The most that the other nodes can cost in `seconds`, and their seconds together."""
         total = self._peers * Decimal(f"{seconds:.3f}")
         return hours(total) * (self.rates.ceiling + self.rates.extras), total
 
     def _others_spent(self, now: float) -> tuple[Decimal, Decimal]:
-        """What the others have spent; while the store is down they count as going on, and training continues."""
+        """What the other nodes have spent; while the store is down they count as running, and training continues."""
         usd, seconds, read_at = self._others
         more, more_s = self._most_of_peers(max(0.0, now - read_at - GONE_S) if read_at is not None else 0.0)
         return usd + more.quantize(CENT_100), seconds + more_s
 
     def refresh(self, now: float) -> None:
-        """Looks up the price of each hour begun whose price is not known, at most once a minute."""
+        """Looks up the missing prices of hours that have begun, at most once a minute."""
         if not self.rates.moves or (self._asked_at is not None and now - self._asked_at < ASK_AGAIN_S):
             return
         for hour in range(int((now - self.launched_at) // HOUR_S) + 1):
@@ -88,7 +88,7 @@ class Meter:
                 self._prices[hour] = price
 
     def news(self, now: float) -> str | None:
-        """Refreshes the prices; a line for the log if one has become known, or its ceiling stands in for it."""
+        """Refreshes the prices; returns a line for the log if a price has become known, or its ceiling replaces it."""
         self.refresh(now)
         spent = self.spent(now)
         was, self._at_ceiling = self._at_ceiling, spent.ceiling_s > 0

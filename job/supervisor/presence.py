@@ -34,7 +34,7 @@ class Lookout:
         self._took: deque[float] = deque(maxlen=SLOW_LOOKS)  # how many seconds the last looks took
 
     def tell(self, **news: Any) -> None:
-        """Changes what this node says of itself: `view` shows it at once, the other nodes see it with the next look."""
+        """Changes what this node reports about itself: `view` has it at once, the other nodes with the next look."""
         with self._lock:
             changed = replace(self._own, **news)
             if changed != self._own:
@@ -43,7 +43,7 @@ class Lookout:
 
     @property
     def own(self) -> Presence:
-        """What this node says of itself."""
+        """What this node reports about itself."""
         return self._own
 
     @property
@@ -55,14 +55,17 @@ class Lookout:
         )
 
     def leave(self) -> None:
-        """Tells the others that this node is gone. Never raises: a node that misses it finds out."""
+        """Tells the others that this node is gone.
+
+        It never raises: a node that misses the message notices by itself.
+        """
         self.tell(state="gone")
         with self._looking, suppress(StoreError):
             self._has_left = True
             self._send(self._own)
 
     def look(self) -> None:
-        """Sends this node's presence, and reads the others'. Never raises: an outage of the store is logged once."""
+        """Sends this node's presence, and reads the others'. It never raises: an outage of the store is logged once."""
         self.changed.clear()
         began = self._clock()
         with self._looking:  # an older presence must not replace a newer one
@@ -172,10 +175,10 @@ def newest_generation(store: Store) -> int:
 
 
 class ConditionalStore:
-    """The run's store for one of several nodes. A leader that froze and wakes overwrites nothing: a leader's object
-    (metrics, outputs, the run's end) replaces the one that was there when it certainly led, or fails. Objects that only
-    one node writes need no condition, and neither do the files of a generation's checkpoints. A manifest that still
-    comes too late is skipped (gang.timely), or set aside if its files are gone.
+    """The run's store for one of several nodes. A leader that froze and wakes up overwrites nothing: a leader's object
+    (metrics, outputs, the run's end) replaces the one that existed when it certainly led, or the put fails. Objects
+    that only one node writes need no condition, and neither do the files of a generation's checkpoints. A manifest that
+    still arrives too late is skipped (gang.timely), or set aside if its files are gone.
     """
 
     def __init__(self, inner: Store) -> None:

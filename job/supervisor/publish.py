@@ -1,7 +1,7 @@
 """Uploads checkpoints: files in parallel, sizes checked, the manifest last. Then comes best.json, then pruning.
 
-A checkpoint without a manifest does not exist, so a crash in here leaves the last published one in force. No object of
-a published checkpoint is overwritten or deleted for another of the same step, which goes into its own folder
+A checkpoint without a manifest does not exist, so a crash in this module leaves the last published one valid. No object
+of a published checkpoint is overwritten or deleted for another of the same step, which goes into its own folder
 (bucket.CheckpointPlace). The best, the last and the last but one are kept, in the store and on the disk; older ones are
 removed only after the newer manifest.
 
@@ -51,15 +51,15 @@ from gpufleet.job.supervisor.store import GivenUpError, Store, StoreError
 
 
 def commits(workdir: Path) -> list[Commit]:
-    """Complete checkpoints on disk, lowest step first. A folder without a valid commit.json is none."""
+    """Complete checkpoints on disk, lowest step first. A folder without a valid commit.json is not one."""
     found = [(path, read_commit(path)) for path in sorted((workdir / CHECKPOINTS).glob(STEPS))]
     return [each for path, each in found if each is not None and each.folder == path.name]
 
 
 @contextmanager
 def upload_mark(folder: Path) -> Iterator[None]:
-    """Marks a checkpoint as being uploaded: the trainer, which prunes at the same time, then leaves it alone. Without
-    the mark an upload slower than two saves would lose its files each time, and none would ever be published.
+    """Marks a checkpoint as being uploaded, so that the trainer, which prunes at the same time, leaves it alone.
+    Without the mark an upload slower than two saves would lose its files each time, and none would ever be published.
     """
     mark = folder / HELD
     try:
@@ -101,7 +101,7 @@ class Mirror:
 
     def send(self) -> None:
         """Sends every file that grew since the last call. Any thread may call it: an older reading never replaces a
-        newer one. Raises StoreError, also if a file cannot be read: it is tried again.
+        newer one. Raises StoreError, also if a file cannot be read; the caller tries again.
         """
         with self._sending:
             for path in sorted(self._folder.glob("*.jsonl")):
@@ -118,12 +118,12 @@ class Mirror:
 
 
 def whole_lines(content: bytes) -> bytes:
-    """The content without a last line that was not written to its end."""
+    """The content without a last line that is incomplete."""
     return content[: content.rfind(b"\n") + 1]
 
 
 class LackingError(StoreError):
-    """A checkpoint lacks only the parts of these nodes."""
+    """A checkpoint lacks nothing but the parts of these nodes."""
 
     def __init__(self, step: int, nodes: Iterable[int]) -> None:
         self.nodes = tuple(nodes)
@@ -136,7 +136,7 @@ MOST_SCALARS = 1024**3  # the largest TensorBoard file, which is sent again as a
 
 
 class Publisher:
-    """Publishes the commits of one work folder, with `published` for what may be published."""
+    """Publishes the commits of one work folder; `published` says what may be published."""
 
     def __init__(
         self, *, run: str, store: Store, workdir: Path, published: Callable[[], Published], say: Callable[[str], None]
@@ -163,8 +163,8 @@ class Publisher:
         self._reading = threading.Lock()
 
     def resumed(self, manifest: Manifest | None) -> None:
-        """Takes this manifest as the store's newest good checkpoint; a best of a later step, or one that is gone, is
-        forgotten. None: training begins from nothing.
+        """Takes this manifest as the store's newest good checkpoint, and forgets a best one of a later step, or one
+        that is gone. With None training begins from nothing.
         """
         self.newest = self._place = CheckpointPlace(-1) if manifest is None else manifest.place
         self._told = () if manifest is None else manifest.commit.changing
@@ -178,19 +178,19 @@ class Publisher:
         self._offer(manifest.commit, manifest.place)  # a node may end between the two
 
     def forget_best(self, manifest: Manifest) -> None:
-        """Forgets a best that cannot be had any more: the trainer's, from the resumed `manifest` on, remain."""
+        """Forgets a best checkpoint that is lost; the trainer's from the resumed `manifest` on remain."""
         self._best = None
         self._offer(manifest.commit, manifest.place)
 
     def join(self, generation: int, node: int, parts: int) -> None:
-        """Makes this node publish for the generation, and forget what it had for another."""
+        """Makes this node publish for the generation, and forget everything about another."""
         self.generation, self.node, self.parts = generation, node, parts
         self.newest_wanted = -1 if parts > 1 else None
         self._place, self._arrived = CheckpointPlace(-1), {}
 
     def pending(self) -> list[Commit]:
-        """Commits to publish, lowest step first. Of the merely timed ones only the newest counts. The newest published
-        one goes again if its evaluation was added later, or the run resumes from it once more.
+        """Commits to publish, lowest step first. Of commits by time only the newest counts. The newest published one is
+        listed again if its evaluation was added later, or the run resumes from it once more.
         """
         most = self.newest_wanted
         waiting = [
@@ -316,13 +316,15 @@ class Publisher:
         return self._workdir / CHECKPOINTS / commit.folder
 
     def _staged(self, manifest: Manifest) -> dict[str, tuple[int, str]]:
-        """Time of writing and hash, by name, of the manifest's files that are on this disk, downloaded and verified."""
+        """Time of writing and hash, by name, of those files of the manifest that were downloaded to this disk and
+        verified.
+        """
         paths = {file: self._path(manifest.commit) / file.name for file in manifest.files}
         return {file.name: (path.stat().st_mtime_ns, file.sha256) for file, path in paths.items() if path.is_file()}
 
     def prune(self) -> None:
-        """Removes checkpoints except the best, the last and the last but one, and remains of torn uploads or saves
-        below the last. It leaves what a later generation put there, and a follower removes nothing.
+        """Removes checkpoints except the best, the last and the last but one, and the remains of torn uploads or saves
+        below the last. It leaves files of a later generation, and a follower removes nothing.
         """
         if self.node:
             self._prune_disk({commit.step for commit in commits(self._workdir)[-2:]})
@@ -342,8 +344,8 @@ class Publisher:
             self._prune_disk({place.step for place in self._needed()})
 
     def metrics(self, patience_s: float = -1) -> None:
-        """Sends the stages' new lines, and metrics.jsonl as it is now, up to its last whole line. If another thread has
-        been at it for `patience_s`, this one leaves it to that; -1 waits.
+        """Sends the stages' new lines, and metrics.jsonl as it is now, up to its last whole line. If another thread
+        does so already for `patience_s`, this one returns; -1 waits.
         """
         self.stages.send()
         if not self._reading.acquire(timeout=patience_s):
@@ -404,7 +406,7 @@ class Publisher:
             self._sent[key] = written
 
     def _is_sent(self, path: Path) -> bool:
-        """Whether the file is sent, or gone since it was listed, because its export is being replaced."""
+        """Whether the file is sent, or has gone since it was listed because its export is being replaced."""
         try:
             written = self._own.stat(path).st_mtime_ns
         except FileNotFoundError:

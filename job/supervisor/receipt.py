@@ -2,13 +2,13 @@
 
 Actual cost is metered time at the hours' prices, and the objects in the run's prefix at its end: stored as long as the
 bill says, downloaded once, the logs sent once. Requests are taken from the bill; AWS reports them a day later. A first
-hour that AWS interrupted has no compute charge; the receipt deducts it and says so. If the owner ended it, by a change
-of the fleet, it is charged; it also counts if nobody knows who ended it.
+hour that AWS interrupted has no compute charge; the receipt deducts it and says so. If the owner ended the node, by a
+change of the fleet, the hour is charged; it also counts if nobody knows who ended it.
 
-Causes, which add up to the difference exactly: *price*, the hours used at another price than estimated;
-*interruptions*, restarts, repeated steps, idling because of AWS and the minimum charge of each start, less the free
-hours, against the bill's line; *runtime*, all other hours against the estimated ones; *other*, the rest, with storage
-and transfer, to the last digit.
+Causes, which add up to the difference exactly: *price*: the hours used, at another price than estimated;
+*interruptions*: restarts, repeated steps, idling because of AWS and the minimum charge of each start, minus the free
+hours, compared with the bill's line; *runtime*: all other hours compared with the estimate; *other*: the rest, with
+storage and transfer, to the last digit.
 
 A receipt also keeps the run's measured speed, for the next bill of this job.
 """
@@ -43,7 +43,7 @@ def build(
     objects: Mapping[str, int] | None = None,
     measurement: Mapping[str, Any] | None = None,
 ) -> Receipt:
-    """The content of receipt.json. `attempts` oldest first, the one that ends the run last. `done` says how it ended
+    """The content of receipt.json. `attempts` has the oldest first; the last one ends the run. `done` says how it ended
     and until when costs count; `objects`: bytes of the run's objects by key, None if not known; `measurement` is what
     `measure` returns.
     """
@@ -77,7 +77,7 @@ def build(
 def measure(
     run: RunFile, attempts: Sequence[Attempt], workdir: Path, node: AttemptRecord, *, at: str
 ) -> dict[str, Any] | None:
-    """What the run's metrics say of its speed (job/measured.py); `node` is the one that ends it.
+    """`node` is the one that ends the run.
 
     None if they say nothing, or come from more than one type of node.
     """
@@ -210,7 +210,7 @@ def _line(name: str, estimate: Decimal, actual: Decimal, note: str = "") -> Rece
 
 
 def _lost(attempts: Sequence[Attempt]) -> Decimal:
-    """Billed seconds caused by interruptions alone."""
+    """Billed seconds that only interruptions caused."""
     total, reached = Decimal(0), 0
     for index, attempt in enumerate(attempts):
         seconds = attempt.idle_s

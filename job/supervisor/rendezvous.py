@@ -37,13 +37,13 @@ class Rendezvous:
 
     @property
     def torchrun(self) -> list[str]:
-        """torchrun's options for a static rendezvous: it waits for no unnamed node, and restarts none."""
+        """torchrun's options for a static rendezvous: it waits for named nodes only, and restarts none."""
         meeting = ["--master-addr", self.master, "--master-port", str(self.port)]
         return ["--nnodes", str(self.nodes), "--node-rank", str(self.rank), *meeting, "--max-restarts", "0"]
 
     @property
     def environment(self) -> dict[str, str]:
-        """A command's environment variables, and the interface for gloo, which would take any of several."""
+        """A command's environment variables, and the interface for gloo, which would otherwise take any."""
         values = {"nodes": self.nodes, "node_rank": self.rank, "master": self.master, "port": self.port}
         named = {environment.COMMAND[name]: str(value) for name, value in values.items()}
         cards = {environment.GBPS: f"{self.gbps:g}"} if self.gbps else {}

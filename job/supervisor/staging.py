@@ -1,7 +1,7 @@
 """Downloads what an attempt needs before it can train: dataset, base weights, and the newest checkpoint that verifies.
 
 A checkpoint counts only by its manifest: right schema, run and config, every file there with its size and, downloaded,
-its sha256. The highest step that passes is taken; one that fails is set aside, and the next lower one tried.
+its sha256. The highest step that passes is taken; a step that fails is set aside, and the next lower one is tried.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TRIES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """Where files come from and go. The caller's thread calls `check` often, which may raise to give up."""
+    """Where files come from and go. The thread of the caller calls `check` often; it may raise to abandon the work."""
 
     store: Store
     run: RunFile
@@ -58,7 +58,7 @@ class MismatchError(Exception):
 
 
 def clear(workdir: Path) -> None:
-    """Empties a used work folder: only the store counts, not a node's disk."""
+    """Empties a used work folder, because only the store counts, not a node's disk."""
     for name in (CHECKPOINTS, EXPORTS, FINAL, f"{USER}/{CODE}"):
         shutil.rmtree(workdir / name, ignore_errors=True)
     for path in workdir.glob("*"):
@@ -118,7 +118,7 @@ def _listed(place: Store, path: Path, wanted: InputData, what: str) -> tuple[Inp
 
 
 def _as_listed(entries: Sequence[Entry], wanted: InputData, what: str) -> tuple[InputFile, ...]:
-    """The listed files, if they are those that `gpufleet prepare` found there. Nobody hashed them: the listing alone
+    """The listed files, if they are those that `gpufleet prepare` found there. Nobody hashed them, so the listing alone
     shows whether they are the same.
     """
     files = [(each.key, each.bytes, each.etag) for each in entries if listing.is_file(each.key)]
@@ -138,8 +138,8 @@ def checkpoint(stage: Stage) -> Manifest | None:
 
 
 def checkpoint_at(stage: Stage, place: CheckpointPlace, sizes: dict[str, int] | None = None) -> Manifest | None:
-    """Like `checkpoint`, for the checkpoint at `place`. None if it does not verify, and is set aside. `sizes`: bytes of
-    the objects there, by key.
+    """Like `checkpoint`, for the checkpoint at `place`. Returns None if the checkpoint does not verify and is set
+    aside. `sizes`: bytes of the objects at `place`, by key.
     """
     try:
         return _restored(stage, place, _sizes(stage) if sizes is None else sizes, "resuming from")
@@ -150,7 +150,10 @@ def checkpoint_at(stage: Stage, place: CheckpointPlace, sizes: dict[str, int] | 
 
 
 def set_aside(stage: Stage, step: int, why: str) -> bool:
-    """Rejects a step that verifies but cannot be read. False, and nothing is done, if no other one is fit."""
+    """Rejects a step that verifies but cannot be read.
+
+    Returns False, and does nothing, if no other checkpoint is fit.
+    """
     sizes = _sizes(stage)
     places = bucket.published(sizes)
     if not any(_is_fit(stage, place, sizes) for place in places if place.step != step):
@@ -163,7 +166,9 @@ def set_aside(stage: Stage, step: int, why: str) -> bool:
 
 
 def _reject(stage: Stage, place: CheckpointPlace, why: str) -> None:
-    """Moves a checkpoint aside, where people can look at it: the node script counts progress by the newest manifest."""
+    """Moves a checkpoint aside, where people can look at it, because the node script counts progress by the newest
+    manifest.
+    """
 
     def act() -> None:
         stage.store.put_bytes(f"{why}\n".encode(), place.prefix + bucket.REJECTED)
@@ -173,7 +178,7 @@ def _reject(stage: Stage, place: CheckpointPlace, why: str) -> None:
 
 
 def best_too(stage: Stage, newest: CheckpointPlace) -> bool:
-    """Downloads the best checkpoint beside a newer one, for a job that exports it. False if it cannot be had."""
+    """Downloads the best checkpoint beside a newer one, for a job that exports it. Returns False if it is lost."""
     if not stage.run.config.delivers_best:
         return True
     best = Best.from_bytes(retried(stage, lambda: stage.store.get_bytes(BEST), BEST))
@@ -222,8 +227,9 @@ def _is_fit(stage: Stage, place: CheckpointPlace, sizes: dict[str, int]) -> bool
 
 
 def _restored(stage: Stage, place: CheckpointPlace, sizes: dict[str, int], what: str) -> Manifest:
-    """The manifest at `place`, after its checkpoint is in <workdir>/ckpt; with several nodes, the part that this one
-    reads. Files on the disk are not downloaded again. Raises UNFIT, and MismatchError on a doubted node.
+    """The manifest at `place`, once its checkpoint is in <workdir>/ckpt; with several nodes, once the part that this
+    node reads is there. Files on the disk are not downloaded again. Raises the errors of UNFIT, and MismatchError on a
+    doubted node.
     """
     manifest = _fit(stage, place, sizes)
     files = manifest.read_by(stage.node, stage.run.config.parts.is_of_rank)
@@ -288,7 +294,7 @@ def _verified(store: Store, key: str, file: InputFile, path: Path) -> None:
 
 
 def retried(stage: Stage, act: Callable[[], T], what: str) -> T:
-    """The result of `act`, tried again shortly after a refusal by the store: a node that gives up costs a boot."""
+    """The result of `act`, tried again shortly after the store refuses: a node that gives up costs another boot."""
     for attempt in range(1, TRIES + 1):
         try:
             return act()

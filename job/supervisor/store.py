@@ -45,7 +45,7 @@ class TakenError(StoreError):
 
 
 class SupersededError(StoreError):
-    """Another of the run's nodes leads by now (presence.py): trying again cannot help."""
+    """Another node of the run leads by now (presence.py), so trying again cannot help."""
 
 
 class GivenUpError(StoreError):
@@ -83,7 +83,7 @@ def open_store(uri: str) -> Store:
 
 
 def create(store: Store, content: bytes, key: str) -> bool:
-    """Puts an object only if there is none; whether it did. Raises StoreError."""
+    """Puts an object only if there is none; returns whether it did. Raises StoreError."""
     try:
         store.put_bytes(content, key, over=ABSENT)
     except TakenError:
@@ -147,7 +147,7 @@ class FolderStore:
                 (self.root / key).parent.rmdir()  # fails unless that was the folder's last object
 
     def cancel(self) -> None:
-        """Does nothing: a copy is short."""
+        """It does nothing, because a copy is short."""
 
     def _put(self, key: str, over: str, write: Callable[[Path], Any]) -> None:
         target = self.root / key
@@ -313,8 +313,8 @@ _KINDS: dict[str, type[StoreError]] = {
 
 @functools.cache  # keys and service descriptions are fetched once
 def session() -> Any:
-    """A boto3 session that waits for the metadata service: if a token takes a second, as on a node with all cores busy,
-    botocore would have no credentials at once, however often it may retry (1.44's IMDSFetcher).
+    """A boto3 session that waits for the metadata service. If a token takes a second, as on a node with all cores busy,
+    botocore would report missing credentials, however often it may retry (1.44's IMDSFetcher).
     """
     import boto3
     from botocore.session import Session

@@ -1,8 +1,8 @@
-"""When the run has to begin on demand to be done by its deadline, as the node that trains knows it. Pure.
+"""When the run has to switch to on demand to meet its deadline, as the node that trains knows it. Pure.
 
-The node's own program pushes AWS's schedule to that hour (job/node/fallback.py). What is left is the bill's work on
-demand less the training that is done, slower where this node's steps are. What of a stage after training is done is not
-known: it counts as left, so the hour comes early there, never late.
+The node's own program pushes AWS's schedule to that hour (job/node/fallback.py). The remaining work is the bill's work
+on demand minus the finished training, scaled if this node's steps are slower. How much of a stage after training is
+done is not known. All of it counts as remaining, so the hour comes early there, never late.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Switch:
 def find_switch(
     terms: Terms, *, done_share: float, slower: float, stop_s: float, spent_usd: Decimal, spent_s: Decimal
 ) -> Switch:
-    """`done_share` of the training, `slower` times as long as the bill says; `stop_s`: what a stop at a limit takes;
-    `spent_usd` and `spent_s`: the whole run's by now.
+    """`done_share` is the finished share of training, `slower` how many times as long as in the bill it takes;
+    `stop_s`: seconds of a stop at a limit; `spent_usd` and `spent_s`: the whole run's spending so far.
     """
     found, limits = terms.fallback, terms.limits
     if found is None or limits.deadline is None:

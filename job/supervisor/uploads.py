@@ -1,6 +1,6 @@
 """Uploads beside training: one checkpoint at a time, exports when there is none, a pulse of heartbeat, metrics and log.
 
-Nothing here stops training: what fails is tried again later, longer apart each time.
+Nothing here stops training: a failed upload is repeated later, after growing pauses.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PART_S = 2.0  # between two looks whether other nodes have sent their parts
 
 
 class Uploader:
-    """Publishes what the trainer commits, and sends what it exports while nothing more urgent is there: the last
-    seconds before a machine goes belong to the checkpoint. `poll` is called often and never waits.
+    """Publishes the trainer's commits, and sends its exports while nothing more urgent waits: the last seconds before a
+    machine goes away belong to the checkpoint. `poll` is called often and never waits.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Uploader:
         self.lacking: tuple[int, ...] = ()  # nodes whose parts are all that is waited for
 
     def poll(self) -> None:
-        """Takes note of what has ended and starts what is next."""
+        """Notes what has ended and starts what is next."""
         if self._running is not None:
             commit, future = self._running
             if not future.done():
@@ -61,30 +61,32 @@ class Uploader:
             self._running = (None, self._executor.submit(self.publisher.send_exports))
 
     def hurry(self, until: float) -> None:
-        """The machine goes away: from now on the newest commit goes first, and at once, whatever has failed before. An
-        older one under way makes room for a newer that can still arrive by `until`.
+        """Call it when the machine goes away: from now on the newest commit is sent first and at once, whatever failed
+        before. An older one under way is abandoned for a newer one that can still arrive by `until`.
         """
         self._until, self._pause_s, self._not_before = until, BACKOFF_S[0], 0.0
 
     def abandon(self, wait: Callable[[], None]) -> None:
-        """Gives up what is under way; `wait` is called until it has ended."""
+        """Abandons what is under way; `wait` is called until it has ended."""
         while self._running is not None and not self._running[1].done():
             self.publisher.cancel()
             wait()
         self._running = None
 
     def calm(self) -> None:
-        """Ends the hurry: it was another machine that went away."""
+        """Ends the hurry: another machine went away."""
         self._until = None
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs and nothing waits; in a hurry, exports do not count."""
+        """Whether nothing runs or waits; in a hurry, exports do not count."""
         running = self._running is not None and not (self._until is not None and self._running[0] is None)
         return not running and not self.publisher.pending()
 
     def _make_way(self, running: Commit | None) -> None:
-        """In a hurry, gives up what is under way for a newer commit, and for nothing else: it would begin again."""
+        """In a hurry, abandons what is under way for a newer commit, and for nothing else, because it would have to
+        begin again.
+        """
         if self._until is None:
             return
         left, step = self._until - self._clock(), -1 if running is None else running.step
@@ -120,7 +122,7 @@ class Uploader:
 
 
 def send_log(store: Store, log: Path, key: str) -> None:
-    """job.log as far as it is written, from the disk: it may be larger than memory. Raises StoreError."""
+    """Sends the written part of job.log from the disk, because it may be larger than memory. Raises StoreError."""
     try:
         with ForeignFolder(log.parent).hold(log) as held:
             store.put_file(held, key)
@@ -129,7 +131,7 @@ def send_log(store: Store, log: Path, key: str) -> None:
 
 
 class Pulse:
-    """heartbeat/<instance>.jsonl, metrics.jsonl and job.log, each time anew as a whole: S3 cannot append."""
+    """Sends heartbeat/<instance>.jsonl, metrics.jsonl and job.log, each time as a whole: S3 cannot append."""
 
     def __init__(
         self,
@@ -149,7 +151,7 @@ class Pulse:
         self._running: Future[None] | None = None
 
     def beat(self, beat: Beat) -> None:
-        """Adds a heartbeat and sends, unless the last sending is still under way: then the next one carries it."""
+        """Adds a heartbeat and sends it; if the last sending is still under way, the next one includes it."""
         self._beats.append(json.dumps(beat.to_json(), sort_keys=True))
         if self._running is not None:
             if not self._running.done():

@@ -1,4 +1,4 @@
-"""What the supervisor takes from outside its process, so that tests can be the outside; and why training stops."""
+"""What the supervisor takes from outside its process, which tests replace; and why training stops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpufleet.job.supervisor.store import Store
 
 
 class Trainer(Protocol):
-    """A started trainer. `output_at`: when it last printed something."""
+    """A started trainer. `output_at`: when it last printed anything."""
 
     output_at: float
 
@@ -38,7 +38,7 @@ class Outside:
     pulse: Executor
     log: JobLog
     spot_price: SpotPrice
-    ranks: int = 1  # processes that train
+    ranks: int = 1  # number of processes that train
     fleet_history: Ask
     gpus: Callable[[], tuple[machine.DriverGpu, ...]]
     sampler: Sampler | None = None  # samples the GPUs; None: there are none
@@ -48,12 +48,12 @@ class Outside:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """Why training stops. With a deadline (epoch seconds) the machine goes away; without one the run is over."""
+    """Why training stops. With a deadline (epoch seconds) the machine goes away; without one the run ends."""
 
     reason: str  # notice, sigterm, fallback, max_usd, max_hours, deadline, expiry, stopped
     deadline: float | None = None
 
     @property
     def ends(self) -> bool:
-        """The run ends with it, not this attempt alone."""
+        """Whether the run ends with it, not only this attempt."""
         return self.deadline is None

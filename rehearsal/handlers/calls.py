@@ -1,12 +1,12 @@
 """The calls of a resource type, as its row of resources.yaml describes them: AWS makes, reads, tags and deletes most
-types alike.
+types in the same way.
 
-`create`, `read` and `delete` name the operation to `do`. A create gets the properties to `send`, and those to `hold`
-`inside` one parameter, as `ours=Theirs` if AWS's name is not ours with a capital; `else` holds constants. `give` names
-its id in the answer, or `id` the properties that it is made of. `by` is the parameter for that id: a list if it ends
-with Ids, two for an id of two parts. The thing is `in` the answer; `gone` lists the error codes for a missing one;
-`named` lists properties with other names in the answer. `update` is the create again, or another operation with the
-same parameters. `tag`: its kind in EC2, its name in IAM's operations, its ARN anywhere else.
+`create`, `read` and `delete` name the operation to `do`. A create sends the properties in `send`, and puts those in
+`hold` `inside` one parameter; `ours=Theirs` is written if AWS's name is not ours with a capital; `else` holds
+constants. `give` names the id in the answer, or `id` the properties of which it is made. `by` is the parameter for that
+id: a list if it ends with Ids, two for an id of two parts. The object is `in` the answer; `gone` lists the error codes
+for a missing one; `named` lists properties with other names in the answer. `update` is the create again, or another
+operation with the same parameters. `tag` is its kind in EC2, its name in IAM's operations, its ARN elsewhere.
 
 Calls of another form are functions of its module, in its OwnCalls.
 """

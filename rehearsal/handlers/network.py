@@ -1,6 +1,6 @@
 """Where nodes run: VPC, subnets, gateway, S3 endpoint, routes, the security group; and how EC2 resources are tagged.
 
-A security group's rules are resources of their own, so it starts with none.
+A security group's rules are separate resources, so it starts with none.
 """
 
 from __future__ import annotations

@@ -137,7 +137,10 @@ def diff(handler: ResourceHandler, state: Properties, new: Properties) -> dict[s
 
 
 def state(handler: ResourceHandler, aws: Aws, resource_id: str, like: Properties) -> Properties | None:
-    """AWS's present values for the keys of `like`, in their form, and the provider's own. None: it is gone."""
+    """AWS's present values for the keys of `like`, in their form, and the provider's own.
+
+    Returns None if the resource is gone.
+    """
     live = handler.read(aws, resource_id, like)
     if live is None:
         return None

@@ -103,7 +103,10 @@ def run(words: list[str]) -> int:
 
 
 def _printed(argv: list[str], options: argparse.Namespace, record: Path | None = None, **where: Any) -> int:
-    """Runs the program; its exit code, as in a shell. `record` gets its process id, the options its output."""
+    """Runs the program; returns its exit code, as in a shell.
+
+    `record` gets its process id, and the options get its output.
+    """
     child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **where)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: child.send_signal(received))
@@ -282,7 +285,7 @@ def _mounts(volumes: list[str]) -> dict[str, str]:
 
 
 def _to_host_path(text: str, mounts: dict[str, str]) -> str:
-    """The text with a leading container path turned into the host's."""
+    """The text with a leading container path replaced by the host's."""
     for container, host in mounts.items():
         if text == container or text.startswith(container + "/"):
             return host + text[len(container) :]

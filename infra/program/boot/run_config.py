@@ -52,7 +52,7 @@ def run_config(
 
 
 def _rates(definition: StackDefinition, bill: Bill) -> dict[str, Any]:
-    """With what several nodes find out by whether EFA is in use."""
+    """The hourly prices; with several nodes also the facts that show whether EFA is in use."""
     rates, fleet = record.rates(bill), definition.fleet
     for option in bill.types if fleet.is_gang else ():
         if option.type in rates and option.instance.has_efa(fleet.cards):

@@ -21,7 +21,7 @@ DATA_DEVICE = "/dev/sdf"  # the launch template's name for the data volume; AL20
 
 
 def known(definition: StackDefinition) -> dict[str, Any]:
-    """The header's values that the definition gives, for `render`."""
+    """The values of the header that the definition gives, for `render`."""
     disk = definition.storage.data
     return {
         "stack": definition.name,

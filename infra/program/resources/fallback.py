@@ -24,7 +24,10 @@ PAUSE_S, LONGEST_S = 900, 7 * 86_400  # between two tries; until it gives up
 
 
 class FallbackSwitch(pulumi.ComponentResource):
-    """State machine, its role, and the schedule that starts it. `ready` is what must exist before the first fleet."""
+    """State machine, its role, and the schedule that starts it.
+
+    `ready` lists what must exist before the first fleet.
+    """
 
     ready: list[pulumi.Resource]
 
@@ -42,7 +45,7 @@ class FallbackSwitch(pulumi.ComponentResource):
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
         """`fleet`: the on-demand one, at 0. `stop`: its group and role are also this schedule's. `at`: when to switch
-        with no work done. `enabled`: whether the limits pay for all of the work on demand; if not, a node enables it
+        if no work is done. `enabled`: whether the limits pay for all of the work on demand; if not, a node enables it
         once they pay for the rest. `topic_arn`: for messages to people; empty: none.
         """
         super().__init__("gpufleet:infra:FallbackSwitch", name, None, opts)

@@ -186,7 +186,8 @@ def node_statements(
             "Resource": "*",
         },
         {
-            # What AmazonSSMManagedInstanceCore grants for a shell, without its right to read every parameter.
+            # These are the rights for a shell from AmazonSSMManagedInstanceCore, without its right to read every
+            # parameter.
             "Sid": "SessionManager",
             "Effect": "Allow",
             "Action": [
@@ -219,7 +220,8 @@ def _private_images(repositories: list[ecr.Repository]) -> list[dict[str, Any]]:
     arns = [each.arn for each in repositories]
     log_in, pull = "ecr:GetAuthorizationToken", ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"]
     return [
-        {"Sid": "LogInToEcr", "Effect": "Allow", "Action": log_in, "Resource": "*"},  # this action has no resource
+        # the action cannot be narrowed to a resource
+        {"Sid": "LogInToEcr", "Effect": "Allow", "Action": log_in, "Resource": "*"},
         {"Sid": "PrivateImage", "Effect": "Allow", "Action": pull, "Resource": arns[0] if len(arns) == 1 else arns},
     ]
 

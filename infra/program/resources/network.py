@@ -63,7 +63,7 @@ class Network(pulumi.ComponentResource):
         self.security_group = aws.ec2.SecurityGroup(
             f"{name}-node",
             vpc_id=vpc_id,
-            description="gpufleet nodes: no ingress, egress 443 only",  # fixed: AWS cannot change a description
+            description="gpufleet nodes: no ingress, egress 443 only",  # fixed: AWS refuses to change a description
             tags=label,
             opts=child,
         )

@@ -19,7 +19,7 @@ import pulumi_aws as aws
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program.resources.tags import own_tags, tags
 
-SCHEDULE = "stop"  # its name within its group
+SCHEDULE = "stop"  # the schedule's name within its group
 SERVICE = "scheduler.amazonaws.com"
 END_FLEET = "arn:aws:scheduler:::aws-sdk:ec2:deleteFleets"  # a universal target (Scheduler User Guide, 2026-11-27)
 
@@ -117,7 +117,7 @@ def one_time(
             parent=parent,
             depends_on=list(depends_on),
             replacement_trigger=trigger,
-            delete_before_replace=True,  # its name is the same
+            delete_before_replace=True,  # the new schedule has the same name
             ignore_changes=["scheduleExpression", "state"],
         ),
     )

@@ -41,7 +41,7 @@ class Turn(NamedTuple):
     learned: bool = True
 
 
-Conversation = Sequence[Turn]  # ends with the assistant's turn
+Conversation = Sequence[Turn]  # a bad character that the decoder reports is no mistake of one line
 
 
 class Chats(Protocol):
@@ -170,7 +170,7 @@ def require_lines(path: Path) -> None:
     if more is not None:
         try:
             json.loads(first)
-            return  # the object ends on its line: that line is the mistake
+            return  # the object ends on its own line, so the mistake is on it
         except json.JSONDecodeError as error:
             ends = error.pos >= len(error.doc.rstrip())
         except (ValueError, RecursionError):
@@ -280,7 +280,7 @@ def _messages(messages: Any) -> Conversation:
         if role == "system" and number:
             raise ValueError(f"messages[{number}].role: system only as the first message")
         if role == "system" and not message.get("content"):
-            continue  # an empty `system` beside instruction
+            continue  # an empty `system` beside instruction counts as none
         learned = role != "assistant" or _learned(message, f"messages[{number}].")
         turns.append(Turn(role, text_at(message, "content", f"messages[{number}]."), learned))
     if not turns or turns[-1].role != "assistant":

@@ -92,7 +92,7 @@ def tokenizer_of(weights: Path | None, given: Path | None = None) -> Path | None
         return given
     if given is not None and given.is_file() and given.read_bytes() != beside.read_bytes():
         raise ValueError(f"{given} is not {beside}, the tokenizer of the base weights; leave out --tokenizer")
-    # opening it raises the error for a missing file
+    # opening a missing file raises the clearer error
     return given if given is not None and not given.is_file() else beside
 
 

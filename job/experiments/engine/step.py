@@ -101,4 +101,4 @@ def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) ->
     finally:
         for owner, name in parts:
             delattr(owner, name)
-        torch.compiler.reset()  # the graphs of all phases share one cache
+        torch.compiler.reset()  # the graphs of all phases share one cache, which is emptied here

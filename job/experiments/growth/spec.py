@@ -186,7 +186,7 @@ class GrowthConfig(ExperimentConfig):
         tokens = micro * self.data.sequence
 
         # Products cast the weights to their own dtype, and always join q, k and v; both copies stay until backward.
-        # With checkpointing they are freed with their layer and made again.
+        # With checkpointing both copies are freed with their layer and made again.
         table, cast = s.vocab * s.width, compute != state
         made = (total - table) / s.layers if cast else 3 * s.width * (s.width + 1)
         made *= 1 if checkpointing else s.layers

@@ -1,4 +1,4 @@
-"""kernel-sft's pairs of a PyTorch program and a Triton one, the user's or generated."""
+"""kernel-sft's pairs of a PyTorch program and a Triton kernel, from the user or generated."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class KernelPairs(PackedData[KernelConfig]):
         return prepare_kernels(folder, self.config, text=given.text, tokenizer=own, say=given.say)
 
     def differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
-        """Adds to the differences a dataset too short for a curriculum, which acts between two epochs, so between two
-        steps: the trainer would refuse it.
+        """Also reports a dataset that is too short for a curriculum: it acts between two epochs, so between two steps,
+        and the trainer would refuse it.
         """
         if differs := super().differs(manifest, weights):
             return differs

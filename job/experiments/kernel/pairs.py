@@ -42,8 +42,8 @@ def prepare_kernels(
     tokenizer: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> DatasetManifest:
-    """The dataset in `folder`, made now or found there, from a JSONL file (`text`) or generated. `tokenizer`: the base
-    weights' own tokenizer.json. Raises ValueError.
+    """The dataset in `folder`, made now or already there, from a JSONL file (`text`) or generated. `tokenizer`: the
+    base weights' own tokenizer.json. Raises ValueError.
     """
     data, template = config.data, TEMPLATES[config.model.family]
     how = Packing(row=data.row, longest=data.row, held_out=HELD_OUT, seed=config.seed)
@@ -66,7 +66,9 @@ def prepare_kernels(
 
 
 def admitted(pairs: PairsFile) -> str:
-    """How many answers the funnel's rules would accept, and why not the others: a model writes what it is shown."""
+    """How many answers the funnel's rules would accept, and why they refuse the others: a model writes what it was
+    shown.
+    """
     first = itertools.islice(pairs.conversations(), LOOKED_AT)
     found = [rules.problem(answers.program(answer.text)) for _, answer in first]
     why = Counter(re.sub(r"^line \d+: ", "", problem) for problem in found if problem is not None)
@@ -109,7 +111,7 @@ class PairsFile:
         return f"kernel pairs: {self.samples} by seed {self.seed} of sha256 {hashed(self.path)}"
 
     def conversations(self) -> Iterator[Conversation]:
-        """The pairs as conversations; raises ValueError with the lines that are none."""
+        """The pairs as conversations; raises ValueError with the lines that are no pair."""
         pairs = list(lines_of(self.path, _pair, WANTED))
         chosen = random.Random(f"pairs {self.seed}").sample(range(len(pairs)), min(self.samples, len(pairs)))
         yield from (pairs[index] for index in sorted(chosen))

@@ -1,10 +1,10 @@
 """kernel-sft: trains all weights of a code model on kernel pairs, generates candidates, and judges them in the funnel.
 
 Training is FSDP2. stages.py does what follows; each stage appends finished results to stages/*.jsonl, so a restart
-repeats no finished candidate. With `data.curriculum: on` the model is tried at the end of each epoch, and the next one
-draws more from tasks that it half masters (judge/curriculum.py). With `compare` there are two phases of equally many
-steps, each from the base: the first without the curriculum, the second with it; the first's candidates are written at
-its end. It leaves `final/` (the last phase's bf16 weights in the published layout, the tokenizer),
+repeats no finished candidate. With `data.curriculum: on` the model is tried at the end of each epoch, and the next
+epoch draws more from tasks that it half masters (judge/curriculum.py). With `compare` there are two phases of equally
+many steps, each from the base: the first without the curriculum, the second with it; the first's candidates are written
+at its end. It leaves `final/` (the last phase's bf16 weights in the published layout, the tokenizer),
 `stages/candidates.jsonl`, `stages/verdicts.jsonl` and `results.json`.
 """
 
@@ -74,7 +74,7 @@ class Kernel(Experiment):
         return self.module
 
     def blank(self, phase: Phase) -> nn.Module:
-        """The module for a checkpoint's weights."""
+        """An empty module for a checkpoint's weights."""
         self.module = tuning.trained_whole(self.session, self.config, written=False)
         return self.module
 
@@ -90,7 +90,7 @@ class Kernel(Experiment):
         return lr
 
     def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
-        """The next rows of the epoch, this rank's part: a function of the seed, the step and the last evaluation."""
+        """This rank's part of the epoch's next rows, which depend only on seed, step and last evaluation."""
         return self.batches.work("train", self.step_rows(phase, step), rung.micro, per_step=self.per_step)
 
     def step_rows(self, phase: Phase, step: int) -> Ids:
@@ -104,17 +104,17 @@ class Kernel(Experiment):
         return in_epochs(places, self.rows, lambda epoch: self._epoch(epoch, rates, max(0, over - epoch * self.rows)))
 
     def validation(self, phase: Phase, rung: Rung) -> Work:
-        """All rows held out."""
+        """All held-out rows."""
         return self.batches.work("validation", self.batches.fixed(len(self.batches.splits["validation"])), rung.micro)
 
     def evaluated(self, phase: Phase, step: int) -> bool:
-        """At the end of each epoch."""
+        """Whether this is the end of an epoch."""
         ends = {-(-epoch * self.rows // self.per_step) for epoch in range(1, self.config.epochs + 1)}
         return step - phase.first in ends or step == phase.last
 
     @torch.no_grad()
     def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
-        """Loss on the rows held out; for the curriculum also pass rates, if another epoch follows."""
+        """The loss on the held-out rows; for the curriculum also pass rates, if another epoch follows."""
         loss = super().evaluate(phase, step, module, rung)
         if self.config.data.curriculum != "off" and phase is self.phases[-1] and step < phase.last:
             assert self.module is not None
@@ -147,7 +147,9 @@ class Kernel(Experiment):
             tuning.leave(self.session, self.manifest, self.config, self.module, meta)
 
     def _epoch(self, epoch: int, rates: dict[str, float], begun: int) -> Ids:
-        """The epoch's rows in order; with pass rates that were known after `begun` of them, those after them."""
+        """The epoch's rows in order; with pass rates, the rows after the `begun` that were drawn before they were
+        known.
+        """
         weight = [float(np.mean(curriculum.weights(tasks, rates))) for tasks in self.row_tasks]
         if not rates or len(set(weight)) == 1:  # all weigh the same: as without a curriculum
             return order(self.config.seed, epoch, self.rows)

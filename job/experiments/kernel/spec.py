@@ -2,7 +2,7 @@
 
 The funnel's seconds per candidate are assumptions until a run has measured them, except for the judge's own work on a
 CPU. Compilation is spread over all vCPUs: seconds to tens of seconds of one core. One worker per GPU does the rest, one
-thing after another: it starts a process, sends inputs, and compares tens of megabytes per input in one thread. Most of
+task after another: it starts a process, sends inputs, and compares tens of megabytes per input in one thread. Most of
 that time the GPU waits, and is billed.
 """
 
@@ -172,9 +172,9 @@ class KernelConfig(TuningConfig):
 
     @common.remembered
     def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
-        """Training: fp32 state split over the ranks, gathered weights of two layers. generate: the trained weights
-        still split, whole ones of the compute dtype on each GPU, and the cache for its share of the sequences. verify:
-        a candidate's limit.
+        """Training needs fp32 state split over the ranks, and gathered weights of two layers. generate needs the
+        trained weights, still split, whole ones of the compute dtype on each GPU, and the cache for its share of the
+        sequences. verify needs a candidate's limit.
         """
         m, first = self.model, len(trainings(self))
         compute = 2 if self.precision.compute == "bf16" else 4
@@ -230,7 +230,7 @@ class KernelConfig(TuningConfig):
 
 
 def correct_s(config: KernelConfig) -> float:
-    """Worker seconds that a correct candidate takes in addition."""
+    """Further worker seconds that a correct candidate takes."""
     return CORRECT_GPU_S + FULL_RUN_S * (config.funnel.inputs - INPUTS) / (INPUTS + ADVERSARIAL)
 
 

@@ -3,11 +3,11 @@
     final/                    bf16 weights of the last phase as published ones look, the tokenizer, meta.json
     stages/candidates.jsonl   one generated program a line (candidates-R.jsonl: rank R's share)
     stages/verdicts.jsonl     one verdict a line: stage reached, reason, seconds, times
-    stages/tried.jsonl, stages/verdicts-tried.jsonl   the same of a curriculum's evaluations
+    stages/tried.jsonl, stages/verdicts-tried.jsonl the same for a curriculum's evaluations
     results.json
 
 Each rank takes the whole trained weights, rounded to bf16 as they are kept, and generates its share of the candidates
-alone, so it can stop at the next token; then all agree. Rank 0 judges.
+alone, so it can stop at the next token. Then all ranks agree. Rank 0 judges.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def finish(kernel: KernelRun, module: Decoder) -> tuple[dict[str, list[Verdict]]
 
 
 def candidates(kernel: KernelRun, module: Decoder | None, phase: Phase) -> list[Candidate]:
-    """Every candidate of the weights at the end of `phase`, in order; `module` writes the missing ones now. Raises
+    """All candidates of the weights at the end of `phase`, in order; `module` writes the missing ones now. Raises
     Stopped, and ValueError if some are missing and the weights are gone.
     """
     weights = tuning.of_weights(phase.last, kernel.progress["val_loss"][phase.name])
@@ -89,7 +89,7 @@ def candidates(kernel: KernelRun, module: Decoder | None, phase: Phase) -> list[
 
 def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, float]:
     """The pass rate per task, from a few candidates of the present weights, which `weights` names. All ranks generate.
-    Raises Stopped, on all of them; the next start with the same weights finds what was written and judged by then.
+    Raises Stopped on all ranks; the next start with the same weights finds what was written and judged by then.
     """
     session, prefix = kernel.session, "curriculum"
     written = _written(kernel, module, "tried", prefix, weights, TRIED, salt=prefix)
@@ -108,8 +108,8 @@ def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, fl
 def _written(
     kernel: KernelRun, module: Decoder | None, file: str, prefix: str, weights: str, each: int, *, salt: str = ""
 ) -> list[Candidate]:
-    """`each` candidates of every task, in order, from stages/`file`*.jsonl, where those of other weights do not count;
-    writes the missing ones now. Their names begin with `prefix`. Raises like `candidates`.
+    """`each` candidates of every task, in order, from stages/`file`*.jsonl, except those of other weights; the missing
+    ones are written now. Their names begin with `prefix`. Raises like `candidates`.
     """
     session, config = kernel.session, kernel.config.generate
     folder, rank = session.workdir / STAGES, session.world.rank
@@ -150,7 +150,7 @@ def _known(folder: Path, file: str, weights: str) -> dict[str, Candidate]:
 
 
 def _candidate(entry: dict[str, Any]) -> tuple[str, Candidate]:
-    """(the weights that wrote it, the candidate). Raises DoubtError."""
+    """The weights that wrote it, and the candidate. Raises DoubtError."""
     fields = Fields(entry)
     name, task, source = fields.need("name", reading.text), fields.need("task", reading.text), entry.get("source")
     if task not in BY_NAME or not isinstance(source, str):  # any characters: stage 1 judges them
@@ -240,7 +240,10 @@ def _by_the_first(session: Session, act: Callable[[], T]) -> T | None:
 
 
 def _verified(kernel: KernelRun, made: dict[str, list[Candidate]]) -> dict[str, list[Verdict]]:
-    """The verdicts on each phase's candidates, by its name: the last one's first, with planted ones. Raises Stopped."""
+    """The verdicts on each phase's candidates, by its name. The last phase comes first, with planted candidates.
+
+    Raises Stopped.
+    """
     session, kept = kernel.session, kernel.phases[-1].name
     judged = [*made[kept], *planted.candidates(kernel.config.funnel.planted)]
     ledger = Ledger(session.workdir / STAGES / "verdicts.jsonl")
@@ -260,7 +263,10 @@ def _verified(kernel: KernelRun, made: dict[str, list[Candidate]]) -> dict[str, 
 
 @contextmanager
 def _judge(kernel: KernelRun) -> Iterator[Judge]:
-    """A judge that has been tried on this machine. If it fails, another machine goes on, without verdicts from here."""
+    """A judge that has been tried on this machine.
+
+    If it fails, another machine goes on, and this one leaves no verdicts.
+    """
     session = kernel.session
     gpus = torch.cuda.device_count() if session.device.is_cuda else 0
     with _workers(kernel) as workers:
@@ -273,7 +279,7 @@ def _judge(kernel: KernelRun) -> Iterator[Judge]:
 
 
 def _look(kernel: KernelRun) -> None:
-    """Looks for a stop request, on one rank alone. Raises Stopped."""
+    """Looks for a stop request, without the other ranks. Raises Stopped."""
     if (stop := kernel.session.requests.stop()) is not None:
         raise Stopped(stop.reason, ends=stop.ends)
 

@@ -53,7 +53,7 @@ class DecoderOutput(NamedTuple):
 class Layout(NamedTuple):
     """Where each token stands and what it may attend to; the same for every block."""
 
-    cos: Tensor  # [R, T, 1, D / 2]
+    cos: Tensor  # cosines of the rotary positions, [R, T, 1, D / 2]
     sin: Tensor
     mask: Tensor | None  # [R, 1, T, S] True = attends; None with starts None: causal over the whole row
     starts: Tensor | None  # [K] int32: first token of each example in the flat batch, then N; for the varlen kernel

@@ -40,7 +40,7 @@ class CharOutput(NamedTuple):
 
     logits: Tensor | None  # [B, T, V], fp32 or wider; only without targets
     loss_sum: Tensor | None  # scalar, fp32 or wider: cross-entropy summed over characters; only with targets
-    aux: dict[str, Tensor]  # nothing to log
+    aux: dict[str, Tensor]  # this model has no figures to log
     aux_loss: Tensor | None  # none
 
 

@@ -15,7 +15,7 @@ from gpufleet.job.kind import common
 from gpufleet.job.kind.batch import rows_per_rank
 from gpufleet.job.kind.job import Processes
 
-SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
+SYMBOLS = "0123456789+-HBL.\n"  # their ids are 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
 # Per token and symbol, at the peak. As written: capped logits, log-probabilities and two gradients, in fp32. Compiled:
 # the bf16 product and its gradient (both counted on a CPU, torch 2.13.0, 2026-11-27).
 LOGIT_BYTES, COMPILED_LOGIT_BYTES = 16, 6

@@ -1,4 +1,4 @@
-"""Array types and what several modules do to arrays. numpy only."""
+"""Array types, and functions on arrays that several modules use. It needs only numpy."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What the towers must beat: popularity, LambdaRank and random order, on the same folds and the same training queries.
+"""The baselines that the towers must beat: popularity, LambdaRank and random order, on the same folds and the same
+training queries.
 
-Each gives one row of scores per query, from a model that saw neither the query's fold nor its watched fold (LambdaRank
-stops early on the latter, as the towers do). Legend: T training or known queries, M models, S sentence width, P
-principal axes, F features.
+Each gives one row of scores per query, from a model that saw neither the query's fold nor the fold it watches
+(LambdaRank stops early on the latter, as the towers do). Legend: Shapes: T training or known queries, M models, S
+sentence width, P principal axes, F features.
 """
 
 from __future__ import annotations
@@ -100,10 +101,10 @@ def lambdarank(
 
 
 def training_features(tables: Tables, train: Indices, axes_PS: Floats, seed: int) -> Floats:
-    """[train, M, F]: of each of PARTS parts of the training queries, from the other parts.
+    """[train, M, F]: the training queries in PARTS parts; the features of each part come from the other parts.
 
-    A query that only left itself out would reveal its label: exactly its positive queries' rows would show one positive
-    query less. Trees would use that, and a test query does not have it.
+    If a query only left itself out, its features would reveal its label: exactly its relevant models would have one
+    relevant query less. Trees would use that difference, which a test query does not have.
     """
     found = np.zeros((len(train), tables.labels.shape[1], FEATURES), dtype=np.float32)
     parts = min(PARTS, len(train))
@@ -148,8 +149,8 @@ def principal_axes(sentences_TS: Floats) -> Floats:
 
 
 def _mean(labels_TM: Labels, worth: Sequence[float]) -> NDArray[np.float64]:
-    """Mean over the queries of the `worth` of labels 0, 1, 2, [M]; 0 without queries. Computed from counts, so models
-    with the same counts get the same number; sums of gains would differ by the order of their queries.
+    """The mean over the queries of the `worth` of labels 0, 1, 2, [M]; 0 without queries. It is computed from counts,
+    so models with the same counts get the same number; sums of gains would depend on the order of their queries.
     """
     total_M = np.zeros(labels_TM.shape[1])
     for label, each in enumerate(worth):

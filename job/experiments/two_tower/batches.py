@@ -1,4 +1,4 @@
-"""The members' data on the training device: one joint step's batch, and the watched folds.
+"""The members' data on the training device: the batch of one step of all members, and the watched folds.
 
 Legend: K members, R rows of a member, Q queries of a step, V watched queries, M models, S sentence width, B sampled.
 """
@@ -24,14 +24,14 @@ from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
 
 
 class Batches:
-    """One per phase; it also makes the weak labels."""
+    """The data of one phase; it also makes the weak labels."""
 
     def __init__(self, members: Sequence[Member], tables: Tables, config: TwoTowerConfig, device: torch.device) -> None:
         self._device = device
         weak = min(config.weak.queries, len(tables.discovery))
         self.queries = max(len(member.train) for member in members) + weak  # of each member, padding included
         rows = [rows_of(member, tables, config.weak, self.queries) for member in members]
-        self.weak = [own.weak for own in rows]  # discovery queries of each member
+        self.weak = [own.weak for own in rows]  # number of queries per member, padding included
         self._x_KRS = self._placed(np.stack([own.sentences for own in rows]))
         self._targets_KRM = self._placed(np.stack([own.targets for own in rows]))
         self._weights_KR = self._placed(np.stack([own.weights for own in rows]))
@@ -42,8 +42,8 @@ class Batches:
             self._watched_weights_KV = self._placed(weights_KV)
 
     def work(self, config: TwoTowerConfig, place: int, micro: int) -> Work:
-        """The joint step that (seed, `place`) names: every query, or those that the objective samples, in chunks of
-        `micro`. Dropout's bits are drawn for all chunks at once.
+        """The step of all members that (seed, `place`) names: every query, or those that the objective samples, in
+        chunks of `micro`. Dropout's bits are drawn for all chunks at once.
         """
         generator = torch.Generator(self._device).manual_seed(mix(config.seed, place))
         members, models = self._targets_KRM.shape[0], self._targets_KRM.shape[2]

@@ -13,7 +13,7 @@ from gpufleet.job.kind.dataset import Given
 
 
 class RankingData(PreparedDataset[TwoTowerConfig]):
-    """Queries, models and labels. Its modules are imported on use, because they import numpy."""
+    """Queries, models and labels. It imports its modules on use, because they import numpy."""
 
     arguments: ClassVar[dict[str, str]] = {"million-llms": "FOLDER"}
     takes_tokenizer: ClassVar[bool] = False
@@ -31,7 +31,7 @@ class RankingData(PreparedDataset[TwoTowerConfig]):
         return f"is of other settings ({'; '.join(problems)})" if problems else ""
 
     def check(self, folder: Path, say: Say) -> None:
-        """Prints the folds that cannot choose an epoch."""
+        """Prints the folds on which no epoch can be chosen."""
         from gpufleet.job.experiments.two_tower.folds import members, require_relevant, without_relevant
         from gpufleet.job.experiments.two_tower.ranking import read
 

@@ -1,15 +1,17 @@
-"""Folds, the members trained on them, weak labels, and the tensors of one joint step. numpy; no model, no training.
+"""Folds, the members trained on them, weak labels, and the tensors of one step. It uses numpy only, and has no model
+and no training.
 
-A member is one model: what it may learn from, what it watches to choose its epoch, and the fold it is tested on.
+A member is one model. It has queries to learn from, queries to watch for choosing its epoch, and a fold on which it is
+tested.
 
 | protocol | learns from | watches | tested on |
 |---|---|---|---|
 | honest | the other folds | fold k + 1 | fold k, once, at the chosen epoch |
 | optimistic (the original plan's) | every fold but k | fold k | fold k, at its best epoch |
 
-A member's arrays hold its own training queries only, so no label of another query can reach it; weak labels are made
-from the same queries. Legend: Q judged queries, N discovery queries, M models, S sentence width, T training queries,
-R rows of a member.
+A member's arrays hold only its own training queries, so no label of another query can reach it; weak labels are made
+from the same queries. Legend: Q judged queries, N discovery queries, M models, S sentence width, T training queries, R
+rows of a member.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Member:
     """`train`, `watch` and `test` are rows of the dataset, ascending."""
 
     protocol: Protocol
-    fold: int  # the fold that tests it; -1 for the refit
+    fold: int  # number of discovery queries per member
     train: Indices
     watch: Indices
     test: Indices
@@ -42,7 +44,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberRows:
-    """The training rows of one member, padded to its neighbours' length."""
+    """The training rows of one member, padded to the length of the others."""
 
     sentences: Floats  # [R, S]; zero where padded
     targets: Floats  # [R, M]: gains that sum to 1, or all 0
@@ -51,14 +53,14 @@ class MemberRows:
 
 
 def fold_of(queries: int, folds: int, seed: int) -> Indices:
-    """The fold of each query: the shuffled queries are dealt out one by one."""
+    """The fold of each query: shuffled queries are dealt out one by one."""
     found = np.empty(queries, dtype=np.int64)
     found[np.random.default_rng(seed).permutation(queries)] = np.arange(queries) % folds
     return found
 
 
 def members(config: TwoTowerConfig) -> list[Member]:
-    """Honest ones by fold, then optimistic ones by fold."""
+    """The honest members by fold, then the optimistic ones by fold."""
     folds = config.data.folds
     fold_Q = fold_of(config.data.queries, folds, config.seed)
 
@@ -80,7 +82,7 @@ def members(config: TwoTowerConfig) -> list[Member]:
 
 
 def refit_member(queries: int) -> Member:
-    """Learns from every judged query and watches none."""
+    """The member that learns from every judged query and watches none."""
     none = np.empty(0, dtype=np.int64)
     return Member(protocol="refit", fold=-1, train=np.arange(queries), watch=none, test=none)
 
@@ -91,16 +93,17 @@ def gains(labels: Labels) -> Floats:
 
 
 def worth(labels: Labels) -> NDArray[np.float64]:
-    """The gain of each label in fp64, for judging: fp32's 0.7 would change nDCG by 1e-8."""
+    """The gain of each label in fp64, for evaluation, because fp32's 0.7 would change nDCG by 1e-8."""
     return np.array(GAINS)[labels]
 
 
 def weak_labels(discovery_NS: Floats, queries_TS: Floats, gains_TM: Floats, weak: Weak) -> tuple[Indices, Floats]:
-    """(discovery queries that got labels, ascending; their gains).
+    """Returns the discovery queries that got labels, ascending, and their gains.
 
-    Neighbours are the `neighbours` most similar queries with cosine >= `similarity`; a label is their mean, weighted by
-    similarity. Kept are the `queries` most confident with confidence >= `confidence`: mean similarity of the
-    neighbours x their share of `neighbours`. Which queries are kept depends on no label.
+    Neighbours are the `neighbours` most similar queries with cosine >= `similarity`. A label is the mean of theirs,
+    weighted by similarity. The `queries` most confident discovery queries with confidence >= `confidence` are kept;
+    confidence is the mean similarity of the neighbours x their share of `neighbours`. Which queries are kept depends on
+    no label.
     """
     cosine_NT = discovery_NS @ queries_TS.T
     count = min(weak.neighbours, cosine_NT.shape[1])
@@ -128,13 +131,13 @@ def require_relevant(member: Member, labels: Labels) -> None:
 
 
 def without_relevant(config: TwoTowerConfig, labels: Labels) -> list[int]:
-    """Folds none of whose queries has a relevant model: every epoch scores 0 on them."""
+    """Folds in which no query has a relevant model, so every epoch scores 0 on them."""
     fold_Q = fold_of(config.data.queries, config.data.folds, config.seed)
     return [fold for fold in range(config.data.folds) if not (labels[fold_Q == fold] > 0).any()]
 
 
 def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> MemberRows:
-    """The member's training queries, then weakly labelled ones, padded. Raises ValueError if none is relevant."""
+    """The member's training queries, then the weakly labelled ones, padded. Raises ValueError if none is relevant."""
     require_relevant(member, tables.labels)
     gains_TM = gains(tables.labels[member.train])
     queries_TS = tables.queries[member.train]
@@ -153,7 +156,7 @@ def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> MemberRows
 
 
 def watched(chosen: Sequence[Member], tables: Tables) -> tuple[Indices, NDArray[np.float64], NDArray[np.float64]]:
-    """(queries [K, V], gains [K, V, M], weights [K, V] that sum to 1) that each member watches, padded."""
+    """The queries [K, V], gains [K, V, M] and weights [K, V], which sum to 1, that each member watches, padded."""
     width = max(len(member.watch) for member in chosen)
     queries = np.zeros((len(chosen), width), dtype=np.int64)
     weights = np.zeros((len(chosen), width))

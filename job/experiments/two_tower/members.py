@@ -1,4 +1,4 @@
-"""All members of a phase for the engine: the objective, each one's best weights, and the scores of earlier phases.
+"""All members of a phase for the engine: their objective, each member's best weights, and the scores of earlier phases.
 Legend: K members, Q queries of a chunk, M models, S sentence width, B sampled queries, F families, P parameters.
 """
 
@@ -35,7 +35,7 @@ class MembersOutput(NamedTuple):
 
 
 class Members(nn.Module):
-    """`forward` gives the objective of a chunk of every member's queries."""
+    """`forward` gives the objective for a chunk of every member's queries."""
 
     best: Tensor  # [K, P]: each member's parameters at its best epoch so far
     scores: Tensor  # [F, folds, judged, M]: for finished families, each honest fold's model on every query
@@ -64,7 +64,7 @@ class Members(nn.Module):
         model_noise: Tensor | None = None,
         draws_KBN: Tensor | None = None,
     ) -> MembersOutput:
-        """Weights have mean 1 over a member's whole batch. `draws`: uniform numbers, for objective `sampled`."""
+        """A member's weights have mean 1 over its whole batch. `draws`: uniform numbers, for objective `sampled`."""
         noise = None
         if query_noise is not None and model_noise is not None:
             noise = Noise(query_noise, model_noise)
@@ -78,7 +78,7 @@ class Members(nn.Module):
 
     @torch.no_grad()
     def score(self, x_KQS: Tensor) -> Tensor:
-        """[K, Q, M] without dropout, as ranked; with `x` [Q, S] all members get the same queries."""
+        """Scores [K, Q, M] without dropout, as for ranking; with `x` [Q, S] all members get the same queries."""
         towered: Towered = self.stack(x_KQS)
         return towered.query @ towered.model.mT
 
@@ -91,8 +91,9 @@ class Members(nn.Module):
 def sampled_loss(towered: Towered, targets_KBM: Tensor, draws_KBN: Tensor, sampled: Sampled) -> Tensor:
     """Cross-entropy of one relevant model against `negatives` irrelevant ones, [K, B].
 
-    `draws` are 1 + 2 x negatives uniform numbers per query: which relevant model (in proportion to its target), and for
-    each negative whether it is hard and which. Hard ones come from the HARD_POOL best-scored irrelevant models.
+    `draws` are 1 + 2 x negatives uniform numbers per query. They choose the relevant model (in proportion to its
+    target), and for each negative whether it is hard and which model it is. Hard ones come from the HARD_POOL
+    best-scored irrelevant models.
     """
     negatives = sampled.negatives
     scores_KBM = towered.query @ towered.model.mT
@@ -110,8 +111,8 @@ def sampled_loss(towered: Towered, targets_KBM: Tensor, draws_KBN: Tensor, sampl
 
 @torch.no_grad()
 def clip_each(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-    """Undoes the mean over members, then scales each member's gradient down to a norm of `limit` (0: only measures).
-    Returns the norms before, [K].
+    """Undoes the mean over members, then scales each member's gradient down to a norm of `limit`; with 0 it only
+    measures. Returns the norms before, [K].
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     count = gradients[0].shape[0]

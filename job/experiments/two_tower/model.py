@@ -1,4 +1,5 @@
-"""Two towers that meet in a cosine: one over frozen sentence embeddings, one over model ids. And many of them at once.
+"""Two towers that meet in a cosine: one over frozen sentence embeddings, one over model ids. Many of these models can
+be trained at once.
 
 Legend: K members trained together, Q queries, M models, S sentence width, H heads, h head width, d meeting width,
 N dropout bits of one row.
@@ -7,7 +8,7 @@ N dropout bits of one row.
 - every Linear has a bias; no ReLU after the last layer of a tower;
 - dropout after each hidden ReLU and after fusion takes its random bits as an input (`noise`), 16 per unit: one draw
   serves members together or one by one, queries whole or in chunks, and costs a fifth of torch's own on a CPU. Its
-  1 / keep is on the next layer's weights, which are smaller than the activations;
+  the factor 1 / keep is applied to the next layer's weights, which are smaller than the activations;
 - the loss of the whole candidate matrix makes its own gradient while the scores are at hand, a few members at a time,
   so no tensor of scores outlives it (`softmax_loss`);
 - each product casts to the compute dtype; norms, softmax and loss are fp32.
@@ -34,7 +35,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from gpufleet.job.experiments.two_tower.spec import Towers
 
 NORM_EPS = 1e-8  # of a vector's length before it is divided by
-GROUP = 1 << 23  # scores held at once by the loss, at least one member's
+GROUP = 1 << 23  # scores that the loss holds at once, but at least one member's
 
 
 class Towered(NamedTuple):
@@ -84,7 +85,7 @@ class TwoTowerModel(nn.Module):
         return Towered(unit(query_Qd) / t.temperature, unit(model_Md), joined_QJ.float().view(-1, t.heads, t.head))
 
     def _tower(self, layers: nn.ModuleList, x: Tensor, bits: list[Tensor], noise: Noise | None, first: bool) -> Tensor:
-        """`first`: whether the tower's input has passed dropout itself."""
+        """`first`: whether the tower's input itself has passed dropout."""
         for index, layer in enumerate(layers):
             dropped = noise if first or index else None
             x = self._hidden(layer, x, bits, dropped) if index < len(layers) - 1 else self._linear(layer, x, dropped)
@@ -95,7 +96,7 @@ class TwoTowerModel(nn.Module):
         return F.linear(*self._cast(layer, x, dropped))
 
     def _hidden(self, layer: nn.Module, x: Tensor, bits: list[Tensor], dropped: Noise | None = None) -> Tensor:
-        """The layer, ReLU, then dropout by the next of the bits, not yet scaled."""
+        """The layer, ReLU, then dropout by the next bits; the result is not scaled yet."""
         taken = (bits.pop(0), _threshold(self.towers)) if bits else (None, 0)
         hidden: Tensor = _Hidden.apply(*self._cast(layer, x, dropped), *taken)  # type: ignore[no-untyped-call]
         return hidden
@@ -135,8 +136,8 @@ def decays(name: str) -> bool:
 
 
 class Stack(nn.Module):
-    """Members of one shape as one module: every parameter of `members.<name>` is [K, ...]. One forward pass of all of
-    them is one vmap over their weights; what they compute is what each computes alone.
+    """Members of one shape as one module: every parameter of `members.<name>` is [K, ...]. One forward pass of all
+    members is one vmap over their weights; each computes what it would compute alone.
     """
 
     def __init__(self, members: Sequence[TwoTowerModel]) -> None:
@@ -163,7 +164,7 @@ class Stack(nn.Module):
 
     @torch.no_grad()
     def unpack(self, packed_KP: Tensor) -> None:
-        """Takes the parameters from where `packed` put them."""
+        """Takes the parameters from a `packed` row."""
         parameters = list(self.members.parameters())
         parts = torch.split(packed_KP, [p[0].numel() for p in parameters], dim=1)
         for parameter, part in zip(parameters, parts, strict=True):

@@ -1,19 +1,20 @@
-"""Queries, the models that answer them, and who was judged good: the dataset of two-tower.
+"""two-tower's dataset: queries, the models that may answer them, and which of them were judged good.
 
     dataset.json     kind "ranking"; facts: queries, models, discovery, width, labels (that were given), unjudged
                      (queries without label 1 or 2), relevant, best, encoder
     queries.npy      float32 [Q, S], length 1       judged queries
     discovery.npy    float32 [N, S], length 1       queries without labels
-    labels.npy       int8 [Q, M]                    0 irrelevant, 1 best, 2 good; what was not judged is 0
+    labels.npy int8 [Q, M] 0 irrelevant, 1 best, 2 good; pairs that were not judged are 0
     names.json       queries [Q], models [M], discovery [N]: ids in the order of the arrays
 
 From a folder (`gpufleet prepare STACK FOLDER`), UTF-8:
 
     queries.jsonl    one {"id": "...", "text": "..."} per line      judged queries
     labels.csv       header query,model,label; then one line per judgement, label 0, 1 or 2
-    discovery.jsonl  like queries.jsonl; may be missing
+    discovery.jsonl like queries.jsonl; it may be missing
 
-or from a seed. Embeddings are made here, once. The same input gives the same bytes. User mistakes raise ValueError.
+or from a seed. Embeddings are made here, once for all runs. The same input gives the same bytes. User mistakes raise
+ValueError.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig, variants
 
 QUERIES, DISCOVERY, LABELS, NAMES = "queries.npy", "discovery.npy", "labels.npy", "names.json"
 GAINS = (0.0, 1.0, 0.7)  # of labels 0, 1 and 2: in the TREC files 1 is the best
-DISCOVERY_MADE = 40  # discovery queries of a generated dataset, at least
+DISCOVERY_MADE = 40  # the least number of discovery queries in a generated dataset
 LATENT = 6  # rank of generated relevance
-LENGTHENED = 0.75  # of generated models, against a popularity of spread 1: popularity alone reaches nDCG@10 0.6
+# weight of generated models' skills against a popularity of spread 1: popularity alone reaches nDCG@10 0.6
+LENGTHENED = 0.75
 RELEVANT, BEST = 0.08, 0.02  # shares of a generated query's models with a label, and with label 1
 
 
@@ -54,14 +56,14 @@ class Tables:
     discovery: Floats
     names: dict[str, list[str]]
     encoder: str  # "" where there was no text
-    judged: int  # labels that were given, 0 too
+    judged: int  # number of judgements in the file, with those of 0
 
 
 def prepare_ranking(
     folder: Path, config: TwoTowerConfig, *, text: Path | None = None, say: Callable[[str], None] = lambda line: None
 ) -> DatasetManifest:
-    """The prepared dataset in `folder`, made now or found there. `text` is the folder of a million-llms dataset. Raises
-    ValueError: no text, damaged lines, or other counts than `data` says.
+    """The prepared dataset in `folder`, made now or already there. `text` is the folder of a million-llms dataset.
+    Raises ValueError if there is no text, if lines are damaged, or if counts differ from those in `data`.
     """
     data, width = config.data, config.towers.sentence
     if text is None and data.source == "generated-relevance":
@@ -77,7 +79,7 @@ def prepare_ranking(
             f"queries, {width} wide, from seed {config.seed}"
         )
     elif text is not None:
-        prepare.existing_dataset(folder)  # raises where it is no dataset: before minutes of encoding
+        prepare.existing_dataset(folder)  # raises if the folder holds something else, before minutes of encoding
         made = read_folder(text, choose(width, say), config, say)
         source = f"million-llms: sha256 {_folder_hash(text)}, sentences by {made.encoder}"
     else:
@@ -107,7 +109,7 @@ def prepare_ranking(
 
 
 def read(folder: Path) -> Tables:
-    """A prepared dataset's arrays. Raises ValueError when it is another kind."""
+    """A prepared dataset's arrays. Raises ValueError if the dataset is of another kind."""
     manifest = prepare.read_manifest(folder)
     if manifest.kind != "ranking":
         raise ValueError(f"{folder}: a dataset of kind {manifest.kind}; two-tower needs ranking: prepare it again")
@@ -122,12 +124,12 @@ def read(folder: Path) -> Tables:
 
 
 def unjudged(labels: Labels) -> int:
-    """Queries for which no model is relevant, label 1 or 2: whatever the order, each scores 0."""
+    """Queries without a relevant model (label 1 or 2): in any order, each scores 0."""
     return int((labels == 0).all(axis=1).sum())
 
 
 def mismatches(config: TwoTowerConfig, queries: tuple[int, ...], labels: tuple[int, ...]) -> list[str]:
-    """What a config and arrays of these shapes do not agree on, as sentences with the key to change."""
+    """Where a config and arrays of these shapes disagree, as sentences with the key to change."""
     wanted = (
         ("data.queries", config.data.queries, queries[0]),
         ("data.models", config.data.models, labels[1]),
@@ -137,10 +139,10 @@ def mismatches(config: TwoTowerConfig, queries: tuple[int, ...], labels: tuple[i
 
 
 def generate(queries: int, models: int, discovery: int, width: int, *, seed: int) -> Tables:
-    """Seeded relevance of low rank plus a popularity term, so that popularity alone is a strong baseline.
+    """Relevance from a seed, of low rank plus a popularity term, so that popularity alone is a strong baseline.
 
-    A query's sentence vector is its latent taste, mapped linearly, with noise: what a tower can learn. Each query's
-    best-scored models get labels: RELEVANT of them one, BEST of them label 1.
+    A query's sentence vector is its latent taste, mapped linearly, with noise. A tower can learn that. The best-scored
+    models of each query get labels: a share RELEVANT gets a label, and a share BEST gets label 1.
     """
     draw = np.random.default_rng(seed)
     tastes = draw.standard_normal((queries + discovery, LATENT))
@@ -172,8 +174,8 @@ def generate(queries: int, models: int, discovery: int, width: int, *, seed: int
 def read_folder(
     folder: Path, encoder: Encoder, config: TwoTowerConfig, say: Callable[[str], None] = lambda line: None
 ) -> Tables:
-    """The tables of a million-llms folder, sentences encoded, which takes minutes: other counts than `config` has are
-    said before. Raises ValueError naming file, line and what is wrong.
+    """The tables of a million-llms folder with its sentences encoded, which takes minutes. Counts that differ from
+    `config` are reported before. Raises ValueError naming file, line and what is wrong.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: not a folder; it must hold queries.jsonl, labels.csv and maybe discovery.jsonl")
@@ -195,7 +197,8 @@ def read_folder(
         )
     say(f"sentences: {len(queries) + len(discovery):,} by {encoder.name}")
     vectors = encoder.encode([*queries.values(), *discovery.values()])
-    # Count equal texts too: an encoder gives the same text other last digits in a batch of another length.
+    # Equal texts are compared too, because an encoder gives the same text other last digits in a batch of another
+    # length.
     distinct = min(len(set(queries.values())), len(np.unique(vectors[: len(queries)], axis=0)))
     if twice := len(queries) - distinct:
         say(
@@ -213,7 +216,7 @@ def read_folder(
 
 
 def _sentences(path: Path) -> dict[str, str]:
-    """Text by id, in the file's order."""
+    """The text of each id, in the file's order."""
     found: dict[str, str] = {}
     lines = _open(path).split("\n")
     require_lines(path)
@@ -241,7 +244,7 @@ def _sentences(path: Path) -> dict[str, str]:
 
 
 def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str], int]:
-    """[Q, M]; the models, sorted by id; and how many judgements there were."""
+    """Labels [Q, M], the models sorted by id, and the number of judgements."""
     rows = {name: row for row, name in enumerate(queries)}
     judged: dict[tuple[int, str], int] = {}
     reader = csv.DictReader(io.StringIO(_open(path), newline=""))
@@ -255,7 +258,8 @@ def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str], int]:
     if twice := [name for name in ("query", "model", "label") if list(names or ()).count(name) > 1]:
         raise ValueError(f"{path}:1: header {names!r:.200} names {twice[0]} twice; keep one column of that name")
     for where, line in _lines(reader, path):
-        if reader.restkey in line:  # as of a model's name with a comma, of which csv would keep the first half
+        # too many cells, such as a model's name with a comma, of which csv would keep the first half
+        if reader.restkey in line:
             raise ValueError(f"{where}: more values than the header names; a name with a comma stands in double quotes")
         if line["query"] not in rows:
             raise ValueError(f"{where}: query {line['query']!r:.60} is not in queries.jsonl")
@@ -263,7 +267,7 @@ def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str], int]:
             raise ValueError(f"{where}: label {line['label']!r:.60}; it must be 0 (irrelevant), 1 (best) or 2 (good)")
         if not line["model"]:
             raise ValueError(f"{where}: no model")
-        if line["model"] != line["model"].strip():  # else a model of its own, beside the one without
+        if line["model"] != line["model"].strip():  # a name with blanks would otherwise be a second model
             raise ValueError(f"{where}: model {line['model']!r:.60} begins or ends with a blank; leave that out")
         key = rows[line["query"]], line["model"]
         if judged.setdefault(key, int(line["label"])) != int(line["label"]):
@@ -279,7 +283,7 @@ def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str], int]:
 
 
 def _lines(reader: csv.DictReader[str], path: Path) -> Iterator[tuple[str, dict[str, str | Any]]]:
-    """Each line with its place."""
+    """Each line with its place in the file."""
     try:
         for line in reader:
             yield f"{path}:{reader.line_num}", line

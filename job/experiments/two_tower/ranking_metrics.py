@@ -1,8 +1,8 @@
 """How well scores order models for a query: nDCG@k and MRR, as scikit-learn computes them. Legend: Q queries, M models.
 
-Equal scores share their places: each model of a tie gets the mean over the tie's orders, in nDCG (scikit-learn's
-`ndcg_score` with ties averaged) and in MRR alike. A query without a relevant model scores 0. All in float64.
-Scores that are NaN or infinite rank nothing and raise LossNotFiniteError, a ValueError as there.
+Equal scores share their places: each model of a tie gets the mean over the tie's orders, in nDCG (as scikit-learn's
+`ndcg_score` averages ties) and in MRR. A query without a relevant model scores 0. All in float64. Scores that are NaN
+or infinite rank nothing and raise LossNotFiniteError, a ValueError, as scikit-learn does.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def reciprocal_rank(scores_QM: Tensor, gains_QM: Tensor) -> Tensor:
     above = (scores_QM > top).sum(-1).double()
     tied = (scores_QM == top).sum(-1).double()
     wanted = ((scores_QM == top) & relevant).sum(-1).double()
-    # Among `tied` places in random order, the first of `wanted` is at place j with probability
-    # C(tied - j - 1, wanted - 1) / C(tied, wanted): walked from place to place as survival x hazard.
+    # Among `tied` places in random order, the first of `wanted` is at place j with probability C(tied - j - 1, wanted -
+    # 1) / C(tied, wanted). The loop walks from place to place: survival x hazard.
     mean, alive = torch.zeros_like(above), torch.ones_like(above)
     for j in range(int((tied - wanted).max().item()) + 1):
         left = (tied - j).clamp(min=1)

@@ -53,7 +53,7 @@ def test_a_step_on_one_type_says_nothing_of_another(tmp_path: Path) -> None:
     rows = ranking.every_option(prepares(tmp_path, STEPS), (), Study(load_catalog()), types=listed, runs=50)
 
     assert {row.type for row in rows if row.ranked} == {"c7i.4xlarge"}
-    (other,) = {row.why for row in rows if row.type == "c7i.16xlarge"}
+    (other,) = {row.reason for row in rows if row.type == "c7i.16xlarge"}
     assert "write job.work.step_ms: {c7i.16xlarge: ...}" in other
 
 

@@ -181,7 +181,7 @@ def test_two_nodes_are_priced_twice_and_can_be_launched() -> None:
 def test_a_retired_type_is_shown_and_marked() -> None:
     row = rows("two-tower")["o-p3.8x"]
     assert not row.launchable
-    assert "left EC2" in row.why
+    assert "left EC2" in row.reason
 
 
 def test_a_sweep_is_priced_by_its_work_within_the_hour_that_was_meant_for_it() -> None:

@@ -1,8 +1,8 @@
 """Extracts the program from a model's answer, without the parts that it never uses.
 
-Models like to add a test, a main block, a module class or imports for them; the rules would refuse these, though none
-of them matters. They are dropped here, before anything is judged: rules and process both get only the rest, so the
-dropped parts can do nothing.
+Models like to add a test, a main block, a module class or imports. The rules would refuse these, though none of them
+matters. They are dropped before anything is judged. Rules and process get only the rest, so the dropped parts can do
+nothing.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ JIT = re.compile(r"@(?!torch\.)(\w+\.)?jit\b")  # torch.jit.script decorates the
 
 
 def program(answer: str) -> str:
-    """The first fence that defines the entry and also has a kernel: before it may come the program of the question, or
-    a draft. Without one, all fences together, because a kernel may be in one and its entry in a later one; then any
-    that defines the entry, else the first, or the whole answer. A fence may lack its end, or, if an answer begins with
-    the program, its beginning. A model's thoughts before its answer, as Qwen3 writes them, are ignored.
+    """The first code fence that defines the entry and also has a kernel; before it may come the program of the
+    question, or a draft. Without one, it joins all fences, because a kernel may be in one and its entry in a later one;
+    then it takes any that defines the entry, else the first, or the whole answer. A fence may lack its end, or, if an
+    answer begins with the program, its beginning. Thoughts that a model writes before its answer, as Qwen3 does, are
+    ignored.
     """
     answer = answer.rpartition(THOUGHT)[2]
     fenced = [textwrap.dedent(found[1]) for found in FENCE.findall(answer)]
@@ -39,8 +40,8 @@ def program(answer: str) -> str:
 
 def used(source: str) -> str:
     """The source without top-level definitions, imports and assignments that the entry never reaches, the main block,
-    calls and assertions after the entry, and annotations outside kernels, which Python ignores. It is unchanged if it
-    has none of these, has no entry, or cannot be parsed.
+    calls and assertions after the entry, and annotations outside kernels, which Python ignores. The source is unchanged
+    if it has none of these, has no entry, or cannot be parsed.
     """
     try:
         tree = ast.parse(source)
@@ -78,7 +79,7 @@ def _forget_annotations(function: ast.FunctionDef) -> None:
 
 
 def _reached(body: list[ast.stmt]) -> list[ast.stmt]:
-    """The statements that the entry names, those that these name, and so on; with all that define no name."""
+    """The statements that the entry names, those that these name, and so on, and all that define no name."""
     whole = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names if not alias.asname}
     wanted, seen, givers = [ENTRY], set[str](), dict[str, list[ast.stmt]]()
     for node in body:
@@ -122,7 +123,7 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 def _mentions(node: ast.stmt) -> list[str]:
-    """The module's names that a statement may need, without a function's own: an example's `x` is none."""
+    """The module's names that a statement may need, without a function's own names: an example's `x` is not one."""
     found, left = list[str](), [symtable.symtable(ast.unparse(node), "answer", "exec")]
     while left:
         scope = left.pop()

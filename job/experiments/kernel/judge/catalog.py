@@ -1,5 +1,5 @@
-"""Twenty element-wise tasks, with the words in which a model is asked for each. tasks.py has the inputs on which
-candidates are tried. No torch.
+"""Twenty element-wise tasks, with the words that ask a model for each. tasks.py has the inputs on which candidates are
+tried. No torch.
 
 A candidate must define `kernel_function`, taking the tensors in order and returning a new one of the first one's shape
 and dtype.
@@ -14,7 +14,7 @@ ENTRY = "kernel_function"
 
 @dataclass(frozen=True, slots=True)
 class KernelTask:
-    """`reference` is an expression of torch and x, y, z; `triton` one way to write it inside a kernel."""
+    """`reference` is an expression with torch and x, y, z; `triton` is one way to write it inside a kernel."""
 
     name: str
     reference: str

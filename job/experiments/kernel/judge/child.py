@@ -2,8 +2,8 @@
 
 After `python -m gpufleet.job.experiments.kernel.judge.child FD`:
     serve        imports torch and triton once, computes nothing, forks on request
-    compile 90   the same for processes that compile, for sm_90 (compiler.py)
-    one JSON     one candidate in a fresh process, for GPUs: CUDA does not survive a fork
+    compile 90 does the same for processes that compile, for sm_90 (compiler.py)
+    one JSON runs one candidate in a fresh process, for GPUs: CUDA does not survive a fork
 
 The process knows neither the reference nor the expected output nor the task. It gets a source and tensors, and answers
 with tensors; the judge decides whether they are right. Its reports about itself (`ops`, `alias`) can only harm it.
@@ -59,7 +59,7 @@ def {ENTRY}(x):
 
 
 class Harness:
-    """One candidate: load, run, trial."""
+    """One candidate, which is loaded, run and timed."""
 
     turn = 0  # counts its calls, from a number of the judge's: so a configuration's number tells it nothing
     names: Mapping[str, Any] = {}  # names whose meaning in an interpreted module is not Python's
@@ -82,7 +82,7 @@ class Harness:
         return act(head, blobs)
 
     def _load(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """Loads the text that was judged, not bytes that could be decoded differently. With `refuses` no call may
+        """Loads the text that was judged, because bytes could be decoded differently. With `refuses` no call may
         compute with torch; for listed calls `ops` says more.
         """
         Harness.turn = head.get("turn", 0)
@@ -98,7 +98,9 @@ class Harness:
         return {"problem": problem}, []
 
     def _give(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """Takes new inputs; with `as_timed` at the trials' addresses, if possible: others would reveal the check."""
+        """Takes new inputs; with `as_timed` it puts them at the addresses of the trials, if possible, because others
+        would reveal the check.
+        """
         given = [wire.unpack(spec, blob) for spec, blob in zip(head["inputs"], blobs, strict=True)]
         self.given, self.shifts = [_placed(tensor, self.device, Fences(GIVEN)) for tensor in given], [0] * len(given)
         if head.get("as_timed") and list(map(_layout, given)) == list(map(_layout, self.inputs)):
@@ -111,8 +113,8 @@ class Harness:
         return {}, []
 
     def _run(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """One call on inputs of its own, and its output. With `as_timed` nothing shows the candidate that the call is
-        not timed. Inputs given earlier for trials stay in place, and are restored for the next trial.
+        """Makes one call on its own inputs; returns its output. With `as_timed` nothing shows the candidate that the
+        call is not timed. Inputs given earlier for trials stay in place, and are restored for the next trial.
         """
         kept = self.given, self.inputs, self.fences, self.shifts
         self._give(head, blobs)
@@ -124,7 +126,7 @@ class Harness:
 
     def _ready(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
         """Moves each input in its memory by one of `shifts`, so that results remembered by address or by a kernel's
-        reads are wrong; empties caches on request; waits for the device. A trial may follow.
+        reads are wrong. Empties caches on request, and waits for the device. After it a trial may follow.
         """
         self.shifts = head.get("shifts", self.shifts)
         for tensor, content in zip(self.inputs, self._contents(), strict=True):
@@ -142,9 +144,9 @@ class Harness:
         return [tensor.roll(shift) if shift else tensor for tensor, shift in zip(self.given, self.shifts, strict=True)]
 
     def _trial(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """One timed call, or an `empty` launch. Seconds by the clock on a CPU, on a GPU by events on a stream that is
-        held until the call has launched its kernels: else Python's time between launches would count. With `ops` it
-        lists the torch functions that the call uses, which takes time.
+        """One timed call, or an `empty` launch. Returns seconds, by the clock on a CPU, on a GPU by events on a stream
+        that is held until the call has launched its kernels: otherwise Python's time between launches would count. With
+        `ops` it lists the torch functions that the call uses, which takes time.
         """
         call = self._nothing(head["empty"]) if head.get("empty") else self.entry
         Harness.turn += not head.get("empty")
@@ -165,7 +167,7 @@ class Harness:
             return {"seconds": _clock() - started}, []
 
     def _nothing(self, kind: str) -> Callable[..., Any]:
-        """An empty launch: of a Triton `kernel`, or an eager `operation` on one element."""
+        """Times an empty launch: of a Triton `kernel`, or of an eager `operation` on one element."""
         if not self._empty:
             one = torch.zeros(1, device=self.device)
             launch = _entry("nothing", NOTHING, {})
@@ -193,7 +195,7 @@ class Harness:
 
 
 def _entry(name: str, text: str, names: Mapping[str, Any]) -> Any:
-    """The object that a module defines as ENTRY; `names` override Python's meanings in it."""
+    """The object that a module defines as ENTRY; `names` override Python's meanings in the module."""
     path = Path(f"{name}.py").resolve()
     path.write_text(text, encoding="utf-8", newline="")  # triton reads a kernel's source from its file
     module = types.ModuleType(name)
@@ -225,7 +227,7 @@ def _placed(tensor: Tensor, device: torch.device, fences: Fences) -> Tensor:
 
 
 def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: bool) -> None:
-    """Talks until the judge hangs up. Never returns."""
+    """Answers messages until the judge hangs up. Never returns."""
     scratch, device = Path(asked["scratch"]), asked["device"]
     os.closerange(3, dialogue.fileno())  # the candidate needs none of this process's open files
     os.closerange(dialogue.fileno() + 1, 1 << 16)
@@ -272,7 +274,9 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
 
 
 def _unreachable(device: torch.device) -> dict[str, Any]:
-    """An error if nothing can be computed on the device: found before a candidate comes, so not its fault."""
+    """An error if nothing can be computed on the device. It is found before a candidate comes, so no candidate is to
+    blame.
+    """
     try:
         for left in (3, 2, 1, 0) if device.type == "cuda" else ():
             try:
@@ -288,15 +292,15 @@ def _unreachable(device: torch.device) -> dict[str, Any]:
 
 
 def _reap(*_: object) -> None:
-    """Reaps children: no zombies, and their CPU time is added to this process's."""
+    """Reaps ended children, which leaves no zombies and adds their CPU time to this process's."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def serve(control: socket.socket, lacks: str | None) -> None:
-    """Reports what the machine lacks, then for each message {scratch, device, compiles, confined, memory_bytes} with
-    one socket forks a candidate's process, and answers with its id. It ends with the judge, and ends its children.
+    """Reports what the machine lacks. Then, for each message {scratch, device, compiles, confined, memory_bytes} with
+    one socket, it forks a candidate's process and answers with its id. It ends with the judge, and ends its children.
     """
     sandbox.adopt_orphans()
     signal.signal(signal.SIGCHLD, _reap)

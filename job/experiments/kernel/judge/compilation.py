@@ -2,10 +2,10 @@
 
     <folder>/<sha256 of the source>-<arguments>-<target>-<Triton's version>/
         outcome.json    {"problem": why it does not load or compile, or null, "seconds": how long that took}
-        cache/          Triton's cache as the candidate's own process left it
+        cache/ holds Triton's cache as the candidate's own process left it
 
-Files come from a candidate's process and go only to processes of the same source: plain files alone are copied, into a
-folder of their own, after the process has ended.
+Files come from a candidate's process and go only to processes of the same source. Only plain files are copied, into
+their own folder, after the process has ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OUTCOME = "outcome.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileOutcome:
-    """`problem` None: it compiles, and `built` holds the result."""
+    """With `problem` None it compiles, and `built` holds the result."""
 
     problem: str | None
     built: Path
@@ -53,7 +53,7 @@ class Compilation:
 
     @property
     def words(self) -> str:
-        """A line on what it does on this machine."""
+        """A line that says what stage 2 does on this machine."""
         if self._workers.lacks is not None:
             return f"loads candidates and compiles nothing ({self._workers.lacks})"
         return f"compiles for sm_{self._workers.capability}"
@@ -64,8 +64,8 @@ class Compilation:
         return f"{compiles}-{self._workers.device}" if self._workers.lacks is None else "loaded"
 
     def compile(self, source: str, sha256: str, task: KernelTask, note: Callable[[Process], None]) -> CompileOutcome:
-        """The outcome for a source with the task's arguments. `note` gets the process, if one was needed, when it is
-        over. Raises Lost, which is not kept.
+        """The outcome for a source with the task's arguments. `note` gets the process, if one was needed, once it has
+        ended. Raises Lost; such an outcome is not kept.
         """
         arguments = hashlib.sha256(json.dumps(tasks.layouts(task, self._seed)).encode()).hexdigest()[:16]
         name = f"{sha256}-{arguments}-{self._target}"

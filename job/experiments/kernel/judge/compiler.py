@@ -1,11 +1,11 @@
-"""Triton without a GPU, in its own process: compiles a launch for a named target, and does not run it.
+"""Triton without a GPU, in its own process: it compiles a launch for a named target, and does not run it.
 
-A candidate's entry is called on tensors that have a shape, strides and a CUDA device but no memory (torch's fake ones),
-so that its own code decides, as in a real run, which kernels are launched with which types and constants. Triton keeps
-its results in CACHE, by a hash of all that went into them; a process that later finds the same files there compiles
+A candidate's entry is called on tensors that have a shape, strides and a CUDA device but no memory (torch's fake ones).
+So its own code decides, as in a real run, which kernels are launched with which types and constants. Triton keeps its
+results in CACHE, by a hash of everything that determines them. A process that later finds the same files there compiles
 nothing at its first launch.
 
-An autotuned kernel is compiled in all its configurations and timed in none. Configurations that a tuner drops because
+An autotuned kernel is compiled in all its configurations, but none is timed. Configurations that a tuner drops because
 they need too much (memory, or by ptxas) may fail if another one compiles.
 """
 
@@ -49,7 +49,7 @@ _launched = 0  # launches of this call
 
 
 class _Enough(BaseException):
-    """MOST_LAUNCHES were compiled. No code on the way catches it."""
+    """MOST_LAUNCHES were compiled. An error that no code on the way catches."""
 
 
 class _Target:
@@ -73,7 +73,7 @@ class _Target:
 
 def install(capability: int) -> str | None:
     """Makes launches in this process, and in those forked from it, compile for sm_`capability`. Returns what this
-    machine lacks for that, after a trial that imports everything a compilation needs; None if nothing.
+    machine lacks for that, after a trial that imports everything a compilation needs; None if nothing is missing.
     """
     try:
         refuse_foreign_code()
@@ -112,9 +112,9 @@ def refuse_foreign_code() -> None:
 
 
 def compile_launches(entry: Callable[..., Any], calls: Sequence[Sequence[Layout]], device: str = "cuda") -> str | None:
-    """Calls `entry` once for each of `calls`; why a launch does not compile, or None. Other errors prove nothing here,
-    because its inputs hold no numbers; a run on real ones will tell. `device`: of the real run, because a program may
-    depend on it.
+    """Calls `entry` once for each of `calls`; returns why a launch does not compile, or None. Other errors prove
+    nothing here, because its inputs hold no numbers; a run on real ones will tell. `device`: the device of the real
+    run, because a program may depend on it.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -134,7 +134,7 @@ def compile_launches(entry: Callable[..., Any], calls: Sequence[Sequence[Layout]
 
 
 def _triton(name: str) -> Any:
-    """One of Triton's modules. It has no types, and only candidates' processes import it."""
+    """One of Triton's modules. It has no type hints, and only candidates' processes import it."""
     return importlib.import_module(f"triton.{name}")
 
 
@@ -154,7 +154,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _compiling(kernel: Any, grid: Any) -> Callable[..., Any]:
-    """Replaces KernelInterface.__getitem__, the `kernel[grid]` of a launch."""
+    """Replaces KernelInterface.__getitem__, which is the `kernel[grid]` of a launch."""
 
     def launch(*args: Any, **kwargs: Any) -> Any:
         global _failed, _launched

@@ -1,7 +1,7 @@
 """Adaptive curriculum: decides which samples an epoch draws, and how often.
 
 In the first epoch every task weighs the same. After an evaluation, samples of tasks with a pass rate between 20 and 80
-% weigh WEIGHT times as much: these are neither hopeless nor mastered. The name comes from the plan, this definition is
+% weigh WEIGHT times as much: these are neither hopeless nor mastered. The name comes from the plan, the definition is
 ours. A sample without a task weighs 1.
 """
 
@@ -19,8 +19,8 @@ IN_CODE = re.compile(r"\.(\w+)|\b(\w+)\(")  # only as code: `where` is also an E
 
 
 def tasks_of(question: str) -> frozenset[str]:
-    """The tasks that a pair practises: the one whose prompt is the question, else those that it names, or whose torch
-    functions it names, all of them, in any case and without underscores (`nn.ReLU` practises relu).
+    """The tasks that a pair practises: the one whose prompt is its question; else all that it names, or whose torch
+    functions it names, in any case and without underscores (`nn.ReLU` practises relu).
     """
     same = [task for task in TASKS if task.prompt.strip() in question]
     if same:
@@ -51,8 +51,9 @@ def weights(tasks: Sequence[Collection[str]], pass_rates: Mapping[str, float]) -
 
 
 def order(weight: Sequence[float], *, seed: int, epoch: int, begun: int = 0) -> list[int]:
-    """Sample indices, drawn in proportion to their weights, with replacement, heavier ones first; as many as there are
-    weights, less the `begun` that the epoch drew before the weights were known. A pure function of its arguments.
+    """Sample indices, drawn in proportion to their weights, with replacement, heavier ones first. Their number is that
+    of the weights, minus the `begun` that the epoch drew before the weights were known. A pure function of its
+    arguments.
     """
     count = len(weight) - begun
     drawn = random.Random(f"{seed} {epoch}").choices(range(len(weight)), weights=weight, k=count)

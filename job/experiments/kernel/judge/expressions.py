@@ -53,7 +53,7 @@ class Forbidden(Exception):
 
 
 class Expressions:
-    """Raises Forbidden at the first construct that is not allowed; everything that is not named here is forbidden."""
+    """Raises Forbidden at the first construct that is not allowed. Everything that is not named here is forbidden."""
 
     def __init__(self) -> None:
         self.modules: dict[str, str] = {}  # name in the source -> module
@@ -88,7 +88,7 @@ class Expressions:
                     raise Forbidden(node, f"{type(part).__name__} is not allowed")
 
     def _inner(self, node: ast.FunctionDef) -> None:
-        """A function within another, made anew by each call: nothing of it outlives the call."""
+        """A function within another is made anew by each call, so nothing of it outlives the call."""
         if node.decorator_list or getattr(node, "type_params", None):
             raise Forbidden(node, "a decorator, or parameters that are types, within a function")
         if node.returns is not None:
@@ -99,7 +99,7 @@ class Expressions:
                 self._statement(statement)
 
     def _with_statement(self, node: ast.With) -> None:
-        """Allows only the choice of a GPU, or no gradients: another stream would be possible as well."""
+        """Allows only the choice of a GPU, or no gradients, because another stream would be possible as well."""
         for item in node.items:
             call = item.context_expr
             if self._without_gradients(call):
@@ -114,7 +114,7 @@ class Expressions:
             self._statement(statement)
 
     def _without_gradients(self, node: ast.expr) -> bool:
-        """Whether it is one of NO_GRADIENTS, called without arguments."""
+        """Whether the expression is one of NO_GRADIENTS, called without arguments."""
         return isinstance(node, ast.Call) and not call_arguments(node) and self._full(node.func) in NO_GRADIENTS
 
     def _annotation(self, node: ast.expr) -> None:
@@ -161,11 +161,11 @@ class Expressions:
             raise Forbidden(node, f"{type(node).__name__} is not allowed")
 
     def _is_list(self, node: ast.expr) -> bool:
-        """Whether it is a list or dict of the module's."""
+        """Whether the name is a list or dict of the module."""
         return isinstance(node, ast.Name) and node.id in self.lists and not any(node.id in own for own in self.scopes)
 
     def _plain(self, node: ast.Call) -> bool:
-        """Whether it is one of PLAIN_CALLS, which have no name elsewhere."""
+        """Whether the call is one of PLAIN_CALLS, which have no name elsewhere."""
         most, words = PLAIN_CALLS.get(name := self._full(node.func) or "", (-1, frozenset()))
         if most < 0:
             return False
@@ -185,7 +185,7 @@ class Expressions:
 
     @contextmanager
     def _scope(self, node: ast.AST, names: Iterable[str]) -> Iterator[None]:
-        """Within the block these names are the inner scope's: outside they keep their meaning."""
+        """Within the block these names belong to the inner scope; outside they keep their meaning."""
         own = set(names)
         for name in own:
             self._new(node, name)
@@ -236,7 +236,7 @@ class Expressions:
         raise Forbidden(node, full)
 
     def _full(self, node: ast.AST) -> str | None:
-        """a.b.c with its module's full name; None for anything else."""
+        """The full name of a.b.c with its module; None for anything else."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -262,7 +262,7 @@ class Expressions:
         element: Callable[[ast.expr], None],
         iterated: Callable[[ast.expr], None],
     ) -> None:
-        """Checks a comprehension. Its first iterable belongs to the scope around it."""
+        """Checks a comprehension. Checks a comprehension, whose first iterable belongs to the scope around it."""
         iterated(node.generators[0].iter)
         with self._scope(node, stored([part.target for part in node.generators])):
             for number, part in enumerate(node.generators):
@@ -275,7 +275,7 @@ class Expressions:
 
 
 def _of_what_type(node: ast.expr) -> ast.expr | None:
-    """The x of type(x) or type(x).__name__, which may be shown as text: a type itself could be called."""
+    """The x of type(x) or type(x).__name__, which may be shown as text, because a type itself could be called."""
     if isinstance(node, ast.Attribute) and node.attr == "__name__":
         node = node.value
     match node:

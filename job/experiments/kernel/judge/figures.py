@@ -26,8 +26,8 @@ def verify(
     check: Callable[[], None],
     say: Callable[[str], None],
 ) -> list[Verdict]:
-    """A verdict on each of the `candidates`, in their order. It takes those in the ledger, and appends each new one at
-    once. `check` is called between candidates and may raise.
+    """Returns a verdict on each of the `candidates`, in their order. It takes those in the ledger, and appends each new
+    one at once. `check` is called between candidates and may raise.
     """
     known = {(v.candidate, v.source_sha256): v for v in ledger.read(Verdict.from_json) if v.row == FULL}
     keys = [(candidate.name, digest(candidate.source)) for candidate in candidates]
@@ -45,8 +45,8 @@ def verify(
 
 
 def figures(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """The figures of candidates that were judged alike. `untimed` counts correct ones without a known speed-up; they do
-    not count as fast. `suspicious` counts those that were run again.
+    """The figures of candidates that were judged in the same way. `untimed` counts correct ones without a known
+    speed-up; they do not count as fast. `suspicious` counts those that were run again.
     """
     rates = _rates(verdicts)
     counts = [(len(task), sum(v.passed for v in task)) for task in _by_task(verdicts)]
@@ -80,7 +80,7 @@ def compared(trained: Mapping[str, Sequence[Verdict]], *, seed: int) -> list[dic
 
 
 def text(table: Sequence[dict[str, Any]]) -> list[str]:
-    """A table of `figures` or of `compared` for people."""
+    """`figures` or `compared` as a table for people."""
     keys = (*RATES, "seconds_per_candidate")
     lines = [
         (

@@ -23,7 +23,7 @@ PASSED_ON = (  # environment variables to pass on: no credentials
 
 
 class ForkServer:
-    """One fork server, which is started again when it ends. `said`: its first message."""
+    """One fork server, which is started again when it ends. `said` is its first message."""
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
         self._arguments, self._environment = list(arguments), environment
@@ -85,7 +85,7 @@ class ForkServer:
         raise RuntimeError("the fork server of the funnel ended twice; see stderr")
 
     def ended(self, pid: int) -> None:
-        """Notes a process's end, and kills its strays: children of the server that nobody asked for."""
+        """Notes a process's end, and kills its strays: children of the server that nobody requested."""
         self.live.discard(pid)
         with self._lock:
             for stray in set(children(self.pid)) - self.live:

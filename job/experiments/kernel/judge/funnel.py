@@ -4,10 +4,10 @@ Only the judge decides: the candidate's process gets a source and inputs and ret
 expected output itself, after those bytes have arrived. Each candidate has one process that compiles and one that runs,
 and `candidate_s` per stage to answer in; the judge's own time between two questions is not counted, so a busy judge
 rejects nobody. A process that hangs, crashes or sends a malformed answer loses its candidate and nothing else. A
-candidate that was right on every input, but could not be timed within its time, passes without a speed-up.
+candidate that was right on every input, but was not timed within its limit, passes without a speed-up.
 
 Stages 1 and 2 need no GPU: on a machine with GPUs all cores do them in advance, and one worker per GPU does the others.
-On a CPU, where kernels are interpreted, one worker per core does all five; stage 2 compiles for a GPU there too.
+On a CPU, where kernels are interpreted, one worker per core does all five stages; stage 2 compiles for a GPU there too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _ReferenceLost(Exception):
 
 
 class Judge:
-    """Judges candidates, one by one or many at once. `gpus`: how many to use; with 0 it interprets on the CPU."""
+    """Judges candidates, one by one or many at once. `gpus`: how many GPUs to use; with 0 it interprets on the CPU."""
 
     def __init__(self, limits: Limits, seed: int, workers: Workers, *, gpus: int = 0) -> None:
         self.limits, self.seed, self._workers, self._gpus = limits, seed, workers, gpus
@@ -63,9 +63,9 @@ class Judge:
             self._free.put(worker % max(1, gpus))
 
     def prove(self, say: Callable[[str], None]) -> None:
-        """Runs one right kernel on each GPU, in a process like a candidate's, before any candidate: if that fails
-        twice, no candidate is to blame. Raises NoDeviceError, also if there are GPUs but the machine's kernel cannot
-        isolate; on a CPU it only prints that.
+        """Runs one kernel that is known to be right on each GPU, in a process like a candidate's, before any candidate.
+        If that fails twice, no candidate is to blame. Raises NoDeviceError, also if there are GPUs but the machine's
+        kernel cannot isolate; on a CPU it only prints that.
         """
         gpus, failed, contained = range(len(self._idle)), list[str](), list[bool]()
         with ThreadPoolExecutor(len(gpus)) as pool:
@@ -102,8 +102,8 @@ class Judge:
     def all(
         self, candidates: Iterable[Candidate], done: Callable[[Verdict], None], check: Callable[[], None] = lambda: None
     ) -> None:
-        """Judges in parallel; `done` gets each verdict as it comes, in this thread. `check` may raise to give up: then
-        running candidates end without a verdict.
+        """Judges in parallel; `done` gets each verdict as it comes, in this thread. `check` may raise to stop the
+        judge: then running candidates end without a verdict.
         """
         waiting, running, more = iter(candidates), set[Future[Course | Verdict]](), True
         with self._pools() as (compiles, runs):
@@ -124,7 +124,10 @@ class Judge:
 
     @contextmanager
     def _pools(self) -> Iterator[tuple[ThreadPoolExecutor, ThreadPoolExecutor]]:
-        """The pools for stages 1 and 2, and for the others. On an error waiting work never begins, the rest ends."""
+        """The thread pools for stages 1 and 2, and for the others.
+
+        After an error, waiting work never begins and the rest ends.
+        """
         runs = ThreadPoolExecutor(self.parallel)
         compiles = ThreadPoolExecutor(self._cores) if self._gpus else runs
         try:
@@ -245,7 +248,7 @@ class Judge:
 
     @contextmanager
     def _reference(self, gpu: int) -> Iterator[Process]:
-        """A process for references. It is trusted, so the next candidate's may reuse it, unless it is lost."""
+        """A process for references. It is trusted, so the next candidate may use it too, unless it is lost."""
         try:
             process = self._idle[gpu].get_nowait()
         except Empty:
@@ -269,7 +272,7 @@ class Judge:
                 idle.get().close()
 
     def _loaded(self, process: Process, source: str) -> timing.Ask:
-        """The stage's questions, once the candidate is loaded, which may not compute with torch."""
+        """The stage's function for questions, once the candidate is loaded, which may not compute with torch."""
         ask = timing.bound(process, self.limits.candidate_s)
         turn = random.Random(f"{self.seed} {digest(source)} turn").getrandbits(30)
         problem = timing.load_problem(ask, source, turn, ops=True)

@@ -1,4 +1,4 @@
-"""Brings Triton's interpreter nearer to its compiler: a program that compiles and is right on a GPU must be right here.
+"""Makes Triton's interpreter more like its compiler: a program that compiles and is right on a GPU must be right here.
 
 It patches a process from which candidates' processes are forked, or a new one.
 """
@@ -25,7 +25,7 @@ METHODS = ("ceil", "cos", "erf", "exp", "exp2", "floor", "log", "log2", "rsqrt",
 
 
 def install(turn: Callable[[], int]) -> dict[str, Any]:
-    """Patches the interpreter; `turn` numbers the calls. Returns what these names mean in a candidate's module:
+    """Patches the interpreter; `turn` numbers the calls. Returns what these names mean in a candidate's module: It is
     Python's own meaning if no tensor is involved.
     """
     tuner, language = importlib.import_module("triton.runtime.autotuner").Autotuner, _language()
@@ -51,8 +51,8 @@ def _function(block: Any, name: str) -> Any:
 
 
 def _in_turn(tuner: Any, turn: Callable[[], int], *args: Any, **kwargs: Any) -> Any:
-    """Replaces Autotuner.run where there is no GPU to tune for: each call of the program takes the next configuration,
-    so that all are tried, and remembers none.
+    """Replaces Autotuner.run if there is no GPU to tune for. Each call of the program takes the next configuration and
+    remembers none, so that all are tried.
     """
     tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
     choice = tuner.prune_configs(kwargs)

@@ -1,4 +1,4 @@
-"""Candidates with a known verdict: five kinds per task, each of which stops at its own stage (or passes all)."""
+"""Candidates with a known verdict: five kinds per task, each of which fails at another stage (or passes all)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def source(task: KernelTask, *, block: int = 1024, kind: Kind = "correct", body:
 
 
 def candidates(count: int) -> list[Candidate]:
-    """The first `count` of tasks x kinds x two block sizes, with tasks varying slowest; 200 are all."""
+    """The first `count` of all combinations of tasks, kinds and two block sizes, with tasks varying slowest; there are
+    200.
+    """
     made = [
         Candidate(
             name=f"planted-{task.name}-{kind}-{block}",

@@ -1,13 +1,13 @@
-"""Stage 1: the syntax and words that a candidate may use. A list of what is allowed, because one of what is not has
-holes.
+"""Stage 1 checks the syntax and words that a candidate may use. It is a list of what is allowed, because a list of what
+is forbidden has holes.
 
 A module holds imports, constants, `@triton.jit` functions and functions that launch them; `kernel_function` is the
-entry. Each kind of node is allowed only in its positions, each name has one meaning, the one that Python will find, and
-attributes and modules are those a kernel needs: there is no way to the interpreter, to another module's insides, or to
+entry. Each kind of node is allowed only in its positions. Each name has one meaning, the one that Python will find.
+Attributes and modules are those a kernel needs: there is no way to the interpreter, to another module's insides, or to
 an operation of torch that computes. Under the interpreter kernels are Python too, so they have no more rights. A
-module's Python keeps nothing from one call to the next. (Triton's objects may, as an autotuner's cache, and a kernel's
-pointers reach beyond its arguments: no rule can tell. The timing checks its trials for that.) An operator's effect on a
-tensor is not visible here: the run refuses it, and `forbidden_ops` checks the run's own list.
+module's Python keeps nothing from one call to the next. (Triton's objects may keep something, such as an autotuner's
+cache, and a kernel's pointers reach beyond its arguments: no rule can tell. The timing therefore checks its trials.) An
+operator's effect on a tensor is not visible here: the run refuses it, and `forbidden_ops` checks the list of the run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def problem(source: str) -> str | None:
 
 
 def forbidden_ops(names: Iterable[str]) -> list[str]:
-    """Torch functions among `names`, as a run reports them, that compute something."""
+    """Those torch functions among `names`, as a run reports them, that compute something."""
     return sorted(name for name in names if name not in ALLOWED_OPS)
 
 
@@ -88,7 +88,7 @@ class _Module(Expressions):
             raise Forbidden(tree, "no kernel is launched")
 
     def _name_at_top(self, node: ast.AST, name: str) -> None:
-        """Raises unless the name is new, and not Python's: before its definition it would have that meaning."""
+        """Raises unless the name is new and not one of Python's, whose meaning it would have before its definition."""
         self._new(node, name)
         if name in PYTHONS or name in self.top:
             raise Forbidden(node, f"{name} is given another meaning")
@@ -133,8 +133,8 @@ class _Module(Expressions):
             raise Forbidden(node, f"{type(node).__name__} at the top: only imports, constants and functions")
 
     def _decorator_value(self, node: ast.expr) -> None:
-        """Checks a value in a decorator, or in a top-level list for one: nothing that can be changed and that a lambda,
-        a kernel or its grid would see again.
+        """Checks a value in a decorator, or in a top-level list for one: it must be nothing that can be changed and
+        that a lambda, a kernel or its grid would see again.
         """
         if isinstance(node, ast.List):
             for part in node.elts:
@@ -154,7 +154,7 @@ class _Module(Expressions):
             self._element(node)
 
     def _returned_value(self, node: ast.expr) -> ast.expr | None:
-        """The expression that a call of a function returns, if the function is only a list."""
+        """The expression that a call of a function returns, if the function only returns a list."""
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args or node.keywords:
             return None
         function = self.functions.get(node.func.id)

@@ -1,14 +1,14 @@
 """Limits what a candidate's process can reach, before it sees the candidate. Linux only.
 
-The kernel is the boundary, as in a container of its own: namespaces (users, network, IPC, mounts, names, and processes
-but for CUDA), a root that holds libraries, read-only, and the scratch folder, another user than the judge where that is
-root, no capability, no new privilege, and a filter of system calls (syscalls.py). No layer decides a verdict. The judge
-limits time and memory (worker.py); the kernel refuses more address space than that.
+The operating system's kernel is the boundary, as in a container. Namespaces separate users, network, IPC, mounts, names
+and, except for CUDA, processes. The root holds only libraries, read-only, and the scratch folder. The user differs from
+the judge's if that is root; it has no capability and no new privilege, and system calls are filtered (syscalls.py). No
+layer decides a verdict. The judge limits time and memory (worker.py); the kernel refuses more address space than that.
 
 CUDA has fewer limits: since version 570 the driver names its threads in /proc/self/task/<id>/comm and turns a refusal
 into error 304; in a process namespace the ids differ from those of the existing /proc, and a new /proc may not be
 mounted where a container hides parts of it. So such a process sees the ids of the container's processes, and may change
-its own entries in /proc; it starts the C compiler, and loads its results from Triton's cache.
+its own entries in /proc. It may start the C compiler, and load that compiler's results from Triton's cache.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def die_with_parent() -> None:
 
 
 def fork(*, cuda: bool = False) -> tuple[int, bool]:
-    """os.fork into namespaces of the child's own; the child's id, and whether the kernel allowed them. Without `cuda`,
-    the child is the first of its process namespace: its own children end with it. Call it only in a process with one
-    thread.
+    """Forks as os.fork does, into the child's own namespaces; returns the child's id, and whether the kernel allowed
+    them. Without `cuda`, the child is the first of its process namespace, so its own children end with it. Call it only
+    in a process with one thread.
     """
     number = CLONE.get(platform.machine())
     if number is None:
@@ -88,7 +88,10 @@ def fork(*, cuda: bool = False) -> tuple[int, bool]:
 
 
 def _name_user(pid: int) -> bool:
-    """Gives the child one user and group, so that root's rights apply to none of its files. False: it stays nobody."""
+    """Gives the child one user and group, so that root's rights apply to no file of its own.
+
+    Returns False if the child stays nobody.
+    """
     for user, group in [(NOBODY, NOBODY)] * (os.geteuid() == 0) + [(os.geteuid(), os.getegid())]:
         with suppress(OSError):  # root may not change to another
             with suppress(OSError):  # written already
@@ -108,8 +111,8 @@ def give(scratch: Path, user: int = NOBODY) -> None:
 
 
 def enter() -> bool:
-    """Moves a process that was not forked here, and uses a GPU, into the namespaces: its child continues in them, while
-    the process itself holds nothing, ends with the child, and ends the child's remains.
+    """Moves a process that was not forked here, and uses a GPU, into the namespaces. Its child continues in them; the
+    process itself holds nothing, ends with the child, and ends what the child leaves.
     """
     adopt_orphans()
     child, namespaces = fork(cuda=True)
@@ -133,9 +136,9 @@ def end_children() -> None:
 
 
 def confine(scratch: Path, *, namespaces: bool, programs: bool, cuda: bool, memory_bytes: float) -> bool:
-    """Confines this process to its scratch folder and libraries; with `programs` it may run the system's, with `cuda`
-    it may use a GPU. Returns whether all of it holds: the filter and the limits also work without namespaces. Raises
-    OSError if a step fails half-way.
+    """Confines this process to its scratch folder and libraries; with `programs` it may run the system's programs, with
+    `cuda` it may use a GPU. Returns whether all of it holds, because the filter and the limits also work without
+    namespaces. Raises OSError if a step fails half-way.
     """
     with suppress(OSError):  # if memory runs out, this process is killed first
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -160,8 +163,8 @@ def confine(scratch: Path, *, namespaces: bool, programs: bool, cuda: bool, memo
 
 
 def visible(*, cuda: bool) -> Iterator[str]:
-    """The parts of the machine that it may read: the system's programs and libraries, Python's, and a GPU's files. Of
-    Python's path nothing else: its first entry is the folder it was started in.
+    """The parts of the machine that it may read: the system's programs and libraries, Python's, and a GPU's files.
+    Nothing else of Python's path is among them: its first entry is the folder in which Python was started.
     """
     yield from (*SYSTEM, *DEVICES, *PROCESSOR, sys.prefix, sys.base_prefix)
     yield from (path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
@@ -172,8 +175,8 @@ def visible(*, cuda: bool) -> Iterator[str]:
 
 
 def _change_root(scratch: Path, *, cuda: bool) -> bool:
-    """Replaces the root by one with only the `visible` parts, at their old paths, and the scratch folder. From here on
-    the user is another. False if no mount may be changed, and the machine's files stay.
+    """Replaces the root by one with only the `visible` parts, at their old paths, and the scratch folder. After it the
+    process has another user. Returns False if no mount may be changed, so that the machine's files stay visible.
     """
     private = _libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
     if private != 0 or _attribute(AT_FDCWD, "/", AT_RECURSIVE, READ_ONLY | NO_SUID) != 0:
@@ -219,7 +222,7 @@ def _change_user() -> None:
 
 
 def _new(path: Path) -> Path:
-    """The place of a path until the root has changed."""
+    """The place of a path before the root has changed."""
     return NEW_ROOT / path.relative_to("/")
 
 

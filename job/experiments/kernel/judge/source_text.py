@@ -19,7 +19,7 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\ufeff\ud800-\udfff]")
 
 
 def unreadable(source: str) -> str | None:
-    """Why this text could mean something else to Python, which reads it from a file, or is too long; None if neither.
+    """Why Python, which reads the text from a file, could read another text, or why it is too long; None if neither.
     Every source passes this check before a process gets it, whatever else is skipped.
     """
     if len(source) > MOST_CHARACTERS:

@@ -24,7 +24,7 @@ def pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> float | None:
 
 
 def fast_p(speedups: Sequence[Sequence[float | None]], p: float) -> float | None:
-    """Mean over tasks of the share of candidates that are correct and more than `p` times as fast as the reference
+    """The mean over tasks of the share of candidates that are correct and more than `p` times as fast as the reference
     (KernelBench, arXiv 2502.10517). None stands for an incorrect or untimed candidate.
     """
     if not speedups or not all(speedups):
@@ -64,9 +64,9 @@ def interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
 
 
 def paired_interval(one: Sequence[float], other: Sequence[float], *, seed: int) -> tuple[float, float]:
-    """The interval of the mean difference `one` - `other`, both shares, with a value per task in the same order. If all
-    tasks differ alike every draw is equal: then it extends by the share of tasks that could differ although none of so
-    many did (Wilson's, as in share_interval).
+    """The interval of the mean difference `one` - `other`. Both are shares, with a value per task in the same order. If
+    all tasks differ by the same amount, every draw is equal. Then the interval is widened by the share of tasks that
+    could differ although none of so many did (Wilson's, as in share_interval).
     """
     differences = [a - b for a, b in zip(one, other, strict=True)]
     low, high = interval(differences, seed=seed)

@@ -1,4 +1,5 @@
-"""The system calls that a candidate's process may make: a seccomp filter, which neither it nor its children can remove.
+"""The system calls that a candidate's process may make: a seccomp filter, which neither the process nor its children
+can remove.
 
 Calls that no kernel's program needs fail with EPERM: those that docker's default profile refuses, and sockets,
 messages, signals to others, System V memory, mounts, namespaces, new processes and programs. Calls newer than this
@@ -50,8 +51,8 @@ SET_SECCOMP, MODE_FILTER = 22, 2  # prctl
 
 
 def install(libc: ctypes.CDLL, *, programs: bool, cuda: bool) -> None:
-    """Installs the filter for this thread and everything that it starts. `programs`: it may start processes and
-    programs. `cuda`: it may also ask for sockets of this machine and for memory as a file, as a GPU's driver does.
+    """Installs the filter for this thread and everything that it starts. With `programs` it may start processes and
+    programs. With `cuda` it may also ask for sockets of this machine and for memory as a file, as a GPU's driver does.
     Raises OSError.
     """
     code = b"".join(_program(os.getpid(), programs=programs, cuda=cuda))
@@ -99,7 +100,7 @@ def _program(pid: int, *, programs: bool, cuda: bool) -> Iterator[bytes]:
 
 
 def _when(number: int, *steps: bytes) -> Iterator[bytes]:
-    """These steps for that call alone; they end with a return."""
+    """These steps for one system call; they end with a return."""
     yield _step(_EQUAL, number, 0, len(steps))
     yield from steps
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from gpufleet.job.experiments.kernel.judge import wire
 from gpufleet.job.experiments.kernel.judge.catalog import KernelTask
 
-Ranges = tuple[tuple[int, int, int], ...]  # per dimension: lowest, highest, step
+Ranges = tuple[tuple[int, int, int], ...]  # for each dimension: lowest, highest, step
 # On a CPU kernels are interpreted at milliseconds per program: just more than one block of 1024, and once 20. On a GPU
 # larger than its caches, and a multiple of 16 elements, which decides how fast memory is read. `spread` is a whole
 # number of blocks of up to 8192, for which programs often have a branch; `many-blocks` is odd, a multiple of no block.
@@ -70,8 +70,8 @@ class Case:
 
 
 def case(task: KernelTask, seed: int, name: str, device: str = "cpu") -> Case:
-    """tiny, one of ADVERSARIAL, or any other name: a full shape with normal values of its own; `random-1` and so on are
-    scaled by 0.5 to 50.
+    """`name` is tiny, one of ADVERSARIAL, or any other, which means a full shape with normal values of its own;
+    `random-1` and so on are scaled by 0.5 to 50.
 
     The tensors are on the CPU, with the sizes for `device`.
     """
@@ -104,7 +104,9 @@ def case(task: KernelTask, seed: int, name: str, device: str = "cpu") -> Case:
 
 
 class Cases:
-    """The inputs of a task, which no candidate changes: drawn once, and the last used ones kept up to CASES_BYTES."""
+    """The inputs of a task, which no candidate changes. They are drawn once, and the last used ones are kept, up to
+    CASES_BYTES.
+    """
 
     def __init__(self, seed: int, device: str) -> None:
         self._seed, self._device = seed, device
@@ -134,10 +136,10 @@ def layouts(task: KernelTask, seed: int) -> list[list[dict[str, Any]]]:
 
 
 def _laid_out(tensor: Tensor, number: int, name: str) -> Tensor:
-    """The tensor's elements with other strides for each argument: code that confuses one argument's strides with
-    another's, or with an output's, is wrong. `non-contiguous`: the first is transposed with a gap after each element,
-    so that a tensor made like it has other strides; the second is transposed; the third has a gap after each row.
-    `second-shape`: three dimensions in another order, the first with gaps, and the second expanded. `four`: four
+    """The tensor's elements with other strides for each argument, so that code is wrong if it confuses one argument's
+    strides with another's, or with an output's. `non-contiguous`: the first is transposed with a gap after each
+    element, so that a tensor made like it has other strides; the second is transposed; the third has a gap after each
+    row. `second-shape`: three dimensions in another order, the first with gaps, and the second expanded. `four`: four
     dimensions, of which the first's last two are in another order. `many-blocks`: the first has gaps. Other names have
     none.
     """
@@ -168,12 +170,12 @@ def _bytes(case: Case) -> int:
 
 
 def _mixed(ordinary: Tensor, other: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """Elements of `ordinary`, this share of them replaced by those of `other`."""
+    """Elements of `ordinary`, a share of them replaced by elements of `other`."""
     return torch.where(torch.rand(ordinary.shape, generator=generator) < share, other, ordinary)
 
 
 def _spread(signs: Tensor, most: float, generator: torch.Generator) -> Tensor:
-    """Magnitudes as in SPREADS, none above `most`."""
+    """Magnitudes as in SPREADS, but none above `most`."""
     chosen, place = (torch.rand(signs.shape, generator=generator) for _ in range(2))
     found = torch.empty_like(signs)
     for number, (low, high) in enumerate(SPREADS):
@@ -198,7 +200,10 @@ def _shape(task: KernelTask, seed: int, name: str, device: str) -> tuple[int, ..
 
 
 def expected(task: KernelTask, tensors: tuple[Tensor, ...]) -> Tensor:
-    """The reference's result. The judge computes it from its own copy, after the candidate has answered."""
+    """The reference's result.
+
+    The reference's result, which the judge computes from its own copy, after the candidate has answered.
+    """
     result = eval(task.reference, {"torch": torch, **dict(zip(task.arguments, tensors, strict=True))})
     assert isinstance(result, Tensor)
     return result

@@ -6,18 +6,19 @@ after TRIES there is no speed-up rather than a wrong one. Slow programs get fewe
 stage's time.
 
 On a GPU the stream is held while a call launches its kernels, so that kernels are compared, not a launcher with a
-dispatcher (without, 18 of 20 right kernels got no speed-up on an H100). Python time beyond that is the program's own.
-On a CPU, where kernels are interpreted, an empty launch is the cost of the program's launches without their work: a
-Triton kernel that does nothing for a candidate, and an eager operation on one element for the reference.
+dispatcher (without, 18 of 20 right kernels got no speed-up on an H100). Further Python time belongs to the program. On
+a CPU, where kernels are interpreted, an empty launch is the cost of the program's launches without their work: a Triton
+kernel that does nothing for a candidate, and an eager operation on one element for the reference.
 
 No call gets an earlier call's inputs: they are moved within the same memory by random numbers of the judge's, so a
 remembered result is wrong, however it is remembered, and detecting that is part of the time. Some calls between the
-trials list their torch functions, and for some trials the judge asks for the output afterwards. The judge's seed and
-the source's hash decide which; the candidate's process learns it after the call, or never.
+trials list their torch functions, and after some trials the judge asks for the output. The judge's seed and the
+source's hash decide which; the candidate's process learns it after the call, or never.
 
-A candidate's own process reads the clock, so the judge reads its own too: if trials took the judge much longer than the
-process reports, that is a lie, and no speed-up exceeds what the judge's clock can confirm. Above `suspicious` the
-judge's clock times it again on fresh inputs, with every output checked, and the verdict keeps the flag.
+A candidate's own process reads the clock, so the judge reads its own clock too. If trials took the judge much longer
+than the process reports, that is a lie, and no speed-up exceeds what the judge's clock can confirm. A speed-up above
+`suspicious` is timed again by the judge's clock on fresh inputs, with every output checked, and the verdict keeps the
+flag.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Rejected(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trials:
-    """One program's (lower quartile, median, upper quartile) in seconds, and the judge's median, within `blur`."""
+    """One program's quartiles (lower, median, upper) in seconds, and the judge's median, within `blur`."""
 
     quartiles: tuple[float, float, float]
     judged: float
@@ -60,7 +61,9 @@ class Trials:
 
     @property
     def incredible(self) -> bool:
-        """Whether the process lies: a busy machine delays some trials on their way to the judge, a lie all of them."""
+        """Whether the process lies: a busy machine delays only some trials on their way to the judge, a lie shortens
+        all of them.
+        """
         return self.quickest > LIE * self.slowest + LIE_S
 
     @property
@@ -70,7 +73,10 @@ class Trials:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """`speedup` None: not known, for the reason in `why`. `suspicious`: it seemed so fast that it was run again."""
+    """With `speedup` None it is unknown, for the reason in `why`.
+
+    `suspicious`: the program seemed so fast that it was run again.
+    """
 
     speedup: float | None
     why: str = ""
@@ -86,8 +92,8 @@ Empty = Literal["kernel", "operation"]  # which empty launch is subtracted: of a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """A program whose calls are timed. `listed`, `looked_at`: how many calls are checked each time; with `ops` also for
-    the torch functions that they call. `random`: the judge's generator.
+    """A program whose calls are timed. `listed`, `looked_at`: how many calls are checked each time; with `ops` the
+    torch functions that they call are checked too. `random`: the judge's generator.
     """
 
     ask: Ask
@@ -100,7 +106,10 @@ class Program:
     ops: bool = False
 
     def trials(self, count: int, others: Sequence[Callable[[], object]] = ()) -> Trials:
-        """Times `count` trials, with the calls `others` among them. Raises Rejected if a checked call is wrong."""
+        """Times `count` trials, with the checked calls `others` among them.
+
+        Raises Rejected if a checked call is wrong.
+        """
         for _ in range(WARM_UP):
             self._call()
             self._nothing()
@@ -127,25 +136,25 @@ class Program:
         )
 
     def remeasure(self) -> float:
-        """Seconds by the judge's clock for FRESH calls, all of them checked."""
+        """Seconds by the judge's clock for FRESH calls, all of which are checked."""
         give(self.ask, self.given)
         way = median(self._nothing()[1] for _ in range(FRESH))
         return max(SHORTEST_S, median(self._call(checked=True)[1] for _ in range(FRESH)) - way)
 
     def pace_s(self) -> float:
-        """Seconds per trial with everything around it."""
+        """Seconds per trial, with everything around it."""
         self._call()
         started = time.monotonic()
         self._call()
         return time.monotonic() - started
 
     def _nothing(self) -> tuple[float, float]:
-        """Like `_call`, for an empty launch, which needs no flush."""
+        """Like `_call`, but for an empty launch, which needs no flush."""
         self.ask({"do": "ready", "flush": False})
         return _trial(self.ask, empty=self.empty)
 
     def _call(self, *, listed: bool = False, checked: bool = False) -> tuple[float, float]:
-        """Seconds by the program's process and by the judge."""
+        """Seconds that the program's process and the judge measured."""
         shifts = [self.random.randrange(tensor.numel()) for tensor in self.given.tensors]
         self.ask({"do": "ready", "flush": True, "shifts": shifts})
         found = _trial(self.ask, ops=listed and self.ops)
@@ -170,8 +179,9 @@ def calibrated(
     limit_s: float = math.inf,
     others: Sequence[Callable[[], object]] = (),
 ) -> Timing:
-    """`secret`: unknown to the candidate when it was written, its own hash; `limit_s`: for all tries; `others`: checked
-    calls among the first try's trials. Raises Rejected for a lie or a wrong output, Lost if a process ends.
+    """`secret`: a text that the candidate could not know when it was written, such as its own hash; `limit_s`: for all
+    tries; `others`: checked calls among the first try's trials. Raises Rejected for a lie or a wrong output, Lost if a
+    process ends.
     """
     given, own = draw(task, "timing"), random.Random(f"{seed} {task.name} {secret}")
     ours = Program(
@@ -214,7 +224,7 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def _trial(ask: Ask, *, empty: Empty | None = None, ops: bool = False) -> tuple[float, float]:
-    """Seconds by the program's process and by the judge."""
+    """Seconds that the program's process and the judge measured."""
     started = time.perf_counter()
     reply, _ = ask({"do": "trial", "empty": empty, "ops": ops})
     return _seconds(reply), time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""What a candidate's processes hold: memory, and room in the scratch folder. Read from outside. Linux only."""
+"""What a candidate's processes use: memory, and room in the scratch folder. Read from outside. Linux only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_ENTRIES = 10_000
 
 
 def memory_bytes(pids: Iterable[int]) -> int:
-    """Resident memory, and the unnamed files that the processes hold open: memory of memfd_create belongs to no
+    """Resident memory, and the unnamed files that the processes hold open: memory from memfd_create belongs to no
     process, and unlinked files take room that no listing shows.
     """
     pids, nameless = list(pids), {}
@@ -35,8 +35,8 @@ def _resident(pid: int) -> int:
 
 
 def folder_bytes(folder: Path, most: int) -> int:
-    """The room that it takes on the disk, counted up to about `most`; more than `most` if it has more than
-    MOST_ENTRIES, or a folder that is closed or too deep to read.
+    """The room that the folder takes on the disk, counted up to about `most`. It is more than `most` if the folder has
+    more than MOST_ENTRIES, or contains a folder that is closed or too deep to read.
     """
     used, seen, left = 0, set(), [os.fspath(folder)]
     while left and used <= most:

@@ -22,8 +22,8 @@ FULL = "full"  # the row of verdicts by the whole funnel; files of 0.1.0 have mo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """`stage`: where it stopped, 1 to 5, or 6 if it passed all. Seconds are wall-clock; stage 2's are of the source's
-    first compilation, which later ones reuse. `suspicious`: it seemed so fast that it was run again.
+    """`stage`: where it stopped, 1 to 5, or 6 if it passed all. Seconds are wall-clock. Stage 2's are those of the
+    source's first compilation, which later verdicts reuse. `suspicious`: it seemed so fast that it was run again.
     """
 
     row: str
@@ -66,7 +66,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class Course:
-    """A candidate that is being judged."""
+    """A candidate while it is judged."""
 
     candidate: Candidate
     sha256: str
@@ -92,7 +92,7 @@ class Course:
         self.cpu_s += process.cpu_s
 
     def verdict(self, reason: str | None) -> Verdict:
-        """The verdict; `reason` None: it has passed."""
+        """The verdict; with `reason` None the candidate has passed."""
         found = self.timing
         return Verdict(
             row=FULL,

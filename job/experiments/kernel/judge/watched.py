@@ -1,9 +1,10 @@
-"""Watches a checked call: the functions it calls, reads of unwritten memory, writes outside its own.
+"""Watches a checked call: the functions that it calls, its reads of unwritten memory, its writes outside its own
+memory.
 
-Assume that a program can detect all of it. A kernel may read new memory, or beyond its own, and so tell a watched call
-from a timed one; the judge therefore also makes checked calls that are not watched. A program may also detect that its
-calls are listed: Python's own objects then have other addresses, which their text shows. So whatever computes outside
-of the rules' words, above all an operator, is refused in every call.
+A program must be assumed to detect all of it. A kernel may read new memory, or beyond its own, and so tell a watched
+call from a timed one; the judge therefore also makes checked calls that are not watched. A program may also detect that
+its calls are listed: Python's own objects then have other addresses, which their text shows. So whatever computes with
+words that the rules do not know, above all an operator, is refused in every call.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Computes(BaseException):
 
 
 def refuse_operators() -> None:
-    """Makes operators on tensors in this process raise Computes, and also methods that the rules take for a block's. It
-    costs nothing unless one is used. No program that passes the rules can undo it.
+    """Makes operators on tensors in this process raise Computes, and also methods that the rules take for those of a
+    block. It costs nothing unless one is used. No program that passes the rules can undo it.
     """
     for name in (*OPERATORS, *(OF_BLOCKS - METHODS)):
         setattr(torch.Tensor, name, _refusing(name))
@@ -72,7 +73,7 @@ class Fences:
         self._kept: list[Tensor] = []
 
     def fenced_copy(self, content: Tensor, shape: Any, stride: Any, offset: int) -> Tensor:
-        """A copy of a flat tensor within fences, with this shape, strides and offset."""
+        """A copy of a flat tensor between guard bytes, with this shape, strides and offset."""
         size, width = content.numel(), content.element_size()
         held = torch.full(((size + 2 * WIDTH) * width,), self._sign, dtype=torch.uint8, device=content.device)
         self._kept += [held[: WIDTH * width], held[(WIDTH + size) * width :]]
@@ -86,8 +87,8 @@ class Fences:
 
 
 class Ops(TorchFunctionMode):
-    """The names of the torch functions that a candidate calls and, if `fenced`, fences around their results. Fences
-    change a result's addresses, which a candidate may ask for.
+    """The names of the torch functions that a candidate calls and, if `fenced`, guard bytes around their results. Guard
+    bytes change a result's addresses, which a candidate may read.
     """
 
     def __init__(self, *, fenced: bool) -> None:
@@ -115,8 +116,8 @@ class Ops(TorchFunctionMode):
 
 
 def _reads(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a tensor is given as a number, for a size or a fill value: torch then reads it without calling anything
-    that would be listed, and a program could compute with it in that way.
+    """Whether a tensor is given as a number, for a size or a fill value. torch then reads it without a call that would
+    be listed, so a program could compute with it in that way.
     """
     numbers = [*args[name not in FROM_NUMBERS :], *(kwargs[key] for key in kwargs.keys() - {"input", "self", "out"})]
     each = (one for part in numbers for one in (part if isinstance(part, tuple | list) else [part]))
@@ -134,7 +135,7 @@ def _is_view(index: Any) -> bool:
 
 @contextmanager
 def filled() -> Iterator[None]:
-    """Within the block new memory holds NaN, not earlier contents, which may be right."""
+    """Within the block new memory holds NaN instead of earlier contents, which may be right."""
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     try:
         yield

@@ -1,7 +1,7 @@
 """Messages between the judge and a candidate's process: a JSON head and raw bytes. Never pickle.
 
-Messages of a candidate's process are data to be checked against the question. Every part of a message gets the type of
-its name here, or the message is refused: other code needs to check only whether a part exists and is true.
+Messages from a candidate's process are data, to be checked against the question. Every part of a message gets the type
+of its name here, or the message is refused: other code needs to check only whether a part exists and is true.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def reply(head: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a waiting reader does meanwhile."""
+    """What a reader does while it waits."""
 
     watch: Callable[[], None]
     every_s: float
@@ -171,9 +171,9 @@ def _exactly(source: socket.socket, size: int, look: Look) -> bytearray:
 
 
 def _ready(end: socket.socket, event: int, timeout: int, seconds: float, until: float) -> bool:
-    """Whether a call could move a byte within `seconds`, and before `until`; it waits that long. The call itself then
-    waits at most as long for the rest of its bytes. A call that also waited for its first byte would start again at
-    every signal, and never end in a process that a profiler samples.
+    """Waits until a call could move a byte, for `seconds` and until `until` at most; returns whether it could. The call
+    itself then waits at most as long for the rest of its bytes. A call that also waited for its first byte would start
+    again at every signal, and never end in a process that a profiler samples.
     """
     if until == math.inf:
         end.setsockopt(socket.SOL_SOCKET, timeout, _TIME.pack(0, 0))
@@ -186,7 +186,7 @@ def _ready(end: socket.socket, event: int, timeout: int, seconds: float, until: 
 
 
 def pack(tensor: Tensor) -> tuple[dict[str, Any], bytes]:
-    """A tensor's place in its storage, and the whole storage, so that strides survive."""
+    """A tensor's place in its storage, and the whole storage, so that its strides survive."""
     whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
     spec = {
         "dtype": str(tensor.dtype).removeprefix("torch."),

@@ -33,11 +33,11 @@ class Lost(Exception):
 
 
 class OutOfTime(Lost):
-    """It did not answer in time; its earlier answers stay valid."""
+    """It did not answer in time, but its earlier answers stay valid."""
 
 
 class NotBegun(Lost):
-    """It ended, or was silent, before it had a source: not the candidate's fault."""
+    """It ended, or was silent, before it had a source, so the candidate is not to blame."""
 
 
 class NoDeviceError(Exception):
@@ -45,8 +45,8 @@ class NoDeviceError(Exception):
 
 
 class Workers:
-    """Starts processes. Compiling ones, and on a CPU interpreting ones, are forked from servers that have imported
-    everything; for GPUs they are new.
+    """Starts processes. Processes that compile, and on a CPU those that interpret, are forked from servers that have
+    imported everything; those for GPUs are new.
     """
 
     def __init__(self, folder: Path, *, gpus: bool) -> None:
@@ -224,7 +224,7 @@ class Process:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops it and its descendants within the block, because another process is timed."""
+        """Stops the process and its descendants within the block, because another process is timed."""
         self._signal(signal.SIGSTOP)
         try:
             yield
@@ -237,7 +237,7 @@ class Process:
                 os.kill(pid, number)
 
     def end(self) -> None:
-        """Ends it and everything it started. Its files stay until it is closed."""
+        """Ends the process and everything that it started. Its files stay until it is closed."""
         if self._over:
             return
         self._over = True
