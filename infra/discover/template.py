@@ -214,8 +214,8 @@ def _plan(found: ScriptFacts) -> CountingPlan:
         word = "step" if steps_per_epoch else "epoch"
         unit = "epoch" if tells_batch and not steps_per_epoch else "step"
     elif total is None and any("epoch" in each for each in groups) and not tells_step and not tells_batch:
-        unit, word = "epoch" if "{step" in names else "step", "epoch"
-    if total is not None and unit == word == "step" and not steps_per_epoch and lines and lines[0].counts == "epoch":
+        word = "step" if "{step" in names else "epoch"
+    if unit == word == "step" and not steps_per_epoch and lines and lines[0].counts == "epoch":
         lines = ()  # they cannot give a step
     return CountingPlan(
         unit=unit, word=word, total=total, steps_per_epoch=steps_per_epoch, every=_every(found), lines=lines
@@ -655,7 +655,7 @@ class _Writer:
     def rehearsal(self, command: str) -> Iterator[str]:
         """The lines of the section rehearsal."""
         plan, total, every = self.plan, self.asked, self.plan.every
-        counts_epochs, check = total is not None and total.unit == "epoch", ""
+        counts_epochs, check = "epoch" in (plan.word, total.unit if total is not None else ""), ""
         interval = every.count or REHEARSED_EVERY
         if self.can_say_every or every.count is None:
             interval = 1 if "epoch" in (every.unit, plan.word) else min(interval, REHEARSED_EVERY)
