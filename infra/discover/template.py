@@ -320,7 +320,11 @@ class _Writer:
             place.environment |= row.environment
             return typed
         if facts is None and row is not None and row.format == "nanochat":
-            place.folder, place.why = '"{state}/base_checkpoints/d20"', "CHECK: d and the depth, or the model tag"
+            place.environment["NANOCHAT_BASE_DIR"] = "{state}"
+            depth, tag = (self.settings.find(each) for each in ("depth", "model_tag"))
+            model = (tag.value if tag is not None else None) or f"d{depth.value if depth is not None else 20}"
+            place.folder = f'"{{state}}/base_checkpoints/{model}"'
+            place.why = "CHECK: of the base model, by its depth or its tag"
             return typed
         out_row = row if row is not None and row.out and row.form and self.passes_on else None  # by its own setting
         if facts is not None and facts.place.in_checkpoints and out_row is None:

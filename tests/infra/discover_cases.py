@@ -424,6 +424,18 @@ CASES: dict[str, CodeCase] = {
         expects={"job.command": r"^\./go\.sh$", "job.work.steps": "^300$"},
         says=(r"go\.sh:2 does not pass on what is added",),
     ),
+    "nanochat's folder follows from its depth and a variable": CodeCase(
+        files={
+            "scripts/base_train.py": "import argparse\nfrom nanochat.gpt import GPT\np = argparse.ArgumentParser()\n"
+            "p.add_argument('--depth', type=int, default=20)\np.add_argument('--num-iterations', type=int)\n"
+            "p.add_argument('--model-tag', default=None)\np.parse_args()\nGPT(); loss.backward()\n"
+        },
+        command="torchrun --nproc_per_node=8 -m scripts.base_train --depth=12 --num-iterations=500",
+        expects={
+            "job.env.NANOCHAT_BASE_DIR": r"^\{state\}$",
+            "job.checkpoint.folder": r"^\{state\}/base_checkpoints/d12$",
+        },
+    ),
     "a target of a Makefile": CodeCase(
         files={"Makefile": "S ?= 100\nall: x\n\ntrain:\n\tpython t.py --steps $(S)\n", "t.py": PLAIN},
         command="make train S=400",
