@@ -19,7 +19,7 @@ _PYTHON = re.compile(r"python3? (?=-m |[^-])")
 _DEEPSPEED = re.compile(r"(?<!\S)deepspeed (?!.*--no_ssh\b)")
 # Without ssh each node starts its own ranks; of the hosts in the file only their number and slots are read.
 _BY_DEEPSPEED = (
-    "seq -f 'node-%g slots={gpus}' {nodes} > {state}/hostfile && deepspeed --hostfile {state}/hostfile --no_ssh"
+    "deepspeed --hostfile \"$(seq -f 'node-%g slots={gpus}' {nodes} > {state}/hosts; echo {state}/hosts)\" --no_ssh"
     " --node_rank {node_rank} --master_addr {master} --master_port {port} "
 )
 _STATIC = {"{node_rank}": "--node-rank {node_rank}", "{master}": "--master-addr {master} --master-port {port}"}

@@ -523,7 +523,7 @@ class _Writer:
             why = f"{row.name} writes it last"
         if last and shown[0].endswith("/"):
             yield f"    complete: {_quoted(last)}   # {why}"
-        if row is not None and row.also and facts is None:
+        if row is not None and row.also and (facts is None or facts.names == row.each):
             yield f"    also: [{', '.join(row.also)}]   # {row.name} resumes by it"
 
     def _every_lines(self) -> Iterator[str]:

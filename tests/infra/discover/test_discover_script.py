@@ -229,7 +229,7 @@ MEETS = "--master-addr {master} --master-port {port}"
     ),
     (
         "deepspeed --num_nodes 2 --num_gpus=8 --hostfile hosts train.py --deepspeed_config ds.json",
-        "seq -f 'node-%g slots={gpus}' {nodes} > {state}/hostfile && deepspeed --hostfile {state}/hostfile --no_ssh"
+        "deepspeed --hostfile \"$(seq -f 'node-%g slots={gpus}' {nodes} > {state}/hosts; echo {state}/hosts)\" --no_ssh"
         " --node_rank {node_rank} --master_addr {master} --master_port {port} train.py --deepspeed_config ds.json",
         2, {},
     ),
