@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 # Settings of torchrun, of `accelerate launch`, and of Lightning's trainers, which ask the environment for the rest.
 _NODES = r"nnodes|num[-_]machines|(?:trainer\.)?num[-_]nodes"
+# PyTorch's ImageNet example and its many heirs start a node's processes themselves, and call nodes world and rank.
+_SPAWNS = {r"world[-_]size": "{nodes}", "rank": "{node_rank}", r"dist[-_]url": "tcp://{master}:{port}"}
 _WORDS = {
     r"node[-_]rank|machine[-_]rank": "{node_rank}",
     r"master[-_]addr|main[-_]process[-_]ip|main[-_]address": "{master}",
@@ -38,7 +40,8 @@ class SeveralNodes(NamedTuple):
 
 def for_several(command: str, coded: object) -> SeveralNodes | None:
     """`coded`: how many nodes the code gives its framework, if that is a number. None: the command is for one."""
-    found = _value(_NODES).search(command)
+    spawns = "--multiprocessing-distributed" in command
+    found = _value(r"world[-_]size" if spawns else _NODES).search(command)
     value = found["value"] if found is not None else coded if isinstance(coded, str) else "1"
     if value in ("1", "1:1"):
         return None
@@ -49,7 +52,7 @@ def for_several(command: str, coded: object) -> SeveralNodes | None:
         command = _DEEPSPEED.sub(_BY_DEEPSPEED, re.sub(" {2,}", " ", command), 1)
         return SeveralNodes(command, count, {})
     command = _value(_NODES).sub(r"\g<flag>{nodes}", command)
-    for flags, word in _WORDS.items():
+    for flags, word in (_SPAWNS if spawns else _WORDS).items():
         command = _value(flags).sub(rf"\g<flag>{word}", command)
     if "accelerate" in command:
         command = _value(r"num[-_]processes").sub(r"\g<flag>{ranks}", command)

@@ -228,6 +228,12 @@ MEETS = "--master-addr {master} --master-port {port}"
         2, {},
     ),
     (
+        "python train.py --dist-url 'tcp://10.0.0.1:23456' --multiprocessing-distributed --world-size 2 --rank 0 data",
+        "python train.py --dist-url tcp://{master}:{port} --multiprocessing-distributed --world-size {nodes}"
+        " --rank {node_rank} data",
+        2, {},
+    ),
+    (
         "deepspeed --num_nodes 2 --num_gpus=8 --hostfile hosts train.py --deepspeed_config ds.json",
         "deepspeed --hostfile \"$(seq -f 'node-%g slots={gpus}' {nodes} > {state}/hosts; echo {state}/hosts)\" --no_ssh"
         " --node_rank {node_rank} --master_addr {master} --master_port {port} train.py --deepspeed_config ds.json",
