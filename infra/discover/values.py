@@ -158,8 +158,8 @@ class Values:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return (int(value) if value == int(value) else None), None
         if isinstance(expr, ast.Subscript):
-            for node, there in self._dictionaries(expr.value, scope, depth):
-                for key, inner in zip(node.keys, node.values, strict=True):
+            for table, there in self._dictionaries(expr.value, scope, depth):
+                for key, inner in zip(table.keys, table.values, strict=True):
                     if key is not None and literal(key) == literal(expr.slice):
                         return self.quantity(inner, there, depth + 1)
         if called(expr) in _OF_FIRST and expr.args:  # type: ignore[attr-defined]

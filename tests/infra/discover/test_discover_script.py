@@ -217,8 +217,8 @@ MEETS = "--master-addr {master} --master-port {port}"
     ),
     (
         "litgpt pretrain pythia-14m --num_nodes 2",
-        f"torchrun {OURS} {MEETS} --nproc-per-node {{gpus}} --no-python litgpt pretrain pythia-14m --num_nodes {{nodes}}"
-        " --out_dir {checkpoints}",
+        f"torchrun {OURS} {MEETS} --nproc-per-node {{gpus}} --no-python litgpt pretrain pythia-14m"
+        " --num_nodes {nodes} --out_dir {checkpoints}",
         2, {},
     ),
     (
