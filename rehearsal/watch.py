@@ -399,7 +399,11 @@ class Watch:
         for number, kept in self._new_objects(bucket.GANG, bucket.GENERATION_KEY, self.generations):
             reached, leader = max(view.last_step for view in self.views.values()), self.views.get(kept["members"][0])
             begun = self.generations[number] = Begun(step=int(kept["step"]), reached=reached, leader=leader)
-            names = [self.views[each].name for each in kept["members"] if each in self.views]
+            members = [self.views[each] for each in kept["members"] if each in self.views]
+            for view in members:
+                if view.first_step is None:  # what others log until then reaches its copy of the log, too
+                    view.logged_at = max(view.logged_at, datetime.now(UTC))
+            names = [view.name for view in members]
             after = f" from step {begun.step}" if begun.step >= 0 else ""
             self._tell("together", f"{' and '.join(names)} train together{after}", number=number)
 

@@ -235,11 +235,26 @@ def _score(save: CodeSave, saves: Saves, values: Values) -> float:
             (1.5, any(load == save.parts for load, _ in saves.loads)),
             # negative or 0 turns saving off
             (-4.0, setting is not None and isinstance(setting.value, int) and setting.value <= 0),
+            (-4.0, _is_not_asked_for(save, values)),
             (0.5, isinstance(head, str) or (head is not None and head.kind in ("setting", "checkpoints"))),
             (2.5, save.site.scope.file == values.entry),
             (-4.0, not re.search(r"[A-Za-z<]", re.sub(r"<(any|step|epoch|batch)>", "", text))),
         )
     )
+
+
+def _is_not_asked_for(save: CodeSave, values: Values) -> bool:
+    """Whether the command gives a setting another word than the save needs: a number, or that of `by == "epoch"`."""
+    interval = save.cadence.setting if save.cadence is not None else None
+    if interval is not None and interval.typed is not None and interval.count is None:
+        return True
+    for statement in save.site.around:
+        match statement:
+            case ast.If(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[ast.Constant(value=str() as word)])):
+                _, setting = values.quantity(left, save.site.scope)
+                if setting is not None and setting.typed not in (None, word):
+                    return True
+    return False
 
 
 def pattern(save: CodeSave, values: Values) -> Pattern | None:

@@ -18,7 +18,7 @@ from gpufleet.infra.discover.lines import PrintedLine, find_lines
 from gpufleet.infra.discover.reach import Reach, Site, dotted, walk
 from gpufleet.infra.discover.resume import find_resume, shown
 from gpufleet.infra.discover.saves import CodeSave, Pattern, Saves, around_of, find_saves, loop_unit, pattern
-from gpufleet.infra.discover.settings import ScriptSettings, Setting, declared, literal, of_file
+from gpufleet.infra.discover.settings import ScriptSettings, Setting, declared, environment_key, literal, of_file
 from gpufleet.infra.discover.source import CodeFolder, Finding
 from gpufleet.infra.discover.start import StartedProgram, dockerfile_command, starts
 from gpufleet.infra.discover.values import Hole, Kind, Span, Values, loop_range
@@ -383,8 +383,10 @@ def _read_calls(found: ScriptFacts, reach: Reach) -> None:
         if site.name == "signal" and len(written) > 1 and "SIG_" not in written[1]:
             if (signal := written[0].rpartition(".")[2]) in SIGNALS:
                 found.signals.append(Finding(signal, site.where))
-        elif site.name in ("get", "getenv") and written:
-            found.runs_alone |= literal(site.call.args[0]) in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        elif key := environment_key(site.call):
+            found.runs_alone |= key in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+            if key == "GPUFLEET_RESUME_FROM":
+                found.reads_itself = found.reads_itself or Finding("it reads $GPUFLEET_RESUME_FROM", site.where)
         elif site.name == "init_process_group":
             found.joins = found.joins or Finding("it joins a process group", site.where)
         elif re.search(r"trainer\.train\(\)$", ast.unparse(site.call), re.IGNORECASE) and is_trainers:

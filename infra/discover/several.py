@@ -7,15 +7,23 @@ from typing import NamedTuple
 
 # Settings of torchrun, of `accelerate launch`, and of Lightning's trainers, which ask the environment for the rest.
 _NODES = r"nnodes|num[-_]machines|(?:trainer\.)?num[-_]nodes"
+# PyTorch's ImageNet example and its many heirs start a node's processes themselves, and call nodes world and rank.
+_SPAWNS = {r"world[-_]size": "{nodes}", "rank": "{node_rank}", r"dist[-_]url": "tcp://{master}:{port}"}
 _WORDS = {
     r"node[-_]rank|machine[-_]rank": "{node_rank}",
-    r"master[-_]addr|main[-_]process[-_]ip": "{master}",
-    r"master[-_]port|main[-_]process[-_]port": "{port}",
+    r"master[-_]addr|main[-_]process[-_]ip|main[-_]address": "{master}",
+    r"master[-_]port|main[-_]process[-_]port|main[-_]port": "{port}",
     r"rdzv[-_]endpoint": "{master}:{port}",
     r"rdzv[-_]id": "{run}",  # $RANDOM and a job number differ on each node, or are not set
 }
 _TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.(?:run|launch)\b")
 _PYTHON = re.compile(r"python3? (?=-m |[^-])")
+_DEEPSPEED = re.compile(r"(?<!\S)deepspeed (?!.*--no_ssh\b)")
+# Without ssh each node starts its own ranks; of the hosts in the file only their number and slots are read.
+_BY_DEEPSPEED = (
+    "deepspeed --hostfile \"$(seq -f 'node-%g slots={gpus}' {nodes} > {state}/hosts; echo {state}/hosts)\" --no_ssh"
+    " --node_rank {node_rank} --master_addr {master} --master_port {port} "
+)
 _STATIC = {"{node_rank}": "--node-rank {node_rank}", "{master}": "--master-addr {master} --master-port {port}"}
 # Lightning follows torchrun, and each of its processes then has a WORLD_SIZE, which shows that nodes met.
 _BY_TORCHRUN = f"torchrun --nnodes {{nodes}} {' '.join(_STATIC.values())} --nproc-per-node {{gpus}} "
@@ -32,14 +40,19 @@ class SeveralNodes(NamedTuple):
 
 def for_several(command: str, coded: object) -> SeveralNodes | None:
     """`coded`: how many nodes the code gives its framework, if that is a number. None: the command is for one."""
-    found = _value(_NODES).search(command)
+    spawns = "--multiprocessing-distributed" in command
+    found = _value(r"world[-_]size" if spawns else _NODES).search(command)
     value = found["value"] if found is not None else coded if isinstance(coded, str) else "1"
     if value in ("1", "1:1"):
         return None
     most = value.rpartition(":")[2]
     count = int(most) if most.isdigit() else 0
+    if _DEEPSPEED.search(command):
+        command = _value(rf"{_NODES}|num_gpus|hostfile|node_rank|master_addr|master_port").sub("", command)
+        command = _DEEPSPEED.sub(_BY_DEEPSPEED, re.sub(" {2,}", " ", command), 1)
+        return SeveralNodes(command, count, {})
     command = _value(_NODES).sub(r"\g<flag>{nodes}", command)
-    for flags, word in _WORDS.items():
+    for flags, word in (_SPAWNS if spawns else _WORDS).items():
         command = _value(flags).sub(rf"\g<flag>{word}", command)
     if "accelerate" in command:
         command = _value(r"num[-_]processes").sub(r"\g<flag>{ranks}", command)
@@ -48,7 +61,8 @@ def for_several(command: str, coded: object) -> SeveralNodes | None:
         lacks = [words for word, words in _STATIC.items() if word not in command]
         command = command.replace("{nodes}", " ".join(["{nodes}", *lacks]), 1)
     if "{node_rank}" not in command and not meets:
-        command = _PYTHON.sub(_BY_TORCHRUN, command, 1) if _PYTHON.match(command) else command
+        command = _PYTHON.sub(_BY_TORCHRUN, command, 1)
+        command = re.sub(r"^(?=litgpt )", f"{_BY_TORCHRUN}--no-python ", command)
     by_environment = "{node_rank}" not in command and not meets
     return SeveralNodes(command, count, dict(_BY_ENVIRONMENT) if by_environment else {})
 

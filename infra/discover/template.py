@@ -214,8 +214,8 @@ def _plan(found: ScriptFacts) -> CountingPlan:
         word = "step" if steps_per_epoch else "epoch"
         unit = "epoch" if tells_batch and not steps_per_epoch else "step"
     elif total is None and any("epoch" in each for each in groups) and not tells_step and not tells_batch:
-        unit, word = "epoch" if "{step" in names else "step", "epoch"
-    if total is not None and unit == word == "step" and not steps_per_epoch and lines and lines[0].counts == "epoch":
+        word = "step" if "{step" in names else "epoch"
+    if unit == word == "step" and not steps_per_epoch and lines and lines[0].counts == "epoch":
         lines = ()  # they cannot give a step
     return CountingPlan(
         unit=unit, word=word, total=total, steps_per_epoch=steps_per_epoch, every=_every(found), lines=lines
@@ -320,7 +320,11 @@ class _Writer:
             place.environment |= row.environment
             return typed
         if facts is None and row is not None and row.format == "nanochat":
-            place.folder, place.why = '"{state}/base_checkpoints/d20"', "CHECK: d and the depth, or the model tag"
+            place.environment["NANOCHAT_BASE_DIR"] = "{state}"
+            depth, tag = (self.settings.find(each) for each in ("depth", "model_tag"))
+            model = (tag.value if tag is not None else None) or f"d{depth.value if depth is not None else 20}"
+            place.folder = f'"{{state}}/base_checkpoints/{model}"'
+            place.why = "CHECK: of the base model, by its depth or its tag"
             return typed
         out_row = row if row is not None and row.out and row.form and self.passes_on else None  # by its own setting
         if facts is not None and facts.place.in_checkpoints and out_row is None:
@@ -519,7 +523,7 @@ class _Writer:
             why = f"{row.name} writes it last"
         if last and shown[0].endswith("/"):
             yield f"    complete: {_quoted(last)}   # {why}"
-        if row is not None and row.also and facts is None:
+        if row is not None and row.also and (facts is None or facts.names == row.each):
             yield f"    also: [{', '.join(row.also)}]   # {row.name} resumes by it"
 
     def _every_lines(self) -> Iterator[str]:
@@ -655,7 +659,7 @@ class _Writer:
     def rehearsal(self, command: str) -> Iterator[str]:
         """The lines of the section rehearsal."""
         plan, total, every = self.plan, self.asked, self.plan.every
-        counts_epochs, check = total is not None and total.unit == "epoch", ""
+        counts_epochs, check = "epoch" in (plan.word, total.unit if total is not None else ""), ""
         interval = every.count or REHEARSED_EVERY
         if self.can_say_every or every.count is None:
             interval = 1 if "epoch" in (every.unit, plan.word) else min(interval, REHEARSED_EVERY)

@@ -157,6 +157,11 @@ class Values:
         value = literal(expr)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return (int(value) if value == int(value) else None), None
+        if isinstance(expr, ast.Subscript):
+            for table, there in self._dictionaries(expr.value, scope, depth):
+                for key, inner in zip(table.keys, table.values, strict=True):
+                    if key is not None and literal(key) == literal(expr.slice):
+                        return self.quantity(inner, there, depth + 1)
         if called(expr) in _OF_FIRST and expr.args:  # type: ignore[attr-defined]
             return self.quantity(expr.args[0], scope, depth + 1)  # type: ignore[attr-defined]
         if isinstance(expr, ast.Call) and (read := self.settings.find(environment_key(expr))) is not None:
@@ -169,6 +174,14 @@ class Values:
                 return found
         setting = self.settings.find(_key(expr) or chain) if _key(expr) or chain else None
         return (setting.count if setting is not None else None), setting
+
+    def _dictionaries(self, expr: ast.expr | ast.For, scope: Scope, depth: int) -> Iterator[tuple[ast.Dict, Scope]]:
+        """The dictionaries that an expression may be, where the code writes them out."""
+        if isinstance(expr, ast.Dict):
+            yield expr, scope
+        elif depth <= DEEP and (chain := dotted(expr)):
+            for node, there in self.bound(chain, expr, scope):
+                yield from self._dictionaries(node, there, depth + 1)
 
     def kinds(self, expr: ast.AST | None, scope: Scope) -> Kind | None:
         """What an expression counts; None if not known."""

@@ -117,7 +117,8 @@ class ResumeCheck:
         self.verdict = verdict
         kept = f" ({place(self._checkpoint)})" if self._checkpoint is not None and self._checkpoint.counts else ""
         what = f"checkpoint of {self._config.unit} {self._restored.step:,}{kept} was restored"
-        does = ": it does not resume" if verdict == "begins anew" else ""
+        or_anew = "; if it goes on and counts anew, write job.resume.check: none"
+        does = f": it does not resume{or_anew}" if verdict == "begins anew" else ""
         self.why = f"{what} and {fact}{does}"
 
     def _what_would_show(self, lines: str) -> str:

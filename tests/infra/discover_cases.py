@@ -69,6 +69,32 @@ def main():
         writer.save(epoch)
 main()
 """
+BY_STEP_OR_EPOCH = """
+import argparse, os
+from accelerate import Accelerator
+def training_function(config, args):
+    accelerator, num_epochs, overall_step = Accelerator(), int(config["num_epochs"]), 0
+    by = args.saves_by
+    if by is not None and by.isdigit():
+        by = int(args.saves_by)
+    for epoch in range(num_epochs):
+        for step, batch in enumerate(loader):
+            accelerator.backward(loss)
+            overall_step += 1
+            if isinstance(by, int):
+                if overall_step % by == 0:
+                    accelerator.save_state(os.path.join(args.dest, f"step_{overall_step}"))
+        accelerator.print(f"epoch {epoch}:", metric)
+        if by == "epoch":
+            accelerator.save_state(os.path.join(args.dest, f"epoch_{epoch}"))
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--saves_by", type=str, default=None)
+    parser.add_argument("--dest", type=str, default=".")
+    config = {"lr": 2e-5, "num_epochs": 3}
+    training_function(config, parser.parse_args())
+main()
+"""
 ENDLESS = """
 import argparse, torch
 parser = argparse.ArgumentParser()
@@ -398,6 +424,18 @@ CASES: dict[str, CodeCase] = {
         expects={"job.command": r"^\./go\.sh$", "job.work.steps": "^300$"},
         says=(r"go\.sh:2 does not pass on what is added",),
     ),
+    "nanochat's folder follows from its depth and a variable": CodeCase(
+        files={
+            "scripts/base_train.py": "import argparse\nfrom nanochat.gpt import GPT\np = argparse.ArgumentParser()\n"
+            "p.add_argument('--depth', type=int, default=20)\np.add_argument('--num-iterations', type=int)\n"
+            "p.add_argument('--model-tag', default=None)\np.parse_args()\nGPT(); loss.backward()\n"
+        },
+        command="torchrun --nproc_per_node=8 -m scripts.base_train --depth=12 --num-iterations=500",
+        expects={
+            "job.env.NANOCHAT_BASE_DIR": r"^\{state\}$",
+            "job.checkpoint.folder": r"^\{state\}/base_checkpoints/d12$",
+        },
+    ),
     "a target of a Makefile": CodeCase(
         files={"Makefile": "S ?= 100\nall: x\n\ntrain:\n\tpython t.py --steps $(S)\n", "t.py": PLAIN},
         command="make train S=400",
@@ -449,6 +487,41 @@ CASES: dict[str, CodeCase] = {
             "job.resume.args": r"^--go_on_from \{checkpoint\}$",
         },
         silent=("elsewhere",),
+    ),
+    "of two ways to save the one that was typed, epochs; their number stands in a dictionary": CodeCase(
+        files={"t.py": BY_STEP_OR_EPOCH},
+        command="accelerate launch t.py --saves_by epoch",
+        expects={
+            "job.checkpoint.each": r"^epoch_\{step\}/$",
+            "job.checkpoint.every": "'steps': 1",
+            "job.progress.stdout": r"\?P<step>",
+            "job.work.steps": "^3$",
+            "rehearsal.job.work.steps": "^3$",
+            "rehearsal.job.checkpoint.every": "'steps': 1",
+        },
+    ),
+    "of two ways to save the one that was typed, steps": CodeCase(
+        files={"t.py": BY_STEP_OR_EPOCH},
+        command="accelerate launch t.py --saves_by 200",
+        expects={
+            "job.checkpoint.each": r"^step_\{step\}/$",
+            "job.checkpoint.every": "'steps': 200",
+            "job.work.epochs": "^3$",
+            "job.work.steps_per_epoch": "^1000$",
+            "rehearsal.job.command": "--saves_by 10 ",
+            "rehearsal.job.checkpoint.every": "'steps': 10",
+        },
+    ),
+    "names that count steps are no epochs, though only epochs are told": CodeCase(
+        files={"t.py": BY_STEP_OR_EPOCH.replace('int(config["num_epochs"])', "ask()")},
+        command="accelerate launch t.py --saves_by 200",
+        expects={
+            "job.work": None,
+            "rehearsal.job.work.epochs": None,
+            "rehearsal.job.work.steps": "^60$",
+            "rehearsal.job.command": "--saves_by 10 ",
+            "rehearsal.job.checkpoint.every": "'steps': 10",
+        },
     ),
     "processes that were typed": CodeCase(
         files={"t.py": PLAIN},
@@ -693,6 +766,16 @@ CASES: dict[str, CodeCase] = {
             "job.checkpoint.every.epochs": "^1$",
             "job.resume": None,
         },
+    ),
+    "a script that asks for its checkpoint as the node says it": CodeCase(
+        files={
+            "t.py": "import os\nfrom lightning.pytorch import Trainer\n"
+            "Trainer(max_steps=90).fit(net, ckpt_path=os.environ.get('GPUFLEET_RESUME_FROM'))\n"
+        },
+        command="python t.py",
+        expects={"job.checkpoint.format": "^lightning$"},
+        says=("it reads .GPUFLEET_RESUME_FROM",),
+        silent=("how it goes on",),
     ),
     "Lightning's callback says where, how often and under which names": CodeCase(
         files={"t.py": LIGHTNING},

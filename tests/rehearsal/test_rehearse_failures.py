@@ -9,12 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -22,6 +23,9 @@ from gpufleet.infra.cli import main
 from gpufleet.infra.commands import rehearse as command
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.command.host import SETUP_BEGINS, SETUP_ENDS
+from gpufleet.job.contract import bucket, metrics
+from gpufleet.job.contract.gang import GangGeneration
+from gpufleet.job.contract.workdir import METRICS
 from gpufleet.job.kind import EXPERIMENTS
 from gpufleet.rehearsal import environment, scratch
 from gpufleet.rehearsal.clock import ManualClock
@@ -30,7 +34,7 @@ from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.node import NodeRunner, RehearsalNode
 from gpufleet.rehearsal.rehearse import headline, rehearse
 from gpufleet.rehearsal.timeline import Timeline
-from gpufleet.rehearsal.watch import NodeView, Planned, RunFailedError, Watch
+from gpufleet.rehearsal.watch import WORK_FOLDERS, NodeView, Planned, RunFailedError, Watch
 from tests.rehearsal.declared import fleet, template
 from tests.repository import ROOT
 from tests.waiting import HANG_S
@@ -270,7 +274,6 @@ def test_what_a_rehearsal_writes_is_ignored_by_git() -> None:
 @pytest.fixture
 def cloud(tmp_path: Path) -> Iterator[Cloud]:
     with Cloud(tmp_path, habits=Habits(relaunch_s=0.2)) as cloud:
-        cloud.client("s3").create_bucket(Bucket="bucket", CreateBucketConfiguration={"LocationConstraint": "us-east-2"})
         yield cloud
 
 
@@ -464,6 +467,32 @@ def test_what_a_set_up_prints_is_shown_and_its_silence_is_no_standstill(tmp_path
     assert not looks()
     shown = [each.text for each in watching.timeline.select("setup")]
     assert shown == [f"node 1: {SETUP_BEGINS}", "node 1:   Collecting tiny", f"node 1: {SETUP_ENDS}"]
+
+
+def test_a_node_s_first_step_is_none_that_others_logged_while_it_started(
+    tmp_path: Path, cloud: Cloud, watch: Watching
+) -> None:
+    watching, launched = watch(), datetime.now(UTC)
+    node = SimpleNamespace(root=tmp_path, instance=SimpleNamespace(id="i-1", launched_at=launched))
+    view = watching.views["i-1"] = NodeView(node=cast(RehearsalNode, node), number=4, logged_at=launched)
+    log = next(tmp_path / each for each in WORK_FOLDERS) / METRICS
+    log.parent.mkdir(parents=True)
+
+    def logs(step: int) -> int | None:
+        with log.open("ab") as opened:
+            opened.write(metrics.write({"ts": time.time(), "step": step}))
+        watching._metrics(view)
+        return view.first_step
+
+    others = metrics.write({"ts": time.time(), "step": 8})
+    kept = GangGeneration(number=2, members=("i-1",), addresses=("",), step=4).to_json()
+    watching.bucket = "of-a-gang"
+    place: Any = {"LocationConstraint": "us-east-2"}
+    cloud.client("s3").create_bucket(Bucket=watching.bucket, CreateBucketConfiguration=place)
+    cloud.client("s3").put_object(Bucket=watching.bucket, Key=f"r1/{bucket.generation_key(2)}", Body=json.dumps(kept))
+    watching._checkpoints(at_once=True)
+    log.write_bytes(others)  # restored as it began
+    assert (logs(5), view.last_step) == (5, 5)
 
 
 def test_a_failed_attempt_is_shown_with_the_containers_last_words(cloud: Cloud, watch: Watching) -> None:

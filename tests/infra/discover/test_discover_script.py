@@ -216,6 +216,30 @@ MEETS = "--master-addr {master} --master-port {port}"
         2, {"NODE_RANK": "{node_rank}", "MASTER_ADDR": "{master}", "MASTER_PORT": "{port}"},
     ),
     (
+        "litgpt pretrain pythia-14m --num_nodes 2",
+        f"torchrun {OURS} {MEETS} --nproc-per-node {{gpus}} --no-python litgpt pretrain pythia-14m"
+        " --num_nodes {nodes} --out_dir {checkpoints}",
+        2, {},
+    ),
+    (
+        "fabric run --num-nodes=2 --node-rank=0 --main-address=10.0.0.1 --main-port=1234 --devices=8 train.py",
+        "fabric run --num-nodes={nodes} --node-rank={node_rank} --main-address={master} --main-port={port}"
+        " --devices={gpus} train.py",
+        2, {},
+    ),
+    (
+        "python train.py --dist-url 'tcp://10.0.0.1:23456' --multiprocessing-distributed --world-size 2 --rank 0 data",
+        "python train.py --dist-url tcp://{master}:{port} --multiprocessing-distributed --world-size {nodes}"
+        " --rank {node_rank} data",
+        2, {},
+    ),
+    (
+        "deepspeed --num_nodes 2 --num_gpus=8 --hostfile hosts train.py --deepspeed_config ds.json",
+        "deepspeed --hostfile \"$(seq -f 'node-%g slots={gpus}' {nodes} > {state}/hosts; echo {state}/hosts)\" --no_ssh"
+        " --node_rank {node_rank} --master_addr {master} --master_port {port} train.py --deepspeed_config ds.json",
+        2, {},
+    ),
+    (
         "torchrun --nnodes=2 --nproc_per_node=8 train.py",
         f"torchrun --nnodes={{nodes}} --node-rank {{node_rank}} {MEETS} --nproc_per_node={{gpus}} train.py",
         2, {},

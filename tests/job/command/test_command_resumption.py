@@ -12,6 +12,7 @@ import pytest
 from tests.job.script_world import FakeScript, ScriptWorld, lost_and_started_again
 
 SEED, QUICK, ALL = 43, 40, 200
+DOES_NOT = ": it does not resume; if it goes on and counts anew, write job.resume.check: none"
 STEPS, EPOCHS, HOURS = {"steps": 60}, {"epochs": 6}, {"hours": {"low": 1, "likely": 2, "high": 3}}
 TENTH, EACH, MINUTE = {"steps": 10}, {"epochs": 1}, {"minutes": 1}
 Case = tuple[
@@ -52,7 +53,7 @@ def test_a_start_that_begins_anew_is_refused(tmp_path: Path, name: str) -> None:
     assert start.restored is not None
     before = world.checkpoints.newest
     assert world.run(start, until=case[3]) is None
-    assert start.refusal.endswith(": it does not resume")
+    assert start.refusal.endswith(DOES_NOT)
     assert world.checkpoints.newest == before  # nothing of it is taken for the run's
 
 
@@ -138,7 +139,7 @@ def test_what_shows_that_it_begins_anew_counts_whenever_it_comes(tmp_path: Path)
     world.script = replace(script, every=30, delivery="in blocks")
     assert world.run(start) is None
     assert "goes on" in world.verdicts
-    assert start.refusal.endswith("the command began at step 4: it does not resume")
+    assert start.refusal.endswith("the command began at step 4" + DOES_NOT)
 
 
 def test_a_start_that_does_nothing_with_what_it_was_given_has_not_finished(tmp_path: Path) -> None:
