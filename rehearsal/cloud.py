@@ -11,7 +11,7 @@ a ManualClock it stands still until told:
     cloud.tick()
     cloud.kill(instance_id)  # gone without notice
     cloud.quotas["L-3819A6DF"] = 0  # or cloud.no_capacity(), cloud.deny("DeleteFleets", node=True), ...
-    cloud.leftovers() # everything that exists now and did not exist at the beginning
+    cloud.leftovers()  # everything that exists now and did not exist at the beginning
 """
 
 from __future__ import annotations

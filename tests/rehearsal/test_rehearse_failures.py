@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -274,6 +274,7 @@ def test_what_a_rehearsal_writes_is_ignored_by_git() -> None:
 @pytest.fixture
 def cloud(tmp_path: Path) -> Iterator[Cloud]:
     with Cloud(tmp_path, habits=Habits(relaunch_s=0.2)) as cloud:
+        cloud.client("s3").create_bucket(Bucket="bucket", CreateBucketConfiguration={"LocationConstraint": "us-east-2"})
         yield cloud
 
 
@@ -486,9 +487,6 @@ def test_a_node_s_first_step_is_none_that_others_logged_while_it_started(
 
     others = metrics.write({"ts": time.time(), "step": 8})
     kept = GangGeneration(number=2, members=("i-1",), addresses=("",), step=4).to_json()
-    watching.bucket = "of-a-gang"
-    place: Any = {"LocationConstraint": "us-east-2"}
-    cloud.client("s3").create_bucket(Bucket=watching.bucket, CreateBucketConfiguration=place)
     cloud.client("s3").put_object(Bucket=watching.bucket, Key=f"r1/{bucket.generation_key(2)}", Body=json.dumps(kept))
     watching._checkpoints(at_once=True)
     log.write_bytes(others)  # restored as it began
