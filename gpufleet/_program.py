@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from datetime import UTC, datetime
 
@@ -9,7 +10,7 @@ import pulumi
 
 from gpufleet.infra.definition.selected import refuse_unread
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.program import engine
+from gpufleet.infra.program import approval, engine
 from gpufleet.job.text import printable
 
 SHOWN = 32  # tells the engine that the message was shown, so that it adds none
@@ -35,6 +36,7 @@ def program() -> None:
 
         preview = bool(pulumi.runtime.is_dry_run())
         unknown = unknown_fleets.look(plan.definition, was.fleet_ids, aws.client, datetime.now(UTC), preview=preview)
+        approval.require(plan, os.environ.get(approval.VARIABLE))
         engine.begin(plan.verdict, was)
     except GpufleetError as error:
         pulumi.log.error(printable(f"{error}\nNothing was declared."))

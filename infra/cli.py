@@ -47,6 +47,7 @@ GROUPS = {
         "prepare": "what a run reads: your folders and prefixes hashed, a ready-made job's tokens made",
         "doctor": "check the account: credentials, quotas, roles, offers, AMI, image; --pin writes AMI and image"
         " digest",
+        "run": "all of a run in one command: bill, approval, up, wait, results, destroy, sweep; run again, it goes on",
         "wait": "after pulumi up: wait for a node, and explain why there is none",
     },
     "While it runs": {

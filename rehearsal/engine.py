@@ -10,19 +10,18 @@ is read or written, so a forgotten variable cannot touch a real stack.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpufleet.infra.program import project
+from gpufleet.infra.program.pulumi_cli import streamed as streamed
 from gpufleet.job import ledger
 from gpufleet.rehearsal import provider
 from gpufleet.rehearsal.environment import scratch
@@ -30,7 +29,6 @@ from gpufleet.rehearsal.handlers import handler
 from gpufleet.rehearsal.handlers.table import Aws
 
 Say = Callable[[str], None]
-END_S = 20.0  # the longest that the engine takes to finish its current resource and to end its plugins
 
 
 @dataclass(frozen=True, slots=True)

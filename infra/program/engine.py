@@ -13,8 +13,6 @@ from typing import Any
 import pulumi
 from pulumi.runtime.sync_await import _sync_await
 
-from gpufleet.infra.bill.answer import answer
-from gpufleet.infra.bill.table import kept_sentence
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program.plan import Plan, make
 from gpufleet.infra.program.previous import previous, previous_of_component
@@ -86,13 +84,6 @@ def lines(resource: pulumi.Resource | None = None) -> Callable[[str], None]:
 
 def say(plan: Plan, resource: pulumi.Resource | None = None, *, also: Iterable[str] = ()) -> None:
     """Shows the bill, the warnings, and what a destroy will leave (which runs no program that could show it)."""
-    lines = answer(
-        plan.bill,
-        f"gpufleet cost {plan.definition.priced_argument}",
-        today=datetime.now(UTC).date(),
-        cheaper=plan.cheaper.line if plan.cheaper else "",
-        fallbacks=plan.fallbacks,
-    )
-    pulumi.log.info(printable("\n".join([*lines, kept_sentence(plan.bill)])), resource)
+    pulumi.log.info(printable("\n".join(plan.shown(datetime.now(UTC).date()))), resource)
     for warning in (*plan.warnings, *also):
         pulumi.log.warn(printable(warning), resource)

@@ -9,16 +9,18 @@ import base64
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
 from gpufleet import job
 from gpufleet.infra.bill import limits, options, record
+from gpufleet.infra.bill.answer import answer
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import problems
 from gpufleet.infra.bill.fallback import Fallback, fallback_problems, price_fallbacks
 from gpufleet.infra.bill.project import bill_of
+from gpufleet.infra.bill.table import kept_sentence
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare.cheaper import Cheaper, bill_and_cheaper
 from gpufleet.infra.definition.loader import find, tagged
@@ -75,6 +77,17 @@ class Plan:
         """What a destroy will leave, with its price. Preview and up must say it, because a destroy runs no program."""
         kept = self.bill.kept
         return {"what": kept.what, "usd_per_month": f"${kept.usd_per_month:.4f}"}
+
+    def shown(self, today: date) -> list[str]:
+        """The bill in a dozen lines, and what a destroy will leave."""
+        lines = answer(
+            self.bill,
+            f"gpufleet cost {self.definition.priced_argument}",
+            today=today,
+            cheaper=self.cheaper.line if self.cheaper else "",
+            fallbacks=self.fallbacks,
+        )
+        return [*lines, kept_sentence(self.bill)]
 
     def numbers(self) -> dict[str, Any]:
         """The bill's figures as numbers, for a program that reads them through a StackReference."""

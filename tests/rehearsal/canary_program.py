@@ -50,7 +50,7 @@ def forked(
 def main(project: Path) -> None:
     os.setsid()  # it is killed with what it has started
     Flight.command = pinned  # type: ignore[method-assign]
-    engine.streamed = forked
+    engine.streamed = forked  # type: ignore[assignment]
     client = functools.cache(lambda service: boto3.client(service))
     flown = Flight(
         project=project,

@@ -1,0 +1,184 @@
+"""`gpufleet run NAME`: the whole of a run in one command: its bill, an approval, up, wait, results, destroy, sweep.
+
+It keeps no record of its own. What exists says how far the run is: the stack's output, its fleet, the run's folder in
+the bucket, the results on this machine. So the same command goes on wherever an earlier one was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from gpufleet.infra.account import aws
+from gpufleet.infra.account.fleet import fleets_of, is_over
+from gpufleet.infra.account.results import cut_off
+from gpufleet.infra.account.run_folder import find_folder
+from gpufleet.infra.account.status import headline, report
+from gpufleet.infra.account.wait import WaitLoop
+from gpufleet.infra.commands import results, stack, sweep
+from gpufleet.infra.definition.loader import is_path, project_root
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.inputs.readiness import not_ready
+from gpufleet.infra.program import plan, pulumi_cli
+from gpufleet.infra.program.approval import approval
+from gpufleet.infra.program.run_guard import Previous
+from gpufleet.infra.review import policy
+from gpufleet.job.contract.workdir import RECEIPT
+
+LOOK_S = 60.0  # between two looks at a run
+
+
+class StackEngine(Protocol):
+    """What this command needs of the Pulumi engine."""
+
+    def outputs(self) -> dict[str, Any]: ...
+
+    def up(self, approved: str) -> None: ...
+
+    def destroy(self) -> None: ...
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds STACK and the approval."""
+    stack.argument(parser)
+    parser.add_argument("--approve", metavar="HASH", help="of the bill that was shown; without it you are asked")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when the run is over and nothing unwanted is left; 1 if it was not approved, left no results, or left
+    something in the account.
+    """
+    root = project_root(Path.cwd())
+    name = Path(args.stack).stem if is_path(args.stack) else args.stack
+    engine = pulumi_cli.PulumiStack(root=root, name=name)
+    engine.select()
+    return WholeRun(args=args, definition=stack.definition_of(args), root=root, engine=engine).carry_out()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeRun:
+    """One run, from wherever it is to its end."""
+
+    args: argparse.Namespace
+    definition: StackDefinition
+    root: Path
+    engine: StackEngine
+    sleep: Callable[[float], None] = time.sleep
+
+    def carry_out(self) -> int:
+        """The exit code, as of `run`."""
+        if not self._is_over():
+            if not self._has_begun():
+                approved = self._approved()
+                if not approved:
+                    return 1
+                self.engine.up(approved)
+            if code := self._wait():
+                return code
+        if self._folder() is not None:
+            asked = argparse.Namespace(stack=self.args.stack, run_id=None, to=None, light=False, exports=False)
+            asked.quiet = False
+            if code := results.run(asked):
+                again = f"then `pulumi destroy` and `gpufleet sweep {self.definition.argument}`"
+                print(f"Nothing was destroyed, so that you can look at what it left; {again}.")
+                return code
+        self._require_own_stack()
+        self.engine.destroy()
+        return sweep.run(argparse.Namespace(stack=self.args.stack, delete=False, yes=False))
+
+    def _client(self, service: str) -> Any:
+        return aws.client(service, self.definition.fleet.region)
+
+    def _folder(self) -> Any:
+        """The run's folder in the bucket; None without one of this owner."""
+        folder = find_folder(self._client("s3"), self.definition)
+        return folder if folder and folder.is_of(self.definition.run.owner) else None
+
+    def _is_over(self) -> bool:
+        """Whether the run has come to an end: by its bucket, or where that is gone, by its receipt on this machine."""
+        folder = self._folder()
+        if folder is None:
+            receipt = self.root / "results" / self.definition.name / self.definition.run.id / RECEIPT
+            return receipt.is_file() and not self._fleets()
+        if folder.read_done() is not None:
+            return True
+        ended = cut_off(self.definition, folder.owner, folder.objects(), self._client("ec2"), datetime.now(UTC))
+        return bool(ended and ended.reason)
+
+    def _has_begun(self) -> bool:
+        """Whether an earlier `up` made the run's fleet, also one that was cut short after it."""
+        began = (self.engine.outputs().get("run") or {}).get("id")
+        return began == self.definition.run.id or bool(self._fleets())
+
+    def _fleets(self) -> list[dict[str, Any]]:
+        """The run's fleets that may launch nodes."""
+        now, owner = datetime.now(UTC), self.definition.run.owner
+        found = fleets_of(self._client("ec2"), self.definition)
+        return [each for each in found if not is_over(each, now) and aws.owner_of(each) in ("", owner)]
+
+    def _approved(self) -> str:
+        """The hash of the bill as it is now, if it is approved; else empty. Shows the bill unless the hash that was
+        given is that one. Raises GpufleetError for a run that `up` would refuse.
+        """
+        definition, now = stack.definition_of(self.args, past_deadline=False), datetime.now(UTC)
+        if missing := not_ready(definition, self.root):
+            raise GpufleetError("\n".join([f"{definition.source}: not ready", *(f"  - {line}" for line in missing)]))
+        made = plan.make(
+            self.root,
+            definition.name if definition.source.parent == self.root / "stacks" else str(definition.source),
+            now=now,
+            previous=Previous(outputs={}),
+            preview=True,
+            scenario=definition.scenario,
+        )
+        rules = policy.find_policy(self.root) or policy.Policy()
+        if broken := policy.broken(rules, policy.facts(made.definition, made.bill, made.fallbacks)):
+            raise GpufleetError("\n".join(f"breaks {each.rule} of policy.yaml: {each.message}" for each in broken))
+        found = approval(made)
+        if self.args.approve == found:
+            return found
+        print("\n".join(made.shown(now.date())))
+        for warning in made.warnings:
+            print(f"gpufleet: {warning}", file=sys.stderr)
+        if self.args.approve:
+            print(f"{self.args.approve} is the hash of another bill; this one has not been approved.")
+        print(f"Hash of this bill: {found}. It begins with `gpufleet run {definition.argument} --approve {found}`.")
+        try:
+            agreed = input("Begin it now? Type yes: ").strip() == "yes"
+        except EOFError:
+            agreed = False
+        return found if agreed else ""
+
+    def _wait(self) -> int:
+        """Waits until the run is over; 1, with the reason, if it cannot go on by itself. The run needs nobody to wait:
+        a stopped command changes nothing about it.
+        """
+        ec2, s3, scheduler = (self._client(service) for service in ("ec2", "s3", "scheduler"))
+        watch = WaitLoop(definition=self.definition, ec2=ec2, s3=s3, sleep=self.sleep)
+        said = ""
+        while not self._is_over():
+            if code := watch.until_node(math.inf):
+                return 0 if self._is_over() else code
+            line = headline(list(report(self.definition, ec2, s3, datetime.now(UTC), scheduler)))
+            if line != said:
+                print(line)
+            said = line
+            self.sleep(LOOK_S)
+        return 0
+
+    def _require_own_stack(self) -> None:
+        """Raises GpufleetError if the stack has another run up, which a destroy would end."""
+        began = (self.engine.outputs().get("run") or {}).get("id")
+        if began and began != self.definition.run.id:
+            raise GpufleetError(
+                f"run {self.definition.run.id} is over, and the Pulumi stack has run {began}, which a destroy would"
+                f" end. Nothing was destroyed. Put run.id: {began} into {self.definition.source} to go on with it."
+            )

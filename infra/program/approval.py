@@ -1,0 +1,39 @@
+"""The hash by which somebody approves a bill that was shown, before anything exists that costs money.
+
+`gpufleet run` asks for it and hands it to `pulumi up`, whose program computes it again from the plan that it is about
+to declare: a file, a price or data that changed in between is refused there too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.program.plan import Plan
+
+VARIABLE = "GPUFLEET_APPROVED"  # of the environment of `pulumi up`
+DIGITS = 16
+_OF_THE_CLOCK = ("began", "valid_until")
+
+
+def approval(plan: Plan) -> str:
+    """The hash, in hexadecimal digits, of what the run begins with and of its bill in cents."""
+    begins_with = {key: value for key, value in asdict(plan.verdict.run).items() if key not in _OF_THE_CLOCK}
+    bills = [plan.bill.usd, *(each.usd for each in plan.fallbacks)]
+    cents = [[f"{usd:.2f}" for usd in asdict(each).values()] for each in bills]
+    text = json.dumps([begins_with, cents, plan.kept_after_destroy()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+def require(plan: Plan, approved: str | None) -> None:
+    """Raises GpufleetError if the plan would begin a run that is not the `approved` one. None: nobody has been asked,
+    as in a plain `pulumi up`, which asks itself.
+    """
+    if approved is None or plan.verdict.continues or (now := approval(plan)) == approved:
+        return
+    raise GpufleetError(
+        f"{plan.definition.source}: {approved} was approved, and what `up` would begin now is {now}: the bill or what "
+        f"the run reads has changed. `gpufleet run {plan.definition.argument}` shows the bill again."
+    )

@@ -1,0 +1,110 @@
+"""The `pulumi` on PATH, which `gpufleet run` and rehearsals drive."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.program import approval
+
+END_S = 20.0  # the longest that a rehearsal's engine takes to finish its current resource and to end its plugins
+INSTALL = "https://www.pulumi.com/docs/install/"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PulumiStack:
+    """One Pulumi stack of the project in `root`. Raises GpufleetError when a command of the engine fails; what the
+    engine said stands above then.
+    """
+
+    root: Path
+    name: str
+    say: Callable[[str], None] = print
+
+    def select(self) -> None:
+        """Selects the stack, and makes it the first time."""
+        if shutil.which("pulumi") is None:
+            raise GpufleetError(f"`pulumi` is not on PATH; {INSTALL} says how to install it")
+        self._call("stack", "select", "--create")
+
+    def outputs(self) -> dict[str, Any]:
+        """The outputs of the last `up`; empty without one and after a destroy."""
+        words = ["pulumi", "stack", "output", "--json", "--non-interactive", "--stack", self.name]
+        done = subprocess.run(words, cwd=self.root, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if done.returncode:
+            raise GpufleetError(f"`{' '.join(words)}` failed: {done.stderr.strip()}")
+        return dict(json.loads(done.stdout))
+
+    def up(self, approved: str) -> None:
+        """Previews and makes everything, if the bill is still the approved one."""
+        self._call("up", "--yes", environment={approval.VARIABLE: approved})
+
+    def destroy(self) -> None:
+        """Removes everything that the definition does not keep."""
+        self._call("destroy", "--yes")
+
+    def _call(self, *words: str, environment: Mapping[str, str] | None = None) -> None:
+        command = ["pulumi", *words, "--non-interactive", "--stack", self.name]
+        code, _ = streamed(
+            command, folder=self.root, environment={**os.environ, **(environment or {})}, say=self.say, end_s=None
+        )
+        if code:
+            raise GpufleetError(
+                f"`{' '.join(command)}` failed, for the reason above. `gpufleet docs real-aws` says what to do after a "
+                "killed command; then the same `gpufleet run` goes on from here."
+            )
+
+
+def streamed(
+    command: list[str],
+    *,
+    folder: Path | None,
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+    end_s: float | None = END_S,
+) -> tuple[int, str]:
+    """Runs a command and passes each line to `say` as it comes; (exit code, everything that it printed). After a Ctrl-C
+    the engine finishes the resource that it is at; `end_s` seconds later it is killed, if that is not None.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a second Ctrl-C in a terminal makes the engine leave its plugins behind
+    )
+    lines = []
+    with process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                say(line.rstrip("\n"))
+        except BaseException:
+            _end(process, end_s)
+            raise
+    return process.returncode, "".join(lines)
+
+
+def _end(process: subprocess.Popen[str], end_s: float | None) -> None:
+    """Ends the engine, at first by asking it: only the engine knows its plugins' process groups."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.communicate(timeout=end_s)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

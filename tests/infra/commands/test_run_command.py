@@ -1,0 +1,302 @@
+"""`gpufleet run`: killed at each of its steps and run again, it ends as one that was left alone; nothing is made
+without the hash of the bill that would be made now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from gpufleet.infra.commands import results, stack, sweep
+from gpufleet.infra.commands import run as command
+from gpufleet.infra.compare import cheaper
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.program import approval, plan, pulumi_cli
+from gpufleet.infra.program.run_guard import Previous
+from gpufleet.job.text import stamp
+from gpufleet.rehearsal.clock import ManualClock
+from gpufleet.rehearsal.cloud import Cloud
+from gpufleet.rehearsal.engine import Engine, InProcess, Pulumi
+from tests import forked
+from tests.rehearsal.engine_world import STACK, edit, pinned, project
+
+# The moments of a whole run, each before or after what it names.
+STEPS = ("up", "wait", "results", "destroy", "sweep")
+MOMENTS = [f"{when} {step}" for step in STEPS for when in ("before", "after")][:-1]
+
+
+class KilledError(BaseException):
+    """The end of the process, as a closed laptop would bring it."""
+
+
+@dataclass
+class InProcessStack:
+    """The stack of `gpufleet run` on the in-process runner."""
+
+    engine: InProcess
+    approved: list[str] = field(default_factory=list)
+
+    def outputs(self) -> dict[str, Any]:
+        return self.engine.outputs()
+
+    def up(self, approved: str) -> None:
+        self.approved.append(approved)
+        self.engine._environment = {**self.engine._environment, approval.VARIABLE: approved}
+        if not (made := self.engine.up()).ok:
+            raise GpufleetError(made.diagnostics)
+
+    def destroy(self) -> None:
+        assert self.engine.destroy().ok
+
+
+@dataclass
+class RunWorld:
+    cloud: Cloud
+    file: Path
+    engine: command.StackEngine
+
+    def run(self, *, approve: str | None = None, killed: str = "") -> int:
+        """The command's exit code. Raises KilledError at that moment."""
+        args = argparse.Namespace(stack=STACK, approve=approve)
+        whole = command.WholeRun(
+            args=args,
+            definition=stack.definition_of(args),
+            root=self.file.parents[1],
+            engine=self.engine,
+            sleep=lambda _: self.pass_time(),
+        )
+        parts = {
+            "up": (type(self.engine), "up"),
+            "wait": (command.WholeRun, "_wait"),
+            "results": (results, "run"),
+            "destroy": (type(self.engine), "destroy"),
+            "sweep": (sweep, "run"),
+        }
+        when, _, step = killed.partition(" ")
+        if not step:
+            return whole.carry_out()
+        owner, name = parts[step]
+        with mock.patch.object(owner, name, _killed(getattr(owner, name), when)):
+            return whole.carry_out()
+
+    def approval(self) -> str:
+        """The hash of the bill as it is now."""
+        made = plan.make(
+            self.file.parents[1], STACK, now=datetime.now(UTC), previous=Previous(outputs={}), preview=True
+        )
+        return approval.approval(made)
+
+    def pass_time(self) -> None:
+        """The node comes, trains to its end, leaves what a run leaves, and ends its fleet."""
+        self.cloud.tick()
+        outputs, s3 = self.engine.outputs(), self.cloud.client("s3")
+        left: dict[str, bytes] = {
+            "results.json": b"{}",
+            "receipt.json": b"{}",
+            "done.json": json.dumps(
+                {"schema": 1, "reason": "finished", "detail": "", "instance": "i-1", "at": stamp(datetime.now(UTC))}
+            ).encode(),
+        }
+        for name, content in left.items():
+            s3.put_object(Bucket=outputs["bucket"], Key=f"r1/{name}", Body=content)
+        self.cloud.client("ec2").delete_fleets(FleetIds=[outputs["fleet_id"]], TerminateInstances=True)
+        self.cloud.tick()
+
+    def fleets(self) -> int:
+        """The number of fleets that were ever made."""
+        return len(self.cloud.fleets.fleets)
+
+
+def _killed(part: Callable[..., Any], when: str) -> Callable[..., Any]:
+    def do(*words: Any, **named: Any) -> Any:
+        if when == "after":
+            part(*words, **named)
+        raise KilledError
+
+    return do
+
+
+@dataclass
+class InProcessWorld(RunWorld):
+    """A world without the engine."""
+
+    engine: InProcessStack
+
+
+@contextmanager
+def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, *, keep: bool = True) -> Iterator[InProcessWorld]:
+    file = pinned(project(folder / "project"))
+    if not keep:
+        edit(file, "bucket: true", "bucket: false")
+    root = file.parents[1]
+    monkeypatch.chdir(root)
+    with (
+        forked.programs(folder),
+        Cloud(folder / "cloud", clock=ManualClock()) as cloud,
+        Engine.open(root, cloud.environment(), STACK, real=False) as engine,
+    ):
+        assert isinstance(engine, InProcess)
+        for name, value in cloud.environment().items():
+            monkeypatch.setenv(name, value)
+        yield InProcessWorld(cloud, file, InProcessStack(engine))
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InProcessWorld]:
+    with opened(tmp_path, monkeypatch) as world:
+        yield world
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, answer: str | None) -> None:
+    """What the terminal answers; None: there is none."""
+
+    def read(_: str) -> str:
+        if answer is None:
+            raise EOFError
+        return answer
+
+    monkeypatch.setattr("builtins.input", read)
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["bucket kept", "bucket gone"])
+def test_killed_at_each_step_in_turn_and_run_again_it_ends_as_one_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    """All kills fall into one run, each after those before it: what one has done is there for the next."""
+    with opened(tmp_path, monkeypatch, keep=keep) as world:
+        asked(monkeypatch, None)
+        approved = world.approval()
+        for moment in MOMENTS:
+            begun = world.fleets() > 0
+            with pytest.raises(KilledError):
+                world.run(approve=None if begun else approved, killed=moment)
+            assert world.fleets() <= 1, moment
+        assert world.run() == 0
+        assert world.engine.approved == [approved]
+        assert world.fleets() == 1
+        assert (world.file.parents[1] / "results" / STACK / "r1" / "results.json").is_file()
+        assert {kind for kind, _ in world.cloud.leftovers()} <= ({"bucket"} if keep else set())
+
+
+def test_without_an_approval_it_shows_the_bill_and_begins_nothing(
+    world: InProcessWorld, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for answer in (None, "", "no", "y"):
+        asked(monkeypatch, answer)
+        assert world.run() == 1
+    said = capsys.readouterr().out
+    assert "in eight runs of ten" in said
+    assert f"Hash of this bill: {world.approval()}." in said
+    assert (world.engine.approved, world.cloud.leftovers()) == ([], {})
+
+
+def test_a_yes_at_the_terminal_approves_the_bill_that_was_shown(
+    world: InProcessWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked(monkeypatch, "yes")
+    assert world.run() == 0
+    assert world.engine.approved == [world.approval()]
+
+
+def test_a_bill_that_has_changed_since_asks_again(
+    world: InProcessWorld, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked(monkeypatch, None)
+    approved, text, real = world.approval(), world.file.read_text(), cheaper.bill_and_cheaper
+    assert world.approval() == approved
+
+    def dearer(*words: Any, **named: Any) -> Any:
+        bill, options = real(*words, **named)
+        return replace(bill, usd=replace(bill.usd, p50=bill.usd.p50 + Decimal("0.01"))), options
+
+    for old, new in (("max_hours: 2", "max_hours: 3"), ("lr: [3e-3", "lr: [4e-3"), ("", "")):
+        with monkeypatch.context() as patch:
+            if old:
+                edit(world.file, old, new)
+            else:
+                patch.setattr(plan, "bill_and_cheaper", dearer)
+            assert world.run(approve=approved) == 1, new
+        assert f"{approved} is the hash of another bill" in capsys.readouterr().out
+        world.file.write_text(text)
+    assert world.engine.approved == []
+    assert world.approval() == approved
+
+
+def test_the_program_itself_refuses_another_bill_than_the_approved_one(world: InProcessWorld) -> None:
+    """A file edited between the approval and `up`."""
+    with pytest.raises(GpufleetError, match="0123456789abcdef was approved, and what `up` would begin now is"):
+        world.engine.up("0123456789abcdef")
+    assert world.cloud.leftovers() == {}
+
+
+def test_a_stack_that_has_another_run_up_is_not_destroyed(
+    world: InProcessWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked(monkeypatch, None)
+    with pytest.raises(KilledError):
+        world.run(approve=world.approval(), killed="after wait")
+    outputs = world.engine.outputs()
+    monkeypatch.setattr(InProcess, "outputs", lambda _: {**outputs, "run": {**outputs["run"], "id": "r2"}})
+    before = world.cloud.leftovers()
+    with pytest.raises(GpufleetError, match="the Pulumi stack has run r2"):
+        world.run()
+    assert world.cloud.leftovers() == before
+
+
+def test_results_that_are_not_there_keep_the_stack(
+    world: InProcessWorld, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked(monkeypatch, None)
+    with pytest.raises(KilledError):
+        world.run(approve=world.approval(), killed="after wait")
+    world.cloud.client("s3").delete_object(Bucket=world.engine.outputs()["bucket"], Key="r1/results.json")
+    before = world.cloud.leftovers()
+    assert world.run() == 1
+    assert "Nothing was destroyed" in capsys.readouterr().out
+    assert world.cloud.leftovers() == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
+def test_the_engine_goes_from_the_approval_to_an_empty_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped twice on the way; `up` of a bill that nobody approved declares nothing."""
+    file = pinned(project(tmp_path / "project"))
+    monkeypatch.chdir(root := file.parents[1])
+    with (
+        Cloud(tmp_path / "cloud", clock=ManualClock()) as cloud,
+        Engine.open(root, cloud.environment(), STACK, real=True) as engine,
+    ):
+        assert isinstance(engine, Pulumi)
+        for name, value in engine._environment.items():
+            monkeypatch.setenv(name, value)
+        engine_of_run = pulumi_cli.PulumiStack(root=root, name=STACK)
+        engine_of_run.select()
+        with pytest.raises(GpufleetError, match="`pulumi up --yes --non-interactive"):
+            engine_of_run.up("0123456789abcdef")
+        assert cloud.leftovers() == {}
+        world = RunWorld(cloud, file, engine_of_run)
+        asked(monkeypatch, None)
+        approved = world.approval()
+        for moment in ("before wait", "after destroy"):
+            with pytest.raises(KilledError):
+                world.run(approve=approved, killed=moment)
+        assert world.run() == 0
+        assert world.fleets() == 1
+        assert engine.outputs() == {}
+
+
+def test_a_run_without_the_engine_says_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(GpufleetError, match="`pulumi` is not on PATH"):
+        pulumi_cli.PulumiStack(root=tmp_path, name=STACK).select()
