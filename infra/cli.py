@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
+from gpufleet.infra.envelope import Envelope, filled
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.progress import Screen
 from gpufleet.infra.terminal import Shown
@@ -25,8 +26,9 @@ GROUPS = {
     "Set up": {
         "init": "make this folder of your repository a project: Pulumi program, stacks/, ignore lines, review workflow",
         "new": "look at a folder of training code and write its definition file: what was found, what was not",
-        "schema": "the JSON Schema of the definition file, by which editors complete and check it",
+        "schema": "the JSON Schema of the definition file, by which editors complete and check it; answers: of --json",
         "docs": "these pages by name, such as bill: what screens and written files cite",
+        "mcp": "the commands as tools for an agent, by the Model Context Protocol; it spends only on your approval",
         "completion": "lines for bash, zsh or fish, by which a tab completes commands, stacks, scenarios, runs",
     },
     "Know what it costs": {
@@ -68,6 +70,7 @@ GROUPS = {
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 ANSWERS = ("cost", "compare", "doctor", "ps", "receipts", "status")  # commands whose first line is the answer
 FOR_PROGRAMS = ("completion", "docs", "logs", "schema", "shell")  # commands that print text for programs
+WITHOUT_JSON = ("cloud", "completion", "mcp", "shell", "tensorboard")  # commands that serve a terminal or a program
 _TO_DO = {
     errno.ENOSPC: "Free some space on the disk of this folder and of the temporary files, then run it again.",
     errno.EDQUOT: "Free some of your quota, then run it again.",
@@ -119,7 +122,7 @@ def _answered(words: list[str], screen: Screen, out: Shown) -> int:
         code = _run(words, screen, out)
         sys.stdout.flush()
     except GpufleetError as error:
-        return _say(error)
+        return _say(error, out)
     except BrokenPipeError:  # for example gpufleet logs | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE  # like other tools: 0 would mean that doctor found nothing, or that results has all
@@ -132,7 +135,7 @@ def _answered(words: list[str], screen: Screen, out: Shown) -> int:
             refused = _of_the_machine(error)
         if refused is None:
             raise
-        return _say(refused)
+        return _say(refused, out)
     return code
 
 
@@ -153,11 +156,21 @@ def _run(words: list[str], screen: Screen, out: Shown) -> int:
         module = importlib.import_module(f"gpufleet.infra.commands.{name}")
     command = argparse.ArgumentParser(prog=f"gpufleet {name}", description=f"gpufleet {name}: {COMMANDS[name]}.")
     module.arguments(command)
+    own_json = any(action.dest == "json" for action in command._actions)
+    if not own_json and name not in WITHOUT_JSON:
+        command.add_argument("--json", action="store_true", help="one object; `gpufleet schema answers` has its schema")
     args = command.parse_intermixed_args(words[1:])  # options may stand between STACK and TEXT
     screen.quiet = getattr(args, "quiet", False)
     out.folds = name not in FOR_PROGRAMS and not getattr(args, "json", False)
     out.answers_first = name in ANSWERS
-    code: int = module.run(args)
+    if own_json or not getattr(args, "json", False):
+        code: int = module.run(args)
+        return code
+    screen.quiet = True
+    out.envelope = Envelope(name)
+    with filled(out.envelope):
+        code = module.run(args)
+    print(out.envelope.text(code))
     return code
 
 
@@ -222,8 +235,11 @@ def _of_the_machine(error: OSError) -> GpufleetError:
     return GpufleetError(f"{where}{cause}. {_TO_DO.get(error.errno or 0, '')}".rstrip())
 
 
-def _say(error: GpufleetError) -> int:
+def _say(error: GpufleetError, out: Shown) -> int:
     try:
+        if out.envelope is not None:
+            print(out.envelope.text(2, str(error)), flush=True)
+            return 2
         print(f"gpufleet: {error}", file=sys.stderr)
     except OSError:  # stderr is full or closed: nothing can be printed; 1 would be a wrong answer
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # else its buffer would make the code 120

@@ -9,6 +9,7 @@ import re
 import textwrap
 from typing import Any, TextIO
 
+from gpufleet.infra.envelope import Envelope
 from gpufleet.infra.progress import Screen
 from gpufleet.infra.text import columns
 from gpufleet.job.text import printable
@@ -30,6 +31,7 @@ class Shown:
         self._is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._has_colour = self._is_terminal and not os.environ.get("NO_COLOR")
         self.answers_first = False  # whether the next line is the command's answer
+        self.envelope: Envelope | None = None  # where a command with --json puts what it says
         self.folds = True  # whether a line wider than the terminal may be folded: text for programs may not
 
     def write(self, text: str) -> int:

@@ -43,6 +43,7 @@ ROOMS = {
             "show",
             "errors",
             "progress",
+            "envelope",
             "terminal",
             "catalog",
             "prices",

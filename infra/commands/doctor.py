@@ -11,6 +11,7 @@ from gpufleet.infra.account import aws, doctor, rights
 from gpufleet.infra.canary import proof
 from gpufleet.infra.commands import stack
 from gpufleet.infra.definition.loader import project_root
+from gpufleet.infra.envelope import tell
 from gpufleet.job.text import counted
 
 MARKS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM"}
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         *doctor.examine(definition, root, aws.client),
         proof.check(root, definition.fleet.region, datetime.now(UTC).date()),
     ]
+    tell([{key: getattr(each, key) for key in ("name", "state", "found", "fix")} for each in checks])
     count = Counter(check.state for check in checks)
     problems, warnings = counted(count["problem"], "problem"), counted(count["warning"], "warning")
     verdict = "everything is in place. Next: `pulumi preview`, then `pulumi up`."

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gpufleet.infra.definition.loader import project_root, stacks_of
 from gpufleet.infra.definition.selected import selected
+from gpufleet.infra.envelope import tell
 from gpufleet.infra.evidence import receipts
 from gpufleet.infra.evidence.receipts import Accuracy
 from gpufleet.infra.report import band
@@ -34,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     known, damaged = receipts.read(root, _name(args.stack, root) if args.stack else None)
     for sentence in damaged:
         print(f"gpufleet: {sentence}", file=sys.stderr)
+    tell([each.to_json() for each in known])
     if not known:
         stacks_of(root)  # raises outside of a project, where there would never be any
         of = f" of {args.stack}" if args.stack else ""

@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from gpufleet.infra.account.wait import WaitLoop
 from gpufleet.infra.commands import results, stack, sweep
 from gpufleet.infra.definition.loader import is_path, project_root
 from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.envelope import tell
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs.readiness import not_ready
 from gpufleet.infra.program import plan, pulumi_cli
@@ -36,7 +37,7 @@ from gpufleet.job.contract.workdir import RECEIPT
 LOOK_S = 60.0  # between two looks at a run
 
 
-class StackEngine(Protocol):
+class RunEngine(Protocol):
     """What this command needs of the Pulumi engine."""
 
     def outputs(self) -> dict[str, Any]: ...
@@ -50,6 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds STACK and the approval."""
     stack.argument(parser)
     parser.add_argument("--approve", metavar="HASH", help="of the bill that was shown; without it you are asked")
+    parser.add_argument("--begin", action="store_true", help="end as soon as `up` is done, and do nothing later")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,7 +72,7 @@ class WholeRun:
     args: argparse.Namespace
     definition: StackDefinition
     root: Path
-    engine: StackEngine
+    engine: RunEngine
     sleep: Callable[[float], None] = time.sleep
 
     def carry_out(self) -> int:
@@ -81,18 +83,33 @@ class WholeRun:
                 if not approved:
                     return 1
                 self.engine.up(approved)
+            self._tell("begun")
+            if self.args.begin:
+                print(f"{self.definition.name}, run {self.definition.run.id}, has begun.")
+                return 0
             if code := self._wait():
                 return code
+        self._tell("over")
+        if self.args.begin:
+            print(f"{self.definition.name}, run {self.definition.run.id}, is over. Without --begin its results come.")
+            return 0
         if self._folder() is not None:
             asked = argparse.Namespace(stack=self.args.stack, run_id=None, to=None, light=False, exports=False)
             asked.quiet = False
             if code := results.run(asked):
                 again = f"then `pulumi destroy` and `gpufleet sweep {self.definition.argument}`"
                 print(f"Nothing was destroyed, so that you can look at what it left; {again}.")
+                self._tell("without results")
                 return code
         self._require_own_stack()
         self.engine.destroy()
-        return sweep.run(argparse.Namespace(stack=self.args.stack, delete=False, yes=False))
+        code = sweep.run(argparse.Namespace(stack=self.args.stack, delete=False, yes=False))
+        self._tell("something left" if code else "swept")
+        return code
+
+    def _tell(self, state: str, **more: Any) -> None:
+        """Puts how far the run is into the answer of --json."""
+        tell({"stack": self.definition.name, "run": self.definition.run.id, "state": state, **more})
 
     def _client(self, service: str) -> Any:
         return aws.client(service, self.definition.fleet.region)
@@ -148,9 +165,13 @@ class WholeRun:
         print("\n".join(made.shown(now.date())))
         for warning in made.warnings:
             print(f"gpufleet: {warning}", file=sys.stderr)
-        if self.args.approve:
-            print(f"{self.args.approve} is the hash of another bill; this one has not been approved.")
-        print(f"Hash of this bill: {found}. It begins with `gpufleet run {definition.argument} --approve {found}`.")
+        usd = {name: f"{amount:.2f}" for name, amount in asdict(made.bill.usd).items()}
+        self._tell("not approved", usd=usd | {"stops_before": f"{definition.limits.max_usd:.2f}"})
+        if self.args.approve:  # whoever guesses learns nothing from it
+            print(f"{self.args.approve} is not the hash of this bill, which has not been approved.")
+        else:
+            begins = f"`gpufleet run {definition.argument} --approve {found}`"
+            print(f"Hash of this bill: {found}. It begins with {begins}.")
         try:
             agreed = input("Begin it now? Type yes: ").strip() == "yes"
         except EOFError:

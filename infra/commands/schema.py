@@ -1,18 +1,20 @@
-"""`gpufleet schema`: the JSON Schema of the definition file, for editors and other programs."""
+"""`gpufleet schema`: the JSON Schemas of the definition file and of `--json`, for editors and other programs."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
+from gpufleet.infra import envelope
 from gpufleet.infra.definition import json_schema
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds no argument."""
+    """Adds which of the two."""
+    parser.add_argument("of", nargs="?", choices=("definition", "answers"), default="definition", help="of what")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the shipped file."""
-    sys.stdout.write(json_schema.text())
+    sys.stdout.write(json_schema.text() if args.of == "definition" else envelope.SCHEMA_FILE.read_text())
     return 0

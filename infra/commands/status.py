@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from gpufleet.infra.account import aws
 from gpufleet.infra.account.status import headline, report, short
 from gpufleet.infra.commands import stack
+from gpufleet.infra.envelope import tell
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +21,7 @@ def run(args: argparse.Namespace) -> int:
     region = definition.fleet.region
     ec2, s3, scheduler = (aws.client(name, region) for name in ("ec2", "s3", "scheduler"))
     lines = list(report(definition, ec2, s3, datetime.now(UTC), scheduler))
+    tell([{"of": line[:12].strip(), "text": line[12:]} for line in lines[1:]])
     print(headline(lines))
     print("\n".join(lines[1:] if args.all else short(lines[1:], f"gpufleet status {definition.run_argument}")))
     return 0

@@ -15,6 +15,7 @@ from gpufleet.infra.account import aws, checks, sweep
 from gpufleet.infra.account.leftovers import Left, look
 from gpufleet.infra.commands import stack
 from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.envelope import tell
 from gpufleet.infra.errors import AwsRefused, GpufleetError
 
 
@@ -44,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
         sweep.delete(list_leftovers, lambda service: aws.client(service, region), pause=time.sleep)
         leftovers = list_leftovers()
         print("\n".join(sweep.table(definition, leftovers)))
+    shown = ("kind", "id", "usd_per_month", "unwanted")
+    tell([{key: getattr(each, key) for key in shown} for each in leftovers])
     if any(each.unwanted for each in leftovers):
         return 1
     return 2 if any(each.unseen for each in leftovers) else 0

@@ -64,11 +64,11 @@ class InProcessStack:
 class RunWorld:
     cloud: Cloud
     file: Path
-    engine: command.StackEngine
+    engine: command.RunEngine
 
     def run(self, *, approve: str | None = None, killed: str = "") -> int:
         """The command's exit code. Raises KilledError at that moment."""
-        args = argparse.Namespace(stack=STACK, approve=approve)
+        args = argparse.Namespace(stack=STACK, approve=approve, begin=False)
         whole = command.WholeRun(
             args=args,
             definition=stack.definition_of(args),
@@ -227,7 +227,9 @@ def test_a_bill_that_has_changed_since_asks_again(
             else:
                 patch.setattr(plan, "bill_and_cheaper", dearer)
             assert world.run(approve=approved) == 1, new
-        assert f"{approved} is the hash of another bill" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert f"{approved} is not the hash of this bill" in said
+        assert "Hash of this bill" not in said
         world.file.write_text(text)
     assert world.engine.approved == []
     assert world.approval() == approved
