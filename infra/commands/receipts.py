@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -12,7 +13,7 @@ from pathlib import Path
 from gpufleet.infra.definition.loader import project_root, stacks_of
 from gpufleet.infra.definition.selected import selected
 from gpufleet.infra.envelope import tell
-from gpufleet.infra.evidence import receipts
+from gpufleet.infra.evidence import focus, receipts
 from gpufleet.infra.evidence.receipts import Accuracy
 from gpufleet.infra.report import band
 from gpufleet.infra.show.sheet import Column, Sheet
@@ -25,6 +26,9 @@ SHOWN = 10
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds an optional STACK."""
     parser.add_argument("stack", metavar="STACK", nargs="?", help="only the runs of this stack")
+    parser.add_argument(
+        "--focus", metavar="ACCOUNT", type=_account, help="their lines as FOCUS 1.0 rows (CSV), billed to this account"
+    )
     parser.add_argument("--all", action="store_true", help="every run, with what each cause added")
     parser.add_argument("--aws", action="store_true", help="with AWS's own charges beside them, from Cost Explorer")
 
@@ -41,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
         of = f" of {args.stack}" if args.stack else ""
         print(f"No receipt{of} yet: `gpufleet results STACK` keeps the one of a run that has ended.")
         return 1
+    if args.focus:
+        sys.stdout.write(focus.table(known, args.focus))
+        return 0
     total = receipts.grade(known)
     none = f"{counted(len(known), 'receipt')}, and none counts: a receipt counts if its real run came to its end."
     print("\n".join(summary(total)) if total else none)
@@ -52,6 +59,12 @@ def run(args: argparse.Namespace) -> int:
     if args.aws:
         _show_charges(known)
     return 0
+
+
+def _account(text: str) -> str:
+    if re.fullmatch(r"[0-9]{12}", text):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r}: allowed are the 12 digits of the AWS account that pays")
 
 
 def _show_charges(shown: Sequence[Receipt]) -> None:
