@@ -50,6 +50,7 @@ GROUPS = {
         "doctor": "check the account: credentials, quotas, roles, offers, AMI, image; --pin writes AMI and image"
         " digest",
         "run": "all of a run in one command: bill, approval, up, wait, results, destroy, sweep; run again, it goes on",
+        "campaign": "several runs under one cap: each begins while its own limit fits what is left of it",
         "wait": "after pulumi up: wait for a node, and explain why there is none",
     },
     "While it runs": {

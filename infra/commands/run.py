@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gpufleet.infra.account import aws
-from gpufleet.infra.account.fleet import fleets_of, is_over
+from gpufleet.infra.account.fleet import GONE, fleets_of, is_over, nodes_of
 from gpufleet.infra.account.results import cut_off
 from gpufleet.infra.account.run_folder import find_folder
 from gpufleet.infra.account.status import headline, report
@@ -58,11 +58,16 @@ def run(args: argparse.Namespace) -> int:
     """0 when the run is over and nothing unwanted is left; 1 if it was not approved, left no results, or left
     something in the account.
     """
+    return opened(args).carry_out()
+
+
+def opened(args: argparse.Namespace) -> WholeRun:
+    """The run of STACK, its Pulumi stack made and selected."""
     root = project_root(Path.cwd())
     name = Path(args.stack).stem if is_path(args.stack) else args.stack
     engine = pulumi_cli.PulumiStack(root=root, name=name)
     engine.select()
-    return WholeRun(args=args, definition=stack.definition_of(args), root=root, engine=engine).carry_out()
+    return WholeRun(args=args, definition=stack.definition_of(args), root=root, engine=engine)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +82,8 @@ class WholeRun:
 
     def carry_out(self) -> int:
         """The exit code, as of `run`."""
-        if not self._is_over():
-            if not self._has_begun():
+        if not self.is_over():
+            if not self.has_begun():
                 approved = self._approved()
                 if not approved:
                     return 1
@@ -93,6 +98,10 @@ class WholeRun:
         if self.args.begin:
             print(f"{self.definition.name}, run {self.definition.run.id}, is over. Without --begin its results come.")
             return 0
+        return self.finish()
+
+    def finish(self) -> int:
+        """Brings the results of a run that is over, destroys and sweeps; the exit code, as of `run`."""
         if self._folder() is not None:
             asked = argparse.Namespace(stack=self.args.stack, run_id=None, to=None, light=False, exports=False)
             asked.quiet = False
@@ -119,7 +128,7 @@ class WholeRun:
         folder = find_folder(self._client("s3"), self.definition)
         return folder if folder and folder.is_of(self.definition.run.owner) else None
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the run has come to an end: by its bucket, or where that is gone, by its receipt on this machine."""
         folder = self._folder()
         if folder is None:
@@ -128,12 +137,21 @@ class WholeRun:
         if folder.read_done() is not None:
             return True
         ended = cut_off(self.definition, folder.owner, folder.objects(), self._client("ec2"), datetime.now(UTC))
-        return bool(ended and ended.reason)
+        return bool(ended and ended.reason) or self._came_to_nothing()
 
-    def _has_begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether an earlier `up` made the run's fleet, also one that was cut short after it."""
-        began = (self.engine.outputs().get("run") or {}).get("id")
-        return began == self.definition.run.id or bool(self._fleets())
+        return self._of_stack() == self.definition.run.id or bool(self._fleets())
+
+    def _of_stack(self) -> str | None:
+        """The run of the last whole `up`; None after a destroy."""
+        return (self.engine.outputs().get("run") or {}).get("id")
+
+    def _came_to_nothing(self) -> bool:
+        """Whether `up` was done, and the run has neither a node nor a fleet that may launch one."""
+        if self._of_stack() != self.definition.run.id or self._fleets():
+            return False
+        return all(each["State"]["Name"] in GONE for each in nodes_of(self._client("ec2"), self.definition))
 
     def _fleets(self) -> list[dict[str, Any]]:
         """The run's fleets that may launch nodes."""
@@ -141,10 +159,8 @@ class WholeRun:
         found = fleets_of(self._client("ec2"), self.definition)
         return [each for each in found if not is_over(each, now) and aws.owner_of(each) in ("", owner)]
 
-    def _approved(self) -> str:
-        """The hash of the bill as it is now, if it is approved; else empty. Shows the bill unless the hash that was
-        given is that one. Raises GpufleetError for a run that `up` would refuse.
-        """
+    def plan(self) -> plan.Plan:
+        """What `up` would begin now. Raises GpufleetError for what it would refuse, or what breaks policy.yaml."""
         definition, now = stack.definition_of(self.args, past_deadline=False), datetime.now(UTC)
         if missing := not_ready(definition, self.root):
             raise GpufleetError("\n".join([f"{definition.source}: not ready", *(f"  - {line}" for line in missing)]))
@@ -159,6 +175,13 @@ class WholeRun:
         rules = policy.find_policy(self.root) or policy.Policy()
         if broken := policy.broken(rules, policy.facts(made.definition, made.bill, made.fallbacks)):
             raise GpufleetError("\n".join(f"breaks {each.rule} of policy.yaml: {each.message}" for each in broken))
+        return made
+
+    def _approved(self) -> str:
+        """The hash of the bill as it is now, if it is approved; else empty. Shows the bill unless the hash that was
+        given is that one. Raises GpufleetError as plan().
+        """
+        made, now = self.plan(), datetime.now(UTC)
         found = approval(made)
         if self.args.approve == found:
             return found
@@ -166,17 +189,13 @@ class WholeRun:
         for warning in made.warnings:
             print(f"gpufleet: {warning}", file=sys.stderr)
         usd = {name: f"{amount:.2f}" for name, amount in asdict(made.bill.usd).items()}
-        self._tell("not approved", usd=usd | {"stops_before": f"{definition.limits.max_usd:.2f}"})
+        self._tell("not approved", usd=usd | {"stops_before": f"{self.definition.limits.max_usd:.2f}"})
         if self.args.approve:  # whoever guesses learns nothing from it
             print(f"{self.args.approve} is not the hash of this bill, which has not been approved.")
         else:
-            begins = f"`gpufleet run {definition.argument} --approve {found}`"
+            begins = f"`gpufleet run {self.definition.argument} --approve {found}`"
             print(f"Hash of this bill: {found}. It begins with {begins}.")
-        try:
-            agreed = input("Begin it now? Type yes: ").strip() == "yes"
-        except EOFError:
-            agreed = False
-        return found if agreed else ""
+        return found if agreed() else ""
 
     def _wait(self) -> int:
         """Waits until the run is over; 1, with the reason, if it cannot go on by itself. The run needs nobody to wait:
@@ -185,9 +204,9 @@ class WholeRun:
         ec2, s3, scheduler = (self._client(service) for service in ("ec2", "s3", "scheduler"))
         watch = WaitLoop(definition=self.definition, ec2=ec2, s3=s3, sleep=self.sleep)
         said = ""
-        while not self._is_over():
+        while not self.is_over():
             if code := watch.until_node(math.inf):
-                return 0 if self._is_over() else code
+                return 0 if self.is_over() else code
             line = headline(list(report(self.definition, ec2, s3, datetime.now(UTC), scheduler)))
             if line != said:
                 print(line)
@@ -197,9 +216,17 @@ class WholeRun:
 
     def _require_own_stack(self) -> None:
         """Raises GpufleetError if the stack has another run up, which a destroy would end."""
-        began = (self.engine.outputs().get("run") or {}).get("id")
+        began = self._of_stack()
         if began and began != self.definition.run.id:
             raise GpufleetError(
                 f"run {self.definition.run.id} is over, and the Pulumi stack has run {began}, which a destroy would"
                 f" end. Nothing was destroyed. Put run.id: {began} into {self.definition.source} to go on with it."
             )
+
+
+def agreed() -> bool:
+    """Whether the person at the terminal says yes; without a terminal nobody does."""
+    try:
+        return input("Begin it now? Type yes: ").strip() == "yes"
+    except EOFError:
+        return False

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
+from decimal import Decimal
+from typing import Any
 
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program.plan import Plan
@@ -20,11 +23,24 @@ _OF_THE_CLOCK = ("began", "valid_until")
 
 def approval(plan: Plan) -> str:
     """The hash, in hexadecimal digits, of what the run begins with and of its bill in cents."""
-    begins_with = {key: value for key, value in asdict(plan.verdict.run).items() if key not in _OF_THE_CLOCK}
     bills = [plan.bill.usd, *(each.usd for each in plan.fallbacks)]
     cents = [[f"{usd:.2f}" for usd in asdict(each).values()] for each in bills]
-    text = json.dumps([begins_with, cents, plan.kept_after_destroy()], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+    return _digits([_begins_with(plan), cents, plan.kept_after_destroy()])
+
+
+def of_campaign(plans: Iterable[Plan], max_usd: Decimal, at_once: int) -> str:
+    """The hash of runs under one cap: of what each begins with, and of the cap. Their bills are not in it: they move
+    with each receipt of the campaign, and the cap does not.
+    """
+    return _digits([[_begins_with(each) for each in plans], f"{max_usd:f}", at_once])
+
+
+def _begins_with(plan: Plan) -> dict[str, str]:
+    return {key: value for key, value in asdict(plan.verdict.run).items() if key not in _OF_THE_CLOCK}
+
+
+def _digits(tree: Any) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:DIGITS]
 
 
 def require(plan: Plan, approved: str | None) -> None:

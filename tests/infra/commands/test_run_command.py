@@ -20,6 +20,7 @@ import pytest
 
 from gpufleet.infra.commands import results, stack, sweep
 from gpufleet.infra.commands import run as command
+from gpufleet.infra.commands.campaign import Campaign, StackTrial
 from gpufleet.infra.compare import cheaper
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program import approval, plan, pulumi_cli
@@ -29,6 +30,7 @@ from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, InProcess, Pulumi
 from tests import forked
+from tests.receipt_tree import receipt
 from tests.rehearsal.engine_world import STACK, edit, pinned, project
 
 # The moments of a whole run, each before or after what it names.
@@ -66,16 +68,19 @@ class RunWorld:
     file: Path
     engine: command.RunEngine
 
-    def run(self, *, approve: str | None = None, killed: str = "") -> int:
-        """The command's exit code. Raises KilledError at that moment."""
+    def whole(self, approve: str | None = None) -> command.WholeRun:
         args = argparse.Namespace(stack=STACK, approve=approve, begin=False)
-        whole = command.WholeRun(
+        return command.WholeRun(
             args=args,
             definition=stack.definition_of(args),
             root=self.file.parents[1],
             engine=self.engine,
             sleep=lambda _: self.pass_time(),
         )
+
+    def run(self, *, approve: str | None = None, killed: str = "") -> int:
+        """The command's exit code. Raises KilledError at that moment."""
+        whole = self.whole(approve)
         parts = {
             "up": (type(self.engine), "up"),
             "wait": (command.WholeRun, "_wait"),
@@ -103,7 +108,7 @@ class RunWorld:
         outputs, s3 = self.engine.outputs(), self.cloud.client("s3")
         left: dict[str, bytes] = {
             "results.json": b"{}",
-            "receipt.json": b"{}",
+            "receipt.json": json.dumps(receipt("0.25", stack=STACK)).encode(),
             "done.json": json.dumps(
                 {"schema": 1, "reason": "finished", "detail": "", "instance": "i-1", "at": stamp(datetime.now(UTC))}
             ).encode(),
@@ -267,6 +272,36 @@ def test_results_that_are_not_there_keep_the_stack(
     assert world.run() == 1
     assert "Nothing was destroyed" in capsys.readouterr().out
     assert world.cloud.leftovers() == before
+
+
+def test_a_fleet_that_expired_without_a_node_is_no_run_to_wait_for(
+    world: InProcessWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked(monkeypatch, None)
+    with pytest.raises(KilledError):
+        world.run(approve=world.approval(), killed="before wait")
+    assert not world.whole().is_over()
+    fleet = world.engine.outputs()["fleet_id"]
+    world.cloud.client("ec2").delete_fleets(FleetIds=[fleet], TerminateInstances=True)
+    world.cloud.tick()
+    assert world.whole().is_over()
+
+
+def test_a_campaign_begins_what_fits_its_cap_and_counts_the_receipt(
+    world: InProcessWorld, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def campaign(max_usd: str) -> int:
+        trial = StackTrial(whole=world.whole(), approved="0" * 16, current=lambda: "0" * 16)
+        made = Campaign(trials=[trial], max_usd=Decimal(max_usd), at_once=1, sleep=lambda _: world.pass_time())
+        return made.carry_out()
+
+    assert campaign("2.99") == 1  # the run's own limit is 3
+    assert "Not begun, since their limits do not fit: tinystories-growth." in capsys.readouterr().out
+    assert world.cloud.leftovers() == {}
+    assert campaign("3") == 0
+    assert "1 run ended; 2.75 of 3 USD are left." in capsys.readouterr().out
+    assert campaign("3") == 0
+    assert world.fleets() == 1
 
 
 @pytest.mark.slow
