@@ -28,7 +28,7 @@ from gpufleet.job.text import counted
 LOOK_S = 60.0  # between two looks at all runs
 
 
-class Trial(Protocol):
+class CampaignTrial(Protocol):
     """One of the runs."""
 
     @property
@@ -116,7 +116,7 @@ class StackTrial:
 class Campaign:
     """The runs under their cap, from wherever they are to the end of the last that fits."""
 
-    trials: Sequence[Trial]
+    trials: Sequence[CampaignTrial]
     max_usd: Decimal
     at_once: int
     sleep: Callable[[float], None] = time.sleep
@@ -138,14 +138,14 @@ class Campaign:
             else:
                 return self._report(ready)
 
-    def _open(self) -> list[Trial]:
+    def _open(self) -> list[CampaignTrial]:
         """The runs that are not over. Those that are get finished, once."""
         for each in self.trials:
             if each.name not in self.finished and each.is_over():
                 self.finished[each.name] = each.finish()
         return [each for each in self.trials if each.name not in self.finished]
 
-    def _rest(self, begun: Sequence[Trial]) -> Decimal:
+    def _rest(self, begun: Sequence[CampaignTrial]) -> Decimal:
         """What is left of the cap, in USD, when every begun run spends all that its limit allows. A run without a
         receipt counts like that too.
         """
@@ -154,7 +154,7 @@ class Campaign:
         held = [each.most for each in begun]
         return self.max_usd - sum([*held, *(each.most if cost is None else cost for each, cost in costs)], Decimal(0))
 
-    def _report(self, left: Sequence[Trial]) -> int:
+    def _report(self, left: Sequence[CampaignTrial]) -> int:
         wrong = [name for name, code in self.finished.items() if code]
         print(f"{counted(len(self.finished), 'run')} ended; {self._rest([]):.2f} of {self.max_usd:f} USD are left.")
         if left:

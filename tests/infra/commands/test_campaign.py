@@ -71,7 +71,7 @@ class DrawnTrial:
         self.begun += 1
         self.account.perhaps_killed()
 
-    def held(self) -> Decimal:
+    def reserved(self) -> Decimal:
         """USD of the cap that the ended run takes for good."""
         return Decimal(0) if self.spent is None else self.spent if self.has_receipt else self.most
 
@@ -122,7 +122,7 @@ def test_a_thousand_drawn_campaigns_never_pass_their_cap(monkeypatch: pytest.Mon
         waiting = [each for each in account.trials if not each.begun]
         receipts_lost = any(each.begun and not each.has_receipt for each in account.trials)
         assert code == (1 if waiting or receipts_lost else 0), seed
-        held = sum((each.held() for each in account.trials), Decimal(0))
+        held = sum((each.reserved() for each in account.trials), Decimal(0))
         assert all(each.most > max_usd - held for each in waiting), seed  # else it would have fitted
         skipped += bool(waiting)
     assert skipped > 100  # campaigns in which the cap left something out

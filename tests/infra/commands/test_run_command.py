@@ -68,7 +68,7 @@ class RunWorld:
     file: Path
     engine: command.RunEngine
 
-    def whole(self, approve: str | None = None) -> command.WholeRun:
+    def whole_run(self, approve: str | None = None) -> command.WholeRun:
         args = argparse.Namespace(stack=STACK, approve=approve, begin=False)
         return command.WholeRun(
             args=args,
@@ -80,7 +80,7 @@ class RunWorld:
 
     def run(self, *, approve: str | None = None, killed: str = "") -> int:
         """The command's exit code. Raises KilledError at that moment."""
-        whole = self.whole(approve)
+        whole = self.whole_run(approve)
         parts = {
             "up": (type(self.engine), "up"),
             "wait": (command.WholeRun, "_wait"),
@@ -280,18 +280,18 @@ def test_a_fleet_that_expired_without_a_node_is_no_run_to_wait_for(
     asked(monkeypatch, None)
     with pytest.raises(KilledError):
         world.run(approve=world.approval(), killed="before wait")
-    assert not world.whole().is_over()
+    assert not world.whole_run().is_over()
     fleet = world.engine.outputs()["fleet_id"]
     world.cloud.client("ec2").delete_fleets(FleetIds=[fleet], TerminateInstances=True)
     world.cloud.tick()
-    assert world.whole().is_over()
+    assert world.whole_run().is_over()
 
 
 def test_a_campaign_begins_what_fits_its_cap_and_counts_the_receipt(
     world: InProcessWorld, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def campaign(max_usd: str) -> int:
-        trial = StackTrial(whole=world.whole(), approved="0" * 16, current=lambda: "0" * 16)
+        trial = StackTrial(whole=world.whole_run(), approved="0" * 16, current=lambda: "0" * 16)
         made = Campaign(trials=[trial], max_usd=Decimal(max_usd), at_once=1, sleep=lambda _: world.pass_time())
         return made.carry_out()
 
