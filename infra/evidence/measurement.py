@@ -1,4 +1,4 @@
-"""Measures a job on this machine: a few hundred steps of it, shortened, for bills to use."""
+"""Measures a job on this machine: runs a few hundred of its steps, and keeps their figures for bills."""
 
 from __future__ import annotations
 

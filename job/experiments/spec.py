@@ -117,8 +117,9 @@ class CosineAdamW:
 
 
 def cuts(whole: int, start: int | None, plain: list[int]) -> tuple[Rung, ...]:
-    """A ladder from its micro-batches without activation checkpointing, `start` first when it is not among them; then
-    checkpointing from the last of these down to one, halving.
+    """The rungs of a ladder. First come the micro-batches of `plain` without activation checkpointing, none above
+    `start` (None: `whole`); `start` itself comes before them if it is not among them. Then come rungs with
+    checkpointing, from the last of these micro-batches down to one, halving.
     """
     first = min(start or whole, whole)
     kept = list(dict.fromkeys(m for m in plain if 1 <= m <= first))
