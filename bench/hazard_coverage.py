@@ -185,8 +185,8 @@ def _score(trace: Trace, hours: float, stated: Hazard, nodes: int = 1) -> tuple[
 
 
 def _learned(nine: Sequence[Trace], at: int, hours: float, *, own: bool) -> tuple[float, float]:
-    """The score of what is learned about the zone of trace `at`: from the other zones, or, with `own`, also from its
-    own first half, and then judged on its second half.
+    """The score of what is learned about the zone of trace `at`: from the other zones, or with `own` from the first
+    halves of all traces, and then judged on this trace's second half.
     """
     trace, half = nine[at], nine[at].hours / 2
     others = [each for each in nine if each is not trace]

@@ -107,7 +107,7 @@ def line(experiment: Experiment, phase: Phase, rung: Rung, *, steps: int, eager:
 
 @dataclass(slots=True)
 class Updates:
-    """The seconds that an optimizer's updates took on the device."""
+    """The seconds of an optimizer's updates. It waits for the device before and after each of them."""
 
     found: device.Device
     seconds: float = 0.0
