@@ -275,7 +275,7 @@ def _doubts(tree: Mapping[str, Any], definition: StackDefinition, root: Path) ->
 
 
 def code_now(definition: StackDefinition, root: Path) -> str:
-    """A hash of the code that trains; for a command, of the user's code, and empty if the image has all of that code."""
+    """A hash of the code that trains; for a command, of the user's code, and empty if all of that is in the image."""
     from gpufleet.infra.inputs import code
 
     config = definition.job.parameters

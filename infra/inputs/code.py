@@ -174,7 +174,7 @@ def _write(tree: Tree, target: BinaryIO) -> None:
 
 
 def _add(tar: tarfile.TarFile, name: str, path: Path, folder: Path) -> None:
-    """Adds a file without time and owner. Of the file's mode it keeps, like git, only whether the file is executable."""
+    """Adds a file without time and owner. Of the file's mode it keeps, like git, only the right to execute."""
     entry = tarfile.TarInfo(name)
     if path.is_symlink() and (target := _target_inside(path, folder)):
         entry.type = tarfile.SYMTYPE

@@ -10,7 +10,7 @@ from gpufleet.job.contract.inputs import DATASET, WEIGHTS, other_size, read_data
 
 
 def not_ready(definition: StackDefinition, root: Path) -> list[str]:
-    """A sentence for each thing that `pulumi up` needs and that is missing. These are no errors: bill and preview work."""
+    """A sentence for each thing that `pulumi up` needs and lacks. These are no errors: bill and preview work."""
     name, sentences = definition.argument, [*definition.fleet.market.not_ready()]
     if definition.fleet.ami == "unpinned":
         sentences.append(f"fleet.ami is unpinned: run `gpufleet doctor {name} --pin`.")

@@ -276,7 +276,7 @@ def record(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed])
 
 
 def _learned(found: Sequence[Replayed]) -> list[hazard.Hazard]:
-    """The hazard of each trace's zone, learnt from all traces; a trace that names no zone counts as a zone of its own."""
+    """The hazard of each trace's zone, learnt from all traces; a trace without a zone counts as a zone of its own."""
     seen = [each.trace.observation() for each in found]
     named = [each._replace(zone=each.zone or each.source) for each in seen]
     learned = hazard.learn(named)

@@ -302,7 +302,7 @@ class _Nodes:
         self._ahead: tuple[int, Indices, NextNode] | None = None  # from which attempt, of which runs
 
     def __call__(self, active: Indices, attempt: int, wall_h: Floats) -> NextNode:
-        """The nodes of the runs `active`. From attempt ATTEMPTS_IN_STEP on, `active` has fewer runs with each attempt."""
+        """The nodes of the runs `active`. From attempt ATTEMPTS_IN_STEP on, `active` shrinks with each attempt."""
         if attempt < ATTEMPTS_IN_STEP:
             return self._nodes(active, self._luck.draw(active, attempt), first=attempt == 0)
         if self._ahead is None or attempt >= self._ahead[0] + len(self._ahead[2].life_h):
