@@ -115,7 +115,7 @@ class Draws:
         return np.asarray(np.exp(luck * np.where(luck < 0, one.faster, one.slower)))
 
     def _normals(self, of: str, shared: float = 0.0) -> Floats:
-        """The quantiles of a standard normal, in a random order that only `of` decides: p50 is the median with any
+        """The quantiles of a standard normal, in a random order, another one for each `of`: p50 is the median with any
         number of runs.
         """
         if (of, shared) not in self._kept:

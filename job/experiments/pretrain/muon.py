@@ -102,7 +102,7 @@ class OwnedMuon(torch.optim.Muon):
             updates.append(update.to(torch.bfloat16))
         parts = torch.cat(updates)
         rows, columns = parameters[0].shape
-        # Rows per rank, as torch.chunk splits them: equally many except for the last ranks, which may have none.
+        # Rows per rank, as torch.chunk splits rows: equally many except for the last ranks, which may have none.
         each = -(-rows // ranks)
         shares = [max(0, min(each, rows - each * other)) for other in range(ranks)]
         given = [shares[rank] if other < len(parameters) else 0 for other in range(ranks)]
