@@ -2,10 +2,10 @@
 
     python bench/checkpoint_stall.py [MB ...] [--device cuda]
 
-Work is a loop of matrix products on all cores but one, as the trainer's; on a GPU the state and the products (bf16) are
-there, and one core queues them. It runs alone and beside a save in turn, so that other work on the machine disturbs
-both alike. Stall = blocking + seconds of the save x share of pace lost. CPU seconds say what a save costs whatever else
-runs: where no core is idle, the training loses as many at least.
+The work is a loop of matrix products on all cores but one, like the trainer's; on a GPU the state and the products
+(bf16) are on the GPU, and one core queues the products. The loop runs alone and beside a save in turn, so that other
+work on the machine disturbs both measurements alike. Stall = blocking + seconds of the save x share of pace lost. CPU
+seconds say what a save costs whatever else runs: where no core is idle, the training loses at least as many seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gpufleet.job.experiments.engine import device
 from gpufleet.job.experiments.engine.checkpoint import Checkpoints
 
 CADENCE_S, SAVES, ALONE_S = 300.0, 5, 1.0
-TENSORS = 115  # of each kind, as in phase 1 of tinystories-growth, whose checkpoint is the 1.2 GB
+TENSORS = 115  # of each kind, as in phase 1 of tinystories-growth, whose checkpoint has 1.2 GB
 
 
 def main() -> None:

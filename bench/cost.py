@@ -1,11 +1,11 @@
 """Speed of the bill and of the comparison against their bars: `python bench/cost.py > bench/results/cost.md`.
 
-Compared is every type of the catalog, on spot and on demand, for every scenario of a stack, and the scenarios on their
-own fleets with 10,000 runs each.
+The comparison has every type of the catalog, on spot and on demand, for every scenario of a stack, and the scenarios on
+their own fleets, with 10,000 runs each.
 
-Each figure is a minimum and a median of several: on a machine that others use, the minimum is the program's and the
-rest is theirs. CPU seconds count user and system time of the process and of nobody else. Not a test: a slow machine is
-not a defect.
+Each figure is a minimum and a median of several: on a machine that others use, the minimum is the program's time, and
+the rest is due to the others. CPU seconds count user and system time of the process and of nobody else. Not a test: a
+slow machine is not a defect.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def seconds(work: Callable[[], object], times: int = 7) -> Taken:
 
 
 def cold(*command: str, times: int = 7) -> Taken:
-    """Processes of their own, start to finish, after one that is not counted."""
+    """The times of `command` as new processes, each from start to finish; a first process is not counted."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = _BYTECODE.name
     wall, cpu = [], []

@@ -9,8 +9,8 @@ N sequences of 256 tokens: 2, or 32 on a GPU, where launching the kernels of 2 w
   the optimizer apart, because a mixture has more weights to update;
 - the mixture's FFN with its routing alone, against a dense FFN of equal active size.
 
-The ratio is the median over pairs timed one after the other, each first in turn, so that a noisy machine disturbs
-both alike; in brackets where 95 % of such medians lie.
+The ratio is the median over pairs. The two of a pair are timed one after the other, and each model goes first in turn,
+so that a noisy machine disturbs both models alike. The brackets hold 95 % of such medians.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def our_step(config: GrowthConfig, tokens: Tensor) -> Callable[[], None]:
 
 
 def nanogpt_step(folder: Path, config: GrowthConfig, tokens: Tensor) -> Callable[[], None]:
-    """nanoGPT's, with autocast on a GPU as its train.py has it; of the checkout's model.py, which is not installed."""
+    """A step of nanoGPT's model, with autocast on a GPU as in its train.py. The model is read from the checkout's
+    model.py, which is not installed.
+    """
     sys.path.insert(0, str(folder))
     theirs, m = importlib.import_module("model"), config.model
     module = theirs.GPT(
@@ -147,7 +149,7 @@ def ffns(config: GrowthConfig, x_BTd: Tensor, dispatch: str) -> tuple[Callable[[
 def paired(
     first: Callable[[], None], second: Callable[[], None], pairs: int, found: device.Device
 ) -> tuple[list[float], list[float]]:
-    """Milliseconds of each, in turn, after one unmeasured pair."""
+    """The milliseconds of each call of `first` and of `second`, called in turn, after one unmeasured pair."""
     times: tuple[list[float], list[float]] = ([], [])
     for pair in range(pairs + 1):
         for run, seen in list(zip((first, second), times, strict=True))[:: 1 if pair % 2 else -1]:

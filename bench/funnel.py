@@ -1,10 +1,10 @@
 """The funnel's throughput against what its stages need: `python bench/funnel.py` prints what is in
 bench/results/funnel.md below its first paragraph.
 
-Each one is compiled for a GPU, and interpreted. The bar: candidates per second within 20 % of cores / (CPU seconds
-of the stages per candidate). Others may work on the same cores: their CPU time is taken from what was there to use, so
-idle cores and the funnel's own overhead (forks, namespaces, clearing away) count against it, and other people's work
-does not.
+Each candidate is compiled for a GPU, and interpreted. The bar: candidates per second within 20 % of cores / (CPU
+seconds of the stages per candidate). Other programs may use the same cores: their CPU time is subtracted from the
+available time, so idle cores and the funnel's own overhead (forks, namespaces, clearing away) count against the funnel,
+and other people's work does not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BAR = 0.8
 
 
 def cpu_s(pid: int) -> float:
-    """Processor seconds of a process and the children it has waited for."""
+    """Processor seconds of a process and of the children for which this process has waited."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(int(field) for field in fields[11:15]) / TICKS
 

@@ -3,8 +3,8 @@
 
 bench/guards.toml names them: a file, what stands there, what stands there without the guard, and tests, each of which
 has to fail then. The checkout itself is changed and put back, so that a test's own processes meet the change too; a
-file with changes that are not committed is refused. Writes the table of bench/results/guards.md to standard output,
-what stays green to standard error, and ends with 1 then.
+file with changes that are not committed is refused. Writes the table of bench/results/guards.md to standard output, and
+tests that stay green to standard error; if any do, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TakenGuard:
 
     @contextmanager
     def taken_out(self) -> Iterator[None]:
-        """The checkout without it. Raises SystemExit where the file is not as the list has it."""
+        """Within the block the checkout lacks this guard. Raises SystemExit if the file is not as the list says."""
         path = ROOT / self.file
         whole = path.read_text()
         if (found := whole.count(self.old)) != 1:
@@ -54,7 +54,7 @@ class TakenGuard:
             path.write_text(whole)
 
     def failed(self) -> dict[str, str]:
-        """The first test that fails without it, of each of `tests`; empty: none does."""
+        """For each of `tests`, the first test that fails without this guard; empty if none fails."""
         pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-rfE", "-p", "no:cacheprovider", "-m", "not wheel"]
         told = {**os.environ, "HANG_S": str(self.hang_s)}  # tests/waiting.py
         with self.taken_out():

@@ -1,4 +1,4 @@
-"""How often the stated interval holds on traces it has not seen: `python bench/hazard_coverage.py SPOT H100`.
+"""How often the stated interval holds on traces not used for it: `python bench/hazard_coverage.py SPOT H100`.
 
 SPOT is a checkout of github.com/skypilot-org/spot-traces, H100 one of github.com/andylizf/skynomad-artifact; nothing of
 them is kept here. Each trace is left out once: the median of the prior is taken anew from all others of single nodes,
@@ -33,7 +33,8 @@ TYPE = "p3.2xlarge"
 BAR = (0.75, 0.90)
 STARTS = 1_000
 FITTED = 16  # the largest number of nodes behind GANG_POWER
-# P types: a quarter of an hour to set up and to restart; a checkpoint each 300 s that fits the notice.
+# A run on P types: set-up and restart take a quarter of an hour each; a checkpoint every 300 s, whose save fits into
+# the notice.
 RUN = Exposure(
     setup_h=0.25,
     restart_h=0.25,
@@ -57,7 +58,7 @@ class Group(NamedTuple):
     alone: Mapping[str | None, Trace] = {}  # for several nodes: by zone, when one node was available
 
     def power(self, trace: Trace) -> float:
-        """To which power of the nodes their interruptions grew in the trace's zone."""
+        """The power of the number of nodes with which interruptions grew in the trace's zone."""
         several, one = (max(each.interruptions, 0.5) / each.node_hours for each in (trace, self.alone[trace.zone]))
         return math.log(several / one) / math.log(self.nodes)
 
@@ -153,7 +154,9 @@ def read(spot: Path, h100: Path) -> Iterator[Group]:
 
 
 def covered(group: Group, groups: Sequence[Group], hours: float) -> list[tuple[float, float]]:
-    """Shares of dollars and hours inside, of each trace long enough, from a prior that has not seen it."""
+    """For each trace that is long enough, the shares of dollars and of hours inside the interval of a prior made
+    without this trace.
+    """
     found = []
     for trace in group.traces:
         if trace.hours < hours + 1 or trace.node_hours < 1:
@@ -168,7 +171,7 @@ def covered(group: Group, groups: Sequence[Group], hours: float) -> list[tuple[f
 
 
 def powers(groups: Sequence[Group], but: Trace | None = None) -> list[float]:
-    """The power of each zone but one, where so many nodes were up for a day."""
+    """The power of each zone with FITTED nodes up for at least a day; without the zone of the trace `but`."""
     fitted = [group for group in groups if group.nodes == FITTED]
     return [group.power(each) for group in fitted for each in group.traces if each is not but and each.node_hours >= 24]
 
@@ -182,7 +185,9 @@ def _score(trace: Trace, hours: float, stated: Hazard, nodes: int = 1) -> tuple[
 
 
 def _learned(nine: Sequence[Trace], at: int, hours: float, *, own: bool) -> tuple[float, float]:
-    """What is learned of one zone: from the others, or with its own first half judged on the second."""
+    """The score of what is learned about the zone of trace `at`: from the other zones, or with `own` from the first
+    halves of all traces, and then judged on this trace's second half.
+    """
     trace, half = nine[at], nine[at].hours / 2
     others = [each for each in nine if each is not trace]
     if own:
@@ -201,7 +206,9 @@ def _spot(path: Path, nodes: int) -> Trace:
 
 
 def _h100(rounds: Sequence[Any], nodes: int) -> list[Trace]:
-    """By zone: up where so many of the 16 instances asked for were made, each ten minutes."""
+    """A trace for each zone, sampled every ten minutes: up where AWS made at least `nodes` of the 16 requested
+    instances.
+    """
     zones = sorted({zone for each in rounds for zone in each["zone_results"]})
     made = {zone: [each["zone_results"].get(zone, {}).get("instances_created", 0) for each in rounds] for zone in zones}
     found = [_trace(counts, 600, nodes, zone) for zone, counts in made.items()]
@@ -237,7 +244,7 @@ def dispersion(traces: Sequence[Trace]) -> float:
 def drift(traces: Sequence[Trace]) -> float:
     """Root mean square of ln hazard between halves, less what counting clustered interruptions adds by itself.
 
-    Of traces with 20 interruptions in each half: the logarithm of fewer is noise.
+    Only traces with 20 interruptions in each half count: the logarithm of fewer interruptions is noise.
     """
     between, noise = [], []
     for trace in traces:
@@ -250,7 +257,7 @@ def drift(traces: Sequence[Trace]) -> float:
 
 
 def unevenness(traces: Sequence[Trace]) -> float:
-    """The most likely one for the lives of nodes, each trace's hazard given."""
+    """The unevenness that makes the lives of nodes most likely, given each trace's hazard."""
     tried = np.arange(0.0, 2.3, 0.1)
     z = np.linspace(-4, 4, 81)
     weights = np.exp(-z * z / 2) / np.exp(-z * z / 2).sum()

@@ -1,10 +1,10 @@
-"""`up` and `destroy` of the real engine, killed at every one of their calls to AWS, and left without an answer from
-every one on; then `pulumi cancel`, `pulumi destroy`, one `gpufleet sweep --delete`. `bench/kills.py [up|destroy]`;
-`--way block` for a stack that is bought so (all: `--way all`), `--calls 20` for so many of the calls.
+"""`up` and `destroy` of the real engine, killed at each of their calls to AWS, or left without answers from that call
+on; then `pulumi cancel`, `pulumi destroy`, one `gpufleet sweep --delete`. `bench/kills.py [up|destroy]`; `--way block`
+is for a stack whose capacity is bought in this way (`--way all`: in every way), `--calls 20` for 20 of the calls.
 
-Calls come in an order drawn by a seed, so that what was done when it is interrupted is a sample. Writes the table of
-bench/results/kills.md to standard output, each kill to standard error. The account is the embedded AWS, in which others
-have something too (tests/rehearsal/killed_calls.py).
+A seed draws the order of the calls, so that the first ones are a sample of all moments at which a command can be
+interrupted. Writes the table of bench/results/kills.md to standard output, each kill to standard error. The account is
+the embedded AWS, in which other people have resources too (tests/rehearsal/killed_calls.py).
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def main() -> None:
 def kills(
     folder: Path, way: str, command: str, mode: Mode, most: int, tell: Callable[[int], None]
 ) -> Iterator[KilledCall]:
-    """One for each call that the command makes, at most so many; `tell` is told how many calls these are."""
+    """A KilledCall for each call that the command makes, for `most` of them at most; `tell` gets the number of all
+    calls.
+    """
     with shared_account(folder, way) as account:
         calls = kill(account, command, mode, NEVER).calls
         tell(calls)

@@ -1,10 +1,11 @@
-"""A step's memory, predicted beside counted, and its speed, at batches of choice, weights random:
+"""A step's memory, as predicted and as counted, and its speed, with random weights and batches of the user's choice:
 
     python bench/memory.py STACK [--rows 32] [--micro 4 2] [--layers 24 --width 1536] [--eager] [--steps 4]
 
-of tinystories-growth and pretrain-d64, each phase at each micro-batch. `--rows`: of a step on this one GPU, for
-pretrain-d64 those that one of eight has. The update is timed apart, because ranks share it. On a CPU the rehearsal's
-shape, only to see that it runs: what is counted there is the whole process.
+STACK is tinystories-growth or pretrain-d64; each phase runs at each micro-batch. `--rows` is the number of rows in a
+step on this one GPU; for pretrain-d64 the rows of one of eight GPUs. The update is timed separately, because ranks
+share it. On a CPU the program takes the rehearsal's shape, only to show that it runs: there it counts the memory of the
+whole process.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def main() -> None:
 
 
 def opened(scratch: Path, name: str, config: JobConfig) -> Experiment:
-    """The experiment on generated data. This node is not judged: others may be at work beside."""
+    """The experiment on generated data. It runs no checks of this machine, because other programs may use it too."""
     config.dataset.prepare(scratch / "data", Given())
     (scratch / RUN).write_text(json.dumps({"schema": 1, "job": {"experiment": name, "parameters": asdict(config)}}))
     (scratch / PREFLIGHT).touch()
@@ -106,7 +107,7 @@ def line(experiment: Experiment, phase: Phase, rung: Rung, *, steps: int, eager:
 
 @dataclass(slots=True)
 class Updates:
-    """Seconds of an optimizer's updates, which it waits for."""
+    """The seconds of an optimizer's updates. It waits for the device before and after each of them."""
 
     found: device.Device
     seconds: float = 0.0
@@ -122,7 +123,7 @@ class Updates:
 
 
 def timed(experiment: Experiment, phase: Phase, rung: Rung, *, steps: int, eager: bool) -> tuple[float, float]:
-    """Seconds of a step, and of the update in it. Raises OutOfMemoryError."""
+    """The seconds of a step, and those of its update. Raises OutOfMemoryError."""
     found = experiment.session.device
     module = experiment.blank(phase)
     with torch.no_grad():

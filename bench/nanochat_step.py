@@ -5,10 +5,10 @@
 
 Depth, width (64 x depth), heads of 128, feed-forward of 4 x width, vocabulary 32,768, rows and micro-batches are the
 same; every attention layer sees the whole row unless `--window SSSL`, nanochat's own pattern, is asked for. Each model
-is compiled and optimised as its own trainer does it: blocks and loss with fused AdamW here, the whole model with
-Muon and AdamW there. nanochat also has value embeddings and a head of its own, so FLOPs per token are printed of both.
-Steps are timed in turn. The attention kernels are those that a profile of one forward and backward pass names.
-On a CPU only to see that it runs: `--device cpu --depth 2 --rows 1 --sequence 256 --micros 1 --steps 2`.
+is compiled and optimised as its own trainer does it: blocks and loss with fused AdamW here, the whole model with Muon
+and AdamW there. nanochat also has value embeddings and a head of its own, so FLOPs per token are printed for both
+models. Steps are timed in turn. The attention kernels are those that a profile of one forward and backward pass names.
+On a CPU this only shows that the program runs: `--device cpu --depth 2 --rows 1 --sequence 256 --micros 1 --steps 2`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 class NanochatModel(NamedTuple):
-    """One of the two: forward and backward of a micro-batch, and the update of a step."""
+    """One of the two models: the forward and backward pass of a micro-batch, and the update of a step."""
 
     parameters: int
     flops: int  # per token

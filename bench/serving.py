@@ -2,8 +2,9 @@
 
     python bench/serving.py [--layers 44] [--width 2816] [--characters 200] [--clients 1 4]
 
-The server is pretrain-d64's own, without the reading of a folder. Beside it the least that the data sheet allows: each
-character reads every weight once. On a CPU only to see that it runs: give it few layers and a narrow width.
+The server is pretrain-d64's own, without the reading of a folder. Beside each figure stands the bound of the GPU's data
+sheet: each character reads every weight once. On a CPU this only shows that the program runs: give it few layers and a
+narrow width.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from gpufleet.job.experiments.pretrain.serve.model import Served
 from gpufleet.job.experiments.pretrain.serve.server import Server
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 
-REQUESTS = 3  # requests of each client, one after another, after one that is not counted
+REQUESTS = 3  # requests of each client, one after another, after a first request that is not counted
 
 
 def main() -> None:

@@ -3,8 +3,8 @@
     python bench/sft_step.py [--layers 32] [--rows 2] [--row 4096] [--steps 20] [--device cuda] [--eager] [--mask]
 
 Random weights and lengths (log-normal, mean 361, as the real data). MFU counts 4 FLOP per base parameter and token, 6
-per adapter parameter, and attention within each example. `--mask`: the masked attention instead of
-the varlen kernel. On a CPU only to see that it runs: give it few layers and a short row.
+per adapter parameter, and attention within each example. `--mask`: the masked attention instead of the varlen kernel.
+On a CPU this only shows that the program runs: give it few layers and a short row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpufleet.job.experiments.sft.spec import SftConfig, flops_per_token
 from gpufleet.job.kind.common import Rung
 
 WARM = 5  # steps before the clock counts
-LONGEST = 1024  # tokens of an example, as data.longest: the varlen kernel launches as much for each as for the longest
+LONGEST = 1024  # tokens of an example, as data.longest: the kernel launches as much for each as for the longest one
 
 
 def main() -> int:

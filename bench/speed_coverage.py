@@ -1,7 +1,8 @@
 """How well the table of measured speeds predicts a source that it has not seen: `python bench/speed_coverage.py`.
 
-Each source of infra/evidence/speeds.csv is left out in turn, and each of its figures held against what the others make
-of its GPU and kind of work. Writes bench/results/speed.md to standard output and bench/results/speed.svg.
+Each source of infra/evidence/speeds.csv is left out in turn, and each of its figures is compared with what the other
+sources predict for the same GPU and kind of work. Writes bench/results/speed.md to standard output and
+bench/results/speed.svg.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PICTURE = Path(__file__).parent / "results" / "speed.svg"
 
 
 class Judged(NamedTuple):
-    """A figure, and what the other sources say of it."""
+    """A figure, and what the other sources predict for it."""
 
     figure: Speed
     expected: Expected
@@ -91,7 +92,7 @@ def main() -> None:
 
 
 def left_out(figures: Sequence[Speed]) -> Iterator[Judged]:
-    """Each figure with what the other sources say of it."""
+    """Each figure with what the other sources predict for it."""
     for source in dict.fromkeys(each.place.source for each in figures):
         others = Speeds(each for each in figures if each.place.source != source)
         for each in figures:
@@ -100,7 +101,7 @@ def left_out(figures: Sequence[Speed]) -> Iterator[Judged]:
 
 
 def clusters(some: Sequence[Judged]) -> list[Judged]:
-    """One for each source, GPU, kind and whether of several GPUs: its mean."""
+    """The mean of each group of figures: one source, one GPU, one kind of work, either one GPU or several."""
     by_place: dict[SpeedGroup, list[Judged]] = defaultdict(list)
     for each in some:
         by_place[each.figure.place].append(each)
@@ -139,7 +140,7 @@ def grouped(some: Sequence[Judged], at: int) -> Iterator[tuple[str, list[Judged]
 
 
 def draw(judged: Sequence[Judged]) -> None:
-    """Published against predicted, a point each, with the diagonal and the usual width."""
+    """Draws a point for each figure, published against predicted, with the diagonal and the usual width."""
     import matplotlib as mpl
 
     mpl.use("svg")

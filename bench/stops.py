@@ -1,11 +1,11 @@
 """Whether a run's limits hold with its stops dead: `python bench/stops.py [RUNS]`, 1,000 by default.
 
 Runs are drawn, not trained: nodes boot, stage, train at prices that rise, are taken with a notice, vanish, live on
-beside the next, wait for capacity; EC2's API, S3 and the scheduler are out for a while. What decides is the code
-itself: the job's meter and forecast, how it counts other nodes, a node's means, timer and hour of the schedule. Three
-stops: the meter in the supervisor, the timer of the boot, the schedule of AWS (with the fleet's expiry). What a boot
-looks at before it pulls an image is on its way to the job, and never off. A meter that is off has fallen silent, or
-tells and does not stop; a node whose timer is off may move the hour no more from some moment on. Writes
+beside the next node, wait for capacity; EC2's API, S3 and the scheduler do not answer for a while. What decides is the
+code itself: the job's meter and forecast, how it counts other nodes, a node's means, timer and hour of the schedule.
+Three stops: the meter in the supervisor, the timer of the boot, the schedule of AWS (with the fleet's expiry). The
+check that a boot makes before it pulls an image is always on. A meter that is off has fallen silent, or reports and
+does not stop; a node whose timer is off can no longer move the schedule's hour from some moment on. Writes
 bench/results/stops.md to standard output.
 """
 
@@ -57,7 +57,7 @@ HARD_S = 3 * HOUR  # seconds past a limit after which nothing has ended the run
 
 @dataclass(frozen=True, kw_only=True)
 class PricedStack:
-    """What of a definition its limits depend on."""
+    """The parts of a definition on which its limits depend."""
 
     name: str
     run: RunFile
@@ -67,7 +67,7 @@ class PricedStack:
     setup_s: float
     forecast: Forecast
     checkpoint_s: float
-    waits_s: float  # for capacity, from the fleet's creation to its expiry, beside the run's own hours
+    waits_s: float  # how long the fleet waits for capacity before it expires, in addition to the run's own hours
 
     @property
     def ceiling(self) -> float:
@@ -77,7 +77,7 @@ class PricedStack:
 
 
 def stack(path: Path) -> PricedStack:
-    """What a file says, with its bill."""
+    """The stack of a definition file, with what its bill says."""
     definition = load(path, now=datetime.fromtimestamp(T0, UTC))
     bill = price(definition, load_catalog())
     expiry = stamp(definition.expiry(datetime.fromtimestamp(T0, UTC)))
@@ -119,7 +119,7 @@ class MemoryStore:
 
 
 class SaidNode:
-    """The work folder, as far as a node looks into it: the meter's last word."""
+    """Stands for the work folder, in which a node reads the meter's last report."""
 
     def __init__(self) -> None:
         self.told = b""
@@ -138,16 +138,16 @@ class Machine:
     id: str
     launched: float
     allowance: Allowance | None = None
-    known: OtherNodes  # the other nodes that it knew when it booted
+    known: OtherNodes  # the other nodes that this one knew when it booted
     counted_at: float = 0.0
     loses_keeper_at: float = float("inf")
     said: SaidNode = field(default_factory=SaidNode)
     meter: Meter | None = None
     others: Others | None = None
-    checks_at: float  # when it checks what is left, before it pulls an image
+    checks_at: float  # when the node checks what is left, before it pulls an image
     meters_at: float
     ended: float | None = None  # may be still to come
-    lives_on: bool = False  # it runs on beside the next node
+    lives_on: bool = False  # the node runs on beside the next one
 
 
 def outages(draw: random.Random, until: float, share: float) -> Callable[[float], bool]:
@@ -223,7 +223,7 @@ class Drawn:
         return History(launched=launched, ended=ended, there=there)
 
     def cost(self) -> tuple[float, float]:
-        """What it really was: billed seconds, and USD."""
+        """What the run really cost: billed seconds, and USD."""
         rates, seconds, usd = (
             self.stack.run.rates(self.stack.type, self.stack.zone),
             0.0,
@@ -250,7 +250,7 @@ class Drawn:
         return DrawnResult(past_s=self._fleet_s(past), ended_by=self.ended_by, is_late=bool(late))
 
     def _fleet_s(self, node_s: float) -> float:
-        """How long the fleet took for the last `node_s` seconds of its nodes: it may have two at once."""
+        """How long the fleet took for the last `node_s` seconds of its nodes: two of them may run at once."""
         ends = [(each.launched, max(each.ended or self.now, each.launched + 60)) for each in self.nodes]
         moments = sorted({moment for span in ends for moment in span}, reverse=True)
         taken, left = 0.0, node_s
@@ -290,7 +290,7 @@ class Drawn:
         )
 
     def _check(self, node: Machine) -> bool:
-        """What job/node does before it pulls an image. False: the run has nothing left."""
+        """Does what job/node does before it pulls an image. Returns False if the run has nothing left."""
         self._hear_earlier()
         nodes = [
             (record(self.store.objects[bucket.attempt_key(each.id)], print), self._last_beat(each))
@@ -305,7 +305,7 @@ class Drawn:
         return over > self.now + (LEAST_S if nodes else 0)
 
     def _means(self, node: Machine) -> Means:
-        """As job/node counts them, at its boot and every five minutes."""
+        """The means as job/node counts them, at the node's boot and every five minutes."""
         node.counted_at, told = self.now, self.history(T0)
         if told is not None:
             node.known.take(told, self.now)
@@ -315,7 +315,7 @@ class Drawn:
         return last_beat(self.store.objects.get(bucket.heartbeat_key(node.id)), print)
 
     def _arrive(self, node: Machine) -> None:
-        """What the supervisor does before it stages anything."""
+        """Does what the supervisor does before it downloads anything."""
         me = Node(instance=node.id, type=self.stack.type, zone=self.stack.zone, launched_at=node.launched)
         node.others = Others(self.store, self.stack.run, me, self.history, print, self._own_record(node))  # type: ignore[arg-type]
         node.others.look(self.now)
@@ -328,7 +328,7 @@ class Drawn:
         )
 
     def _speak(self, node: Machine) -> None:
-        """Meter's heartbeat and word to the node, unless it is off and silent."""
+        """The meter's heartbeat and its report to the node, unless the meter is off and silent."""
         meter, others = node.meter, node.others
         if meter is None or others is None or (METER not in self.on and self.is_silent):
             return
@@ -367,7 +367,7 @@ class Drawn:
             self.store.objects[bucket.heartbeat_key(node.id)] = json.dumps(beat.to_json()).encode()
 
     def _live(self, node: Machine) -> None:
-        """One node to its end, and the wait for the next, or the end of the run."""
+        """Runs one node to its end, then the wait for the next node, unless the run ends."""
         lost_at = self.now + (self.draw.expovariate(self.losses_per_s) if self.losses_per_s else float("inf"))
         while True:
             if AWS in self.on and self.now >= self.hour + self.ends_in:
@@ -434,14 +434,16 @@ class Drawn:
             each.ended = min(self.now if each.ended is None else each.ended, self.now)
 
     def _lost(self, node: Machine) -> None:
-        """AWS takes it, with a notice or without; or the fleet takes it for gone, and it lives on for a while."""
+        """AWS takes the node, with a notice or without; or the fleet believes that the node is gone, and it lives on
+        for a while.
+        """
         kind = self.draw.choice(["notice", "notice", "lost", "lives on"])
         if kind == "notice":
             noticed = self.now
             if node.allowance is not None and self.now < node.loses_keeper_at:
                 node.allowance.open()
             self.now += 120
-            told = noticed if node.allowance is not None else max(noticed, node.checks_at)  # it boots in any case
+            told = noticed if node.allowance is not None else max(noticed, node.checks_at)  # a node boots in any case
             if told < self.now and not self.s3_out(told) and told < self.keys_die:
                 self._record(node, Exit(75, "notice", True, iso(told), iso(self.now)))
         waits = self.draw.uniform(60, 180) if kind == "lives on" else self.draw.lognormvariate(-1.0, 1.3) * HOUR + 60
@@ -450,7 +452,7 @@ class Drawn:
             node.ended = until + self.draw.uniform(30, 240)
             node.lives_on = True
             if node.allowance is None and self.now < self.keys_die:
-                self._record(node)  # it boots in any case
+                self._record(node)  # a node boots in any case
             by, at = self._own_stop(node)
             if at < min(node.ended, self.hour + self.ends_in):
                 return self._end_beside(node, by, at, until)
@@ -463,7 +465,7 @@ class Drawn:
         self.now = until
 
     def _own_stop(self, node: Machine) -> tuple[str, float]:
-        """Which of its stops ends it first, and when, should AWS not."""
+        """The node's own stop that ends it first, and when; AWS's schedule aside."""
         stops = [("", float("inf"))]
         if METER in self.on and node.meter is not None:
             left = node.meter.left_s(self.now, self.stack.run.limits, HOUR) - self.stack.checkpoint_s - RESERVE_S
@@ -473,7 +475,7 @@ class Drawn:
         return min(stops, key=lambda each: each[1])
 
     def _end_beside(self, node: Machine, by: str, at: float, next_at: float) -> None:
-        """One that lives on ends the run. The next one, where it is there by then, sees that as it boots."""
+        """A node that lives on ends the run. If the next node exists by then, it sees the end when it boots."""
         takes = self._takes(by)
         if at > next_at:
             self.now = next_at

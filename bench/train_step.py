@@ -1,8 +1,8 @@
 """Speed of the trainer on an otherwise idle GPU: `python bench/train_step.py [--sequences 8]` prints a page.
 
-Tokens/s and MFU of each full-size phase at that many times 256 tokens, beside the least that this GPU's data sheet
-allows (FLOPs over its peak, and the optimizer's traffic over its bandwidth), and what the first step spends compiling
-on a node without a cache and on its replacement.
+The page has tokens/s and MFU of each full-size phase at that many times 256 tokens; the least time that this GPU's data
+sheet allows (FLOPs over its peak, and the optimizer's traffic over its bandwidth); and how long the first step compiles
+on a node without a cache, and on that node's replacement.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def full_size(scratch: Path, found: device.Device, sequences: int) -> None:
         opt = experiment.optimizer(phase, module)
         experiment.schedule(phase, opt, phase.first)
         compiling = []
-        for steps in (1, 2 * STEPS):  # first for a first node, then for its replacement, which is timed
+        for steps in (1, 2 * STEPS):  # once for a first node, then for its replacement, which is timed
             with fresh_cache(), compiled(module, found.torch):
                 graphs = CompileCache(experiment.session, phase, whole)
                 for step in range(steps):

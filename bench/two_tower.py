@@ -1,9 +1,9 @@
 """Speed of two-tower's joint step: `python bench/two_tower.py` prints what is in the first table of
 bench/results/two_tower.md.
 
-All ten folds at once against a loop over the same ten models, step by step in turn in one run, at 443 queries x 1131
-models, dropout off and on. A step is forward, backward, clipping per fold and AdamW. The loop is as good as the joint
-step in everything else: the same model code, the same loss, the same dropout bits, the same fused optimizer.
+It compares all ten folds at once with a loop over the same ten models, step by step in turn in one run, at 443 queries
+x 1131 models, with dropout off and on. A step is forward, backward, clipping per fold and AdamW. The loop is as good as
+the joint step in everything else: the same model code, the same loss, the same dropout bits, the same fused optimizer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
 
 FOLDS, QUERIES = 10, 443
 BAR_S = 0.35  # of a joint step without dropout, on 2 CPU cores
-GPU_BAR = 8  # how many times as fast as the loop it must be on a GPU
+GPU_BAR = 8  # how many times as fast as the loop the joint step must be on a GPU
 
 
 def main() -> None:

@@ -34,8 +34,8 @@ GROUPS = {
     "Know what it costs": {
         "cost": "the bill of a run, before anything exists; needs no account and no network",
         "compare": "a stack's scenarios and every instance type for their work, ranked by mean dollars",
-        "diff": "the cost review of a change: two commits' stacks side by side in dollars, bounds and rules held or"
-        " broken",
+        "diff": "the cost review of a change: the dollars of two commits' stacks side by side, and whether bounds and"
+        " rules hold",
         "prices": "how old and complete the known prices are; prices refresh reads them anew from AWS",
         "calibrate": "measure a few hundred steps of the real job on this machine, for the bill",
         "replay": "whether the bill's range held on availability traces of spot nodes",

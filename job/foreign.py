@@ -229,7 +229,9 @@ class ForeignFolder:
 
     @contextmanager
     def _made(self, path: Path) -> Iterator[int]:
-        """A descriptor of the folder at `path`, made if it is missing; anything else on the way is removed."""
+        """A descriptor of the folder at `path`. It makes missing folders, and removes whatever stands in the place of
+        one.
+        """
         folder = os.open(self.path, _FOLDER)
         try:
             for part in path.relative_to(self.path).parts:

@@ -52,5 +52,5 @@ def flight(
 
 
 def nodes(cloud: Cloud, folder: Path) -> NodeRunner:
-    """The machines of the cloud: the script runs with this Python."""
+    """The runner of the embedded AWS's nodes, whose scripts run with this Python."""
     return NodeRunner(cloud, folder, lambda root: Path(sys.executable).parent)

@@ -205,7 +205,9 @@ def _is_file(name: str, say: Callable[[str], None]) -> bool:
 
 
 def _same(path: Path, each: StoredObject) -> bool:
-    """Whether the file is there already. Size alone is not enough: another run may have had the same id."""
+    """Whether the file at `path` already is this object. Its size alone does not show it: another run may have had the
+    same id.
+    """
     if path.suffix not in WEIGHTS or not path.is_file():
         return False
     status = path.stat()

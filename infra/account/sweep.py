@@ -75,7 +75,8 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
         ("Billed, and not kept by the definition:", billed),
         ("Still there, free of charge:", free),
         (
-            "Not the stack's, but in its VPC, which stays as long as they do; they may be billed. Ask whose they are:",
+            "These resources do not belong to the stack, but lie in its VPC. The VPC cannot be deleted while they"
+            " exist, and they may be billed. Ask whose they are:",
             foreign,
         ),
         ("Perhaps this stack's: they have no tags:", [left for left in mine if not left.ours]),

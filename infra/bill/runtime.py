@@ -37,7 +37,7 @@ UPLOAD_GB_S = 1.02  # 17.4 GB to S3 in 17 s, once, on g5.12xlarge; never above t
 DECODE_S = 0.02
 _STEP_MS = "estimate.step_ms, one figure per phase with optimizer steps"
 
-# Where step times come from: a calibration or receipt; the definition's own figures; either, carried over from other
+# Where step times come from: a calibration or receipt; the definition's own figures; one of these, converted from other
 # GPUs; the table of measured speeds.
 SpeedBasis = Literal["measured", "declared", "guessed", "derived"]
 

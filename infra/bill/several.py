@@ -79,8 +79,9 @@ class Several:
         yield ""
         each = ", ".join(f"{counted(part.times, 'run')} of {part.name}" for part in self.parts)
         yield from text.wrap(
-            f"{each}. Interruptions and spot prices are each run's own luck; a speed that nobody has measured is all"
-            f" runs' alike, so until `gpufleet calibrate` the last line holds. Limits: {self.max_usd:f} USD together."
+            f"{each}. Interruptions and spot prices differ from run to run. A speed that nobody has measured is off by"
+            " as much in all runs, so the last line holds until `gpufleet calibrate`. Limits:"
+            f" {self.max_usd:f} USD together."
         )
         yield from text.wrap(f"Prices: {self.price_age}.")
 

@@ -27,7 +27,7 @@ class Assumption:
     id: str
     says: str  # a sentence
     where: str  # the file of this project that relies on it
-    source: str  # what it is believed on
+    source: str  # the document or observation that supports it
     seen: str = ""  # a fact
     answer: str = ""  # a call, SERVICE.Operation; `has` are the fields that the program reads in its answer
     has: tuple[str, ...] = ()

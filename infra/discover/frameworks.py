@@ -47,12 +47,12 @@ class Framework:
     resume: str = ""
     naming: str = ""  # the setting or keyword that names a checkpoint
     resume_setting: str = ""
-    restores: tuple[str, ...] = ()  # functions that a script calls if it looks for a checkpoint by itself
+    restores: tuple[str, ...] = ()  # functions that a script calls if the script itself looks for a checkpoint
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Patterns of its lines: its own, or its format's."""
+        """Patterns of the framework's lines: the row's own, or those of its checkpoint format."""
         return self.progress or (FORMATS[self.format].progress if self.format else ())
 
 
@@ -85,7 +85,7 @@ def framework_of(reach: Reach | None, start: StartedProgram) -> Framework | None
 
 
 def _distance(reach: Reach, row: Framework) -> int | None:
-    """How far from the start a framework that is used is imported; None if it is not."""
+    """The distance from the start at which a used framework is imported; None if the framework is not used."""
     if row.uses and not any(_is_used(reach, row, name) for name in row.uses):
         return None
     found = [

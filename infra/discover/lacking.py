@@ -18,7 +18,7 @@ from gpufleet.infra.discover.source import CodeFolder
 from gpufleet.infra.discover.start import StartedProgram, starts
 from gpufleet.infra.errors import GpufleetError
 
-_CHOOSES = re.compile(  # words by which a command changes its Python or its packages
+_CHOOSES = re.compile(  # words by which a command chooses its Python or its packages
     r"\b(activate|uv|poetry|pdm|pipenv|pixi|hatch|rye|conda|mamba|micromamba|install|PATH|PYTHONPATH)\b|/bin/"
 )
 _CHANGES = re.compile(r"sys\.path|addsitedir|[\"']pip[\"']")  # likewise in a script

@@ -27,7 +27,7 @@ _NO_PROGRESS = re.compile(
 )
 _NO_COUNT = re.compile(r"max|total_|\bnum_(?!update|iter)|\bn_|len\(|\blr\b|rate|_per_|/sec|speed|start|loss|time")
 _COUNT_WORDS = re.compile(r"(step|iter|epoch|update|iteration|it)s?\W*$", re.IGNORECASE)  # directly before a number
-# Figures, by words in their name and before them: required ones, and excluded ones.
+# Figures, by words in the figure's name and before it: words that must be there, and words that must not.
 _FIGURES = (
     ("val", re.compile(r"(?=.*(\bval|\btest|eval)).*(loss|perplexity|bpb|ppl)"), re.compile(r"(?!)")),
     ("loss", re.compile(r"loss"), re.compile(r"val\b|valid|eval|best|test|aux")),
@@ -41,7 +41,7 @@ class PrintedLine:
 
     regex: str
     where: str
-    is_of_training: bool = True  # whether it is in the training loop, not in an evaluation
+    is_of_training: bool = True  # whether the line is printed in the training loop, not in an evaluation
 
     @property
     def groups(self) -> frozenset[str]:
@@ -49,12 +49,14 @@ class PrintedLine:
 
     @property
     def counts(self) -> str:
-        """What its number counts: step, epoch, or batch, which counts both."""
+        """What the line counts: steps, epochs, or batches within an epoch."""
         return "step" if "step" in self.groups else "batch" if {"epoch", "batch"} <= self.groups else "epoch"
 
 
 def find_lines(reach: Reach, values: Values) -> list[PrintedLine]:
-    """The lines with a step, an epoch or both; those of training, with a loss, of the finest count first."""
+    """The lines with a step, an epoch or both. First come lines of training, lines with a loss, and lines of the finest
+    count.
+    """
     found: dict[str, PrintedLine] = {}
     for site in reach.sites:
         regex = ""
@@ -117,7 +119,9 @@ def _line(several: list[Piece], site: Site, values: Values) -> str:
 
 
 def _group(value: ast.expr | None, before: str, after: str, used: list[str], site: Site, values: Values) -> str:
-    """The group of a figure in a line, by its name and the words around it; empty if none fits."""
+    """The regular expression's group for a figure, chosen by the figure's name and the words around it; empty if none
+    fits.
+    """
     if re.search(r"(/|\bof)\s*$", before) and used and used[-1] in ("step", "epoch", "batch"):
         group = _TOTALS.get(used[-1], "")
         return group if group not in used else ""
@@ -138,7 +142,7 @@ def _group(value: ast.expr | None, before: str, after: str, used: list[str], sit
 
 
 def _counted(value: ast.expr | None, named: str, near: str, in_epoch: bool, site: Site, values: Values) -> str:
-    """What a printed number counts, by its name, else by the loop that counts it; empty if not known."""
+    """What a printed number counts, by the number's name, else by the loop that counts it; empty if not known."""
     plain = re.sub(r"\s*[-+]\s*\d+|\b(int|str)\(|\)", "", named).strip("() ")
     is_setting = isinstance(value, ast.Attribute) and dotted(value.value) != "self" and values.settings.find(value.attr)
     counted: str | None = None

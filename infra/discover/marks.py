@@ -32,6 +32,6 @@ def checks_warning(text: str, name: str) -> list[str]:
 
 
 def processes_asked(command: str) -> int | None:
-    """How many processes a command starts per node by a plain number; None: it has {gpus}, or no number."""
+    """How many processes a command starts per node by a plain number; None if the command has {gpus}, or no number."""
     match = PROCESSES.search(command)
     return int(match["count"]) if match and match["count"].isdigit() else None

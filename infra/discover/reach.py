@@ -1,8 +1,9 @@
 """Finds the code of a folder that a Python file runs: from its own statements to the functions and classes that these
 name.
 
-It is static, by names: a function counts if counted code names it, a method if both its class and its own name are
-named. That is more than really runs, and much less than the folder holds: a converter that nobody imports is not in it.
+The search is static, by names: a function counts if counted code names it, a method if counted code names both the
+class and the method. The result is more than really runs, and much less than the folder holds: it lacks a converter
+that nobody imports.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _AROUND = ast.If | ast.For | ast.AsyncFor | ast.While | ast.With
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Scope:
-    """The place of an expression: its file, and the functions and the class around it, outermost first."""
+    """The place of an expression: its file, the functions around it, outermost first, and the class around it."""
 
     file: str
     functions: tuple[Function, ...] = ()
@@ -52,11 +53,13 @@ class Site:
         return called(self.call)
 
     def keyword(self, *names: str) -> ast.expr | None:
-        """The first argument with one of these names."""
+        """The first argument with one of the `names`; None without one."""
         return next((each.value for each in self.call.keywords if each.arg in names), None)
 
     def argument(self, position: int, *names: str) -> ast.expr | None:
-        """The argument with one of these names, else the one at the position; None without one, or if not known."""
+        """The argument with one of the `names`, else the argument at `position`; None without one, or if it is not
+        known.
+        """
         if (named := self.keyword(*names)) is not None:
             return named
         there = self.call.args[: position + 1]
@@ -147,18 +150,20 @@ class Reach:
         return list(dict.fromkeys((self.entry, *(scope.file for _, scope in self.units))))
 
     def reach_dotted(self, text: str) -> None:
-        """Counts the class or function that a text names, such as `src.models.net.Net` in a configuration."""
+        """Counts a class or function as reached if a text names it, such as `src.models.net.Net` in a configuration."""
         self._reach_named(text)
         self._follow()
 
     def names(self, file: str) -> ModuleNames:
-        """The meanings of a file's names; empty if it is no readable Python."""
+        """The meanings of a file's names; empty if the file is no readable Python."""
         if file not in self._modules:
             self._modules[file] = _module_names(self.folder.tree(file) or ast.parse(""), file)
         return self._modules[file]
 
     def symbol(self, file: str, name: str, depth: int = 0) -> Symbol | None:
-        """The meaning of a name at a module's top level, through imports; None if it is not the folder's."""
+        """The meaning of a name at a module's top level, through imports; None if the name does not belong to the
+        folder.
+        """
         if (file, name) not in self._symbols:
             self._symbols[file, name] = self._symbol(file, name, depth)
         return self._symbols[file, name]
@@ -182,7 +187,7 @@ class Reach:
         return None
 
     def calls_of(self, function: Function, scope: Scope) -> list[Site]:
-        """The calls that may call this function, none inside it; for a class, of its `__init__`."""
+        """The calls outside of `function` that may call it; for a method `__init__`, the calls of its class."""
         name = scope.cls.name if scope.cls is not None and function.name == "__init__" else function.name
         return [each for each in self.by_name.get(name, ()) if function not in each.scope.functions]
 
@@ -200,7 +205,7 @@ class Reach:
             self._visit(*unit, ())
 
     def _visit(self, node: ast.AST, scope: Scope, around: tuple[ast.stmt, ...]) -> None:
-        """Visits all nodes below a function; in a module, none of its functions and classes."""
+        """Visits all nodes below a function; in a module, all nodes except those in its functions and classes."""
         for child in ast.iter_child_nodes(node):
             inner, outer = scope, around
             if isinstance(node, ast.Module) and isinstance(child, Function | ast.ClassDef):
@@ -233,7 +238,7 @@ class Reach:
             self._reach_named(node.value)
 
     def _reach_named(self, chain: str) -> None:
-        """Counts a name of a module, if both are the folder's."""
+        """Counts `module.name` as reached, if both belong to the folder."""
         module, _, name = chain.rpartition(".")
         if (file := self.folder.module(module, self.roots)) and (found := self.symbol(file, name)):
             self._reach(found)

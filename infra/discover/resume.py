@@ -30,7 +30,9 @@ _AFTER = re.compile(r"eval|test|sample|infer|predict|best|final")  # functions t
 def find_resume(
     reach: Reach, values: Values, saves: Saves, chosen: CodeSave | None, row: Framework | None
 ) -> tuple[Finding | None, Finding | None]:
-    """The words that make it resume, and else that it reads its newest checkpoint before it trains, or None each."""
+    """Two findings, each perhaps None: the words that make the script resume; without them, that the script itself
+    reads its newest checkpoint before it trains.
+    """
     head = chosen.parts[0] if chosen is not None and chosen.parts else None
     folder = head.name if isinstance(head, Hole) and head.kind == "setting" else ""
     used: list[tuple[Setting, Site]] = []
@@ -75,7 +77,9 @@ def _by_itself(reach: Reach, saves: Saves, chosen: CodeSave | None) -> Finding |
 
 
 def _goes_on(site: Site) -> bool:
-    """Whether more than weights is loaded: the function also reads an optimizer, a step or an epoch from it."""
+    """Whether more than weights is loaded: the function also reads an optimizer, a step or an epoch from the
+    checkpoint.
+    """
     text = " ".join(ast.unparse(function) for function in site.scope.functions[-1:])
     return site.name == "load_state" or bool(_MORE_THAN_WEIGHTS.search(text))
 
@@ -101,7 +105,7 @@ def shown(save: CodeSave) -> str:
 
 
 def _is_before(reach: Reach, site: Site, loop: ast.stmt, chosen: CodeSave, depth: int = 0) -> bool:
-    """Whether a call comes before the training loop, in its function or in one called before it."""
+    """Whether a call comes before the training loop: in the loop's function, or in one called before the loop."""
     holder = next((at for statement, at in around_of(reach, chosen.site) if statement is loop), None)
     if holder is None or depth > 4:
         return False
@@ -119,7 +123,9 @@ def _is_before(reach: Reach, site: Site, loop: ast.stmt, chosen: CodeSave, depth
 
 
 def _resume_words(reach: Reach, setting: Setting) -> str:
-    """The setting with the value that resumes: the word that the code compares it with, a step, or the checkpoint."""
+    """The setting with the value that resumes: the word with which the code compares the setting, a step, or the
+    checkpoint.
+    """
     plain = setting.name.rpartition(".")[2].lower()
     if setting.is_flag:
         return setting.form

@@ -33,7 +33,7 @@ from gpufleet.job.kind.command import filled
 
 MOST_MIB = 500  # of a folder to copy
 LOOK_S = 0.1
-ENOUGH_SAVES, ENOUGH_LINES = 3, 6  # with so many of both the trial need not wait longer
+ENOUGH_SAVES, ENOUGH_LINES = 3, 6  # with so many saves and so many lines the trial need not wait longer
 LEAVES_S = 20.0  # for a command to save and end on request
 
 
@@ -50,13 +50,13 @@ class Written:
 
 @dataclass(slots=True)
 class TrialRun:
-    """One start of the command, and its results."""
+    """One start of the command, and what the start showed."""
 
     lines: list[tuple[float, str]] = field(default_factory=list)
     writes: list[Written] = field(default_factory=list)
     code: int | None = None
     signalled_at: float | None = None
-    catches: bool = False  # whether one of its processes has a handler for SIGTERM
+    catches: bool = False  # whether a process of the command has a handler for SIGTERM
 
 
 class Sandbox:
@@ -124,7 +124,9 @@ class Sandbox:
         self, command: str, workdir: str, environment: dict[str, str], seconds: float, *, ask: bool,
         until: Callable[[TrialRun], bool] | None = None,
     ) -> TrialRun:  # fmt: skip
-        """Runs it until it ends, enough was seen, or the time is over; with `ask` it then asks it to stop."""
+        """Runs the command until it ends, enough was seen, or the time is over; with `ask`, it then asks the command to
+        stop.
+        """
         values, watch = self.values(), TrialRun()
         where = Path(filled(workdir or "{code}", values))
         where.mkdir(parents=True, exist_ok=True)
@@ -155,7 +157,7 @@ class Sandbox:
                 mark = self.root / "asked"  # file times lag a tick behind this process's clock
                 mark.touch()
                 watch.signalled_at = mark.stat().st_mtime
-                for each in catching or asked:  # if the shell died first, its guard would end
+                for each in catching or asked:  # if the shell died first, the shell's guard would end
                     with suppress(ProcessLookupError):
                         os.kill(each, signal.SIGTERM)
                 deadline = time.monotonic() + LEAVES_S
@@ -187,7 +189,7 @@ class _Files:
 
     def __init__(self, look: Callable[[], dict[str, FileState]], watch: TrialRun, before: dict[str, FileState]) -> None:
         self._look, self._watch = look, watch
-        self._known = dict(before)  # their states when they were last reported
+        self._known = dict(before)  # the files' states when they were last reported
         self._last: dict[str, FileState] = dict(before)
         self._began: dict[str, float] = {}
 

@@ -1,4 +1,4 @@
-"""Finds what a script saves: under which names, how often, in which of its folders; and what it reads again."""
+"""Finds what a script saves (under which names, how often, in which folder) and what the script reads again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from gpufleet.infra.discover.reach import Reach, Scope, Site, assignments, called, dotted, walk
 from gpufleet.infra.discover.values import Hole, Kind, Parts, Span, Values, loop_range, unit
 
-OWNER = -1  # instead of a position: the call is a method of the path, or of its file
-# Calls that write: the called name, the position and the keywords of the path, whether it is a folder's.
+OWNER = -1  # instead of a position: the call is a method of the path, or of the file at the path
+# Calls that write: the called name, the position and the keywords of the path, whether the path is a folder's.
 _SAVES: tuple[tuple[re.Pattern[str], int, tuple[str, ...], bool], ...] = tuple(
     (re.compile(callee), position, keywords, is_folder)
     for callee, position, keywords, is_folder in (
@@ -32,7 +32,7 @@ _LOADS = re.compile(
     r"load(_(state(_dict)?|checkpoint|file|model|weights)|s)?|from_pretrained|restore|open|read_(text|bytes)|glob"
 )
 _WRITES = re.compile(r"open\(.*['\"][wax]b?['\"]")
-OTHER = re.compile(  # names of other files than checkpoints, or of ones not to resume from
+OTHER = re.compile(  # names of files that are no checkpoints, or checkpoints from which nothing resumes
     r"best|final|ema|export|onnx|config|arg|vocab|token|sample|metric|result|log|history|stat|readme|summary|hparam"
     r"|split|embed|pred|loss|plot|cache|\.(txt|csv|ya?ml|png|html|md)",
     re.IGNORECASE,
@@ -71,7 +71,7 @@ class Pattern:
     name: str  # with {step}, {epoch} and *; a folder ends in /
     setting: str = ""  # the setting with the folder as its value, or with the path of which `name` is the default
     folder: str = ""  # a folder that the code itself names; "." is the script's working folder
-    in_checkpoints: bool = False  # it uses $GPUFLEET_CHECKPOINTS
+    in_checkpoints: bool = False  # the path uses $GPUFLEET_CHECKPOINTS
     is_whole_path: bool = False  # whether the setting is the file's own path
 
 
@@ -110,7 +110,7 @@ def find_saves(reach: Reach, values: Values) -> Saves:
 
 
 def _forwarded_calls(reach: Reach, site: Site) -> Iterator[Site]:
-    """The call; if it passes on all arguments of its function, the calls of that function."""
+    """The call itself; or, if it passes on all arguments of the function around it, the calls of that function."""
     function = site.scope.functions[-1] if site.scope.functions else None
     if function is None or function.args.vararg is None or not any(isinstance(e, ast.Starred) for e in site.call.args):
         yield site
@@ -121,7 +121,7 @@ def _forwarded_calls(reach: Reach, site: Site) -> Iterator[Site]:
 
 
 def _by_caller(reach: Reach, place: ast.expr, site: Site, depth: int = 0) -> Iterator[tuple[ast.expr, Site]]:
-    """The path and its place: for each caller, if it is a parameter that nothing else sets."""
+    """The path and its place. A path that is a parameter, which nothing else sets, comes once from each caller."""
     function = site.scope.functions[-1] if site.scope.functions else None
     name, passed = dotted(place), list[tuple[ast.expr, Site]]()
     if function is not None and name and depth < 3 and name not in dict(assignments(walk(function))):
@@ -133,7 +133,7 @@ def _by_caller(reach: Reach, place: ast.expr, site: Site, depth: int = 0) -> Ite
 
 
 def _written(site: Site) -> tuple[ast.expr | None, bool]:
-    """The path that a call writes, and whether it is a folder. None if it writes nothing known."""
+    """The path that a call writes, and whether it is a folder. None if the call writes nothing known."""
     func = site.call.func
     if site.name == "save_checkpoint" and (tag := site.keyword("tag")) is not None:  # a method of DeepSpeed's engine
         folder = site.argument(0, "save_dir") or ast.Constant(value="")
@@ -146,14 +146,14 @@ def _written(site: Site) -> tuple[ast.expr | None, bool]:
 
 
 def _contents(values: Values, site: Site) -> str:
-    """The saved object, in its own words or those of its definition."""
+    """The saved object as source text: the argument's, or that of its definition."""
     first = site.call.args[0] if site.call.args else None
     bound = values.bound(dotted(first), first, site.scope) if first is not None and dotted(first) else []
     return ast.unparse(bound[0][0] if bound else first)[:500] if first is not None else ""
 
 
 def _renames(reach: Reach, values: Values) -> Iterator[tuple[Parts, Parts]]:
-    """(the name under which something is written, the name that it then gets)."""
+    """(the name under which a file is written, the name that the file gets later)."""
     for site in reach.sites:
         pair = site.call.args[:2]
         if (
@@ -169,7 +169,9 @@ def _renames(reach: Reach, values: Values) -> Iterator[tuple[Parts, Parts]]:
 
 
 def around_of(reach: Reach, site: Site, depth: int = 0) -> Iterator[tuple[ast.stmt, Site]]:
-    """The statements around a call, innermost first, then around a call of its function, preferably in a loop."""
+    """The statements around a call, innermost first; then those around a call of the function around it, preferably in
+    a loop.
+    """
     for statement in reversed(site.around):
         yield statement, site
     callers = reach.calls_of(site.scope.functions[-1], site.scope) if depth < 5 and site.scope.functions else []
@@ -179,7 +181,7 @@ def around_of(reach: Reach, site: Site, depth: int = 0) -> Iterator[tuple[ast.st
 
 
 def _cadence(values: Values, around: list[tuple[ast.stmt, Site]]) -> Span | None:
-    """The number behind % in the nearest condition; a loop over epochs alone saves in each."""
+    """The number behind % in the nearest condition; without a condition, a loop over epochs saves in each epoch."""
     irregular = False
     for statement, site in around:
         where = f"{site.scope.file}:{statement.lineno}"
@@ -191,7 +193,7 @@ def _cadence(values: Values, around: list[tuple[ast.stmt, Site]]) -> Span | None
                     and not isinstance(part.left, ast.Constant)
                 ):
                     counted = values.kinds(part.left, site.scope)
-                    if counted is not None:  # else it may count ranks
+                    if counted is not None:  # otherwise the number may count ranks
                         count, setting = values.quantity(part.right, site.scope)
                         return Span(unit=counted, count=count, setting=setting, where=where)
             irregular = irregular or bool(_IRREGULAR.search(ast.unparse(statement.test)))
@@ -244,7 +246,9 @@ def _score(save: CodeSave, saves: Saves, values: Values) -> float:
 
 
 def _is_not_asked_for(save: CodeSave, values: Values) -> bool:
-    """Whether the command gives a setting another word than the save needs: a number, or that of `by == "epoch"`."""
+    """Whether the command sets a setting otherwise than this save needs: to no number, or to another word than the one
+    in `by == "epoch"`.
+    """
     interval = save.cadence.setting if save.cadence is not None else None
     if interval is not None and interval.typed is not None and interval.count is None:
         return True
@@ -277,7 +281,9 @@ def pattern(save: CodeSave, values: Values) -> Pattern | None:
 
 
 def _named(path: str, save: CodeSave) -> Pattern | None:
-    """The pattern of a path that the code names itself: its plain leading folders, and the rest below them."""
+    """The pattern of a path that the code itself names: its leading folders without {} or *, and the rest below these
+    folders.
+    """
     fixed, rest = list[str](), posixpath.normpath(path).split("/") if path.strip("/*") else [""]
     while len(rest) > 1 and not re.search(r"[{*]", rest[0]):
         fixed.append(rest.pop(0))

@@ -25,7 +25,7 @@ from gpufleet.infra.discover.values import Hole, Kind, Span, Values, loop_range
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.kind.command import EPOCH_COUNTS, FORMATS, STEP_COUNTS
 
-MOST_LOOKED_INTO = 12  # files that may be the one that trains, if no command says it
+MOST_LOOKED_INTO = 12  # how many files it searches for the one that trains, if no command names it
 # Names of settings that frameworks or readers of the code look for, if no use of them shows more.
 OUT = (
     "output_dir", "out_dir", "outdir", "checkpoint_dir", "ckpt_dir", "save_dir", "checkpoints_dir", "work_dir",
@@ -53,7 +53,7 @@ class CheckpointFacts:
     """What one checkpoint is, by the code."""
 
     names: tuple[str, ...]
-    place: Pattern  # of the first of them
+    place: Pattern  # the place of the first of `names`
     where: str
     cadence: Span | None
 
@@ -67,31 +67,31 @@ class ScriptFacts:
     settings: ScriptSettings
     framework: Framework | None = None
     checkpoint: CheckpointFacts | None = None
-    total: Span | None = None  # how long it trains
+    total: Span | None = None  # how long the script trains
     lines: list[PrintedLine] = field(default_factory=list)
     resume: Finding | None = None  # the words that resume from a checkpoint
-    reads_itself: Finding | None = None  # it looks for a checkpoint without being told
+    reads_itself: Finding | None = None  # where the script looks for a checkpoint without an option
     bare_resume: Finding | None = None  # a trainer's train() without a checkpoint
     signals: list[Finding] = field(default_factory=list)
-    joins: Finding | None = None  # it joins a group of several processes
-    runs_alone: bool = False  # it looks for a launcher, and also works without one
+    joins: Finding | None = None  # where the script joins a group of several processes
+    runs_alone: bool = False  # the script looks for a launcher, and also works without one
     wandb: Finding | None = None
     requirements: str = ""
-    names_own: dict[str, Finding] = field(default_factory=dict)  # files and folders of its own that the code names
-    # relative to its start folder, by their first part
+    # files and folders that the code names relative to its start folder, by the first part of their paths
+    names_own: dict[str, Finding] = field(default_factory=dict)
     saves_else: Finding | None = None  # saved files that are no checkpoints
-    begins_anew: Finding | None = None  # a trial showed that it does not resume
+    begins_anew: Finding | None = None  # a trial showed that the script does not resume
     saves_on_signal: Finding | None = None  # shown by a trial: true or false
     complete: Finding | None = None  # shown by a trial: the file of a checkpoint that is written last
     size: Finding | None = None  # shown by a trial: the size in GB
-    trained: bool = False  # a trial saw it train, so its imports exist here
+    trained: bool = False  # a trial saw the script train, so its imports exist here
     seen_ms: dict[str, float] = field(default_factory=dict)  # shown by a trial: the time of a step or an epoch here
     # keyword arguments of a framework's calls, with places
     coded: dict[str, tuple[object, str]] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of one checkpoint, by the code, else by its framework; empty if not known."""
+        """The names of one checkpoint's files, as the code gives them, else its framework; empty if not known."""
         if self.checkpoint is not None or self.framework is None:
             return self.checkpoint.names if self.checkpoint else ()
         row = self.framework
@@ -153,7 +153,7 @@ def look(folder: Path, command: str = "") -> ScriptFacts:
 
 
 def _names_own(found: ScriptFacts, reach: Reach, code: CodeFolder) -> Iterator[Finding]:
-    """Texts in the reached code that name files in its start folder: it reads these by a relative path."""
+    """Texts in the reached code that name files in the start folder: the code reads these files by a relative path."""
     there = {name.removeprefix(f"{found.start.folder}/").partition("/")[0] for name in code.files}
     given = [
         (each, f"{site.scope.file}:{site.call.lineno}")
@@ -173,7 +173,9 @@ def _names_own(found: ScriptFacts, reach: Reach, code: CodeFolder) -> Iterator[F
 
 
 def _named_by_user(text: str, coded: dict[str, tuple[object, str]], settings: ScriptSettings) -> str:
-    """A name for Lightning's ModelCheckpoint as a pattern: Lightning itself adds `epoch=` before each figure."""
+    """A name for Lightning's ModelCheckpoint as a pattern: Lightning itself adds words such as `epoch=` before each
+    figure.
+    """
     asked = coded.get("auto_insert_metric_name", (None, ""))[0]
     setting = settings.first(["auto_insert_metric_name"])
     inserts = str(asked if asked is not None else setting.value if setting is not None else True) != "False"
@@ -186,7 +188,9 @@ def _named_by_user(text: str, coded: dict[str, tuple[object, str]], settings: Sc
 
 
 def _which_trains(code: CodeFolder, begun: list[StartedProgram]) -> tuple[StartedProgram, Reach | None]:
-    """The one of several starts that trains, with its reached code; the first if none seems to."""
+    """The program that trains, of several that a command starts, and its reached code; the first program if none seems
+    to train.
+    """
     own = sorted((each for each in begun if each.script), key=lambda each: not each.launcher)
     reaches = [(each, Reach(code, each.roots, each.script, each.function)) for each in own[:MOST_LOOKED_INTO]]
     for each, reach in reaches:
@@ -202,8 +206,8 @@ def trains(reach: Reach) -> bool:
 
 
 def _entry(code: CodeFolder) -> StartedProgram:
-    """The program of the folder that trains: the one that its image starts, else the only file that does. Raises
-    GpufleetError with the candidates if there are several.
+    """The program of the folder that trains: the program that the folder's image starts, else the only file that
+    trains. Raises GpufleetError with the candidates if there are several.
     """
     if (command := dockerfile_command(code)) and (begun := [each for each in starts(code, command) if each.script]):
         start, reach = _which_trains(code, begun)
@@ -307,7 +311,7 @@ def _goes_with(chosen: CodeSave, other: CodeSave) -> bool:
 def _total(
     reach: Reach, values: Values, chosen: CodeSave | None, row: Framework | None, coded: dict[str, tuple[object, str]]
 ) -> Span | None:
-    """How long it trains: by the typed command, then by its loops' bounds, then by names of settings."""
+    """How long the script trains: by the typed command, else by the bounds of its loops, else by names of settings."""
     found = list(_bounds(reach, values, chosen))
     bounding = {each.setting.name for each in found if each.setting is not None}
     named = _named_total(values.settings, row, coded)
@@ -318,7 +322,7 @@ def _total(
 
 
 def _best(found: list[Span]) -> list[Span]:
-    """The typed ones, else those with a known number, else all."""
+    """The lengths that the command types, else those with a known number, else all."""
     typed = [each for each in found if each.setting is not None and each.setting.typed is not None and each.count]
     return typed or [each for each in found if each.count] or found
 
@@ -342,12 +346,14 @@ def _bounds(reach: Reach, values: Values, chosen: CodeSave | None) -> Iterator[S
 
 
 def _ends(values: Values, loop: ast.stmt, site: Site) -> Iterator[tuple[Kind, ast.expr, ast.expr | None]]:
-    """A loop's bound, with what it counts and where it begins: its range, its condition, or what leaves it."""
+    """The bounds of a loop (its range, its condition, or what leaves it), each with what the loop counts and where it
+    begins.
+    """
     kind = loop_unit(values, loop, site.scope)
     if isinstance(loop, ast.For) and kind in ("step", "epoch"):
         listed = [loop.iter, *(node for node, _ in values.bound(dotted(loop.iter), loop.iter, site.scope))]
         ranges = [found for each in listed if isinstance(each, ast.expr) and (found := loop_range(each)) is not None]
-        for arguments in (each.args for each in ranges[:1]):  # a progress bar with a name counts too
+        for arguments in (each.args for each in ranges[:1]):  # the range of a progress bar with a name counts too
             yield kind, arguments[:2][-1], arguments[0] if len(arguments) > 1 else None
     leaving = [each for each in getattr(loop, "body", []) if isinstance(each, ast.If)]
     tests = [each.test for each in leaving if any(isinstance(inner, ast.Break | ast.Return) for inner in each.body)]

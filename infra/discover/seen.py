@@ -1,4 +1,6 @@
-"""What a trial showed: which files are checkpoints, which lines give the step, what a signal did, if it resumes."""
+"""What a trial showed: which files are checkpoints, which lines give the step, what a signal did, and whether the
+script resumes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from gpufleet.job.contract.commit import Commit
 from gpufleet.job.kind.command import CommandCheckpoint, CommandConfig, Every, Progress, Unit
 
 _INTEGER = re.compile(r"(?<![\w.])\d{1,3}(?:,\d{3})+(?![\w.])|(?<![\w.,])\d+(?![\w]|\.\d|,\d)")
-_OF_ONE_START = re.compile(  # in the name of a folder that each start makes anew: a time, a count of starts
+_OF_ONE_START = re.compile(  # a time or a count of starts, in the name of a folder that each start makes anew
     r".*\d{8}.*|.*\d{4}-\d\d-\d\d.*|.*\d{4}_\d{6}.*|.*\d\d[-:_]\d\d[-:_]\d\d.*|(?<=[_-])\d+$|(?<=^exp)\d*$"
 )
 # for example Epoch [3/10]
@@ -38,9 +40,11 @@ _COUNTS = re.compile(r"step|iter|epoch|\bit\b|batch", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenCheckpoint:
-    """What one checkpoint is, by its files. `top`: checkpoints, or code for one below the command's folder."""
+    """What one checkpoint is, by its files. `top`: `checkpoints`, or `code` for a checkpoint below the command's
+    folder.
+    """
 
-    name: str  # with {step} or {epoch}; without them it is rewritten each time
+    name: str  # with {step} or {epoch}; without these, each save rewrites the checkpoint
     folder: str  # below `top`; empty or a dot for itself
     top: str
     unit: Unit
@@ -67,7 +71,7 @@ class TrialFindings:
 
     checkpoint: SeenCheckpoint | None = None
     line: PrintedLine | None = None  # a form of line that came repeatedly
-    read: tuple[str, ...] = ()  # patterns of the code or its framework that lines matched
+    read: tuple[str, ...] = ()  # patterns of the code or its framework that printed lines matched
     goes_on: bool | None = None
     resume_evidence: str = ""
     saves_on_signal: bool | None = None
@@ -79,7 +83,7 @@ class TrialFindings:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The patterns that give the position: those of the code precede a form that merely came repeatedly."""
+        """The patterns that give the position: patterns of the code precede a form that merely came repeatedly."""
         return self.read or ((self.line.regex,) if self.line is not None else ())
 
     def places(self, watch: TrialRun) -> list[tuple[float, Position]]:
@@ -91,7 +95,7 @@ class TrialFindings:
 
 
 def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) -> None:
-    """Replaces facts of the code by those of the trial. `out`: the setting that told the command where to save."""
+    """Replaces facts of the code by facts of the trial. `out`: the setting that told the command where to save."""
     row, kept = found.framework, seen.checkpoint
     if kept is not None:
         place = Pattern(kept.name, folder=posixpath.relpath(kept.folder or ".", found.start.folder or "."))
@@ -132,7 +136,7 @@ def _are_of(names: tuple[str, ...], kept: SeenCheckpoint) -> bool:
 
 
 def _total(output: Sequence[str]) -> Span | None:
-    """How long it trains, by lines with the total of epochs, or else of steps."""
+    """How long the script trains, by lines with the total of epochs, or else of steps."""
     totals = [(match[1].lower(), int(match[2])) for line in output if (match := _OF_ALL.search(line))]
     for unit in ("epoch", "step", "iter", "iteration"):
         counts = [count for word, count in totals if word == unit]
@@ -142,7 +146,7 @@ def _total(output: Sequence[str]) -> Span | None:
 
 
 def _take_lines(found: ScriptFacts, seen: TrialFindings) -> None:
-    """Takes the patterns of the code, if they match the printed lines; else the form of these lines."""
+    """Takes the patterns of the code if they match the printed lines, else the form of the printed lines."""
     row = found.framework
     lines: list[PrintedLine] = []
     for regex, where in [
@@ -163,7 +167,7 @@ def _take_lines(found: ScriptFacts, seen: TrialFindings) -> None:
 
 
 def learn(seen: TrialFindings, first: TrialRun, patterns: Sequence[str]) -> None:
-    """Takes in what the first start showed. `patterns`: of lines, by the code or its framework."""
+    """Takes in what the first start showed. `patterns`: the patterns of lines that the code or its framework gives."""
     if why := failure(first):
         seen.problems.append(f"the command {why}")
     counters = _counters(first)
@@ -189,7 +193,7 @@ def _took_ms(places: Sequence[tuple[float, Position]]) -> Iterator[tuple[Unit, f
 
 
 def failure(watch: TrialRun) -> str:
-    """Why a start failed by itself, as text; empty if it did not."""
+    """Why a start failed by itself, as text; empty if it did not fail."""
     if watch.code in (None, 0) or watch.signalled_at is not None:
         return ""
     cause = CauseOfEnd()
@@ -246,7 +250,7 @@ def _counters(watch: TrialRun) -> list[_Counter]:
 
 
 def _as_pattern(counter: _Counter) -> PrintedLine | None:
-    """A line as a regular expression; None if it does not match its own line."""
+    """A line as a regular expression; None if the expression does not match this line."""
     line, match = counter.sample, counter.match
     if bar := re.search(r"^(.*?)\d+%\|[^|]*\| *\d+/\d+ \[", line):
         regex = _escaped(bar[1]) + BAR.format(count="step", total="total")
@@ -295,7 +299,9 @@ def _checkpoint(seen: TrialFindings, watch: TrialRun, counters: list[_Counter]) 
 def _as_checkpoint(
     seen: TrialFindings, writes: list[Written], watch: TrialRun, counters: list[_Counter]
 ) -> SeenCheckpoint | None:
-    """The checkpoint of these files: one that is rewritten, or ones whose names count upwards; None if neither."""
+    """The checkpoint that the files of `writes` are: one file or folder that is rewritten, or several whose names count
+    upwards; None if the files are neither.
+    """
     top, files = writes[0].name.partition("/")[0], [each.name.partition("/")[2] for each in writes]
     name, numbers, unit, complete = files[0], list[int](), "step", ""
     if len(set(files)) > 1:
@@ -317,7 +323,7 @@ def _as_checkpoint(
     fixed = next((index for index, part in enumerate(parts) if re.search(r"[{*]", part)), len(parts) - 1)
     fixed = fixed if top == "code" else 0
     every = _interval(list(dict.fromkeys(numbers)))
-    if "{" not in name:  # it may be written only after an improvement, at no interval
+    if "{" not in name:  # such a file may be written only after an improvement, at no interval
         reached = max((_count(place, unit) or 0 for _, place in seen.places(watch)), default=0)
         every = every if every and len(numbers) > 2 and reached < numbers[-1] + 2 * every else None
     came = ", ".join(list(dict.fromkeys(files))[:3]) if len(set(files)) > 1 else f"written {len(writes)} times"
@@ -341,13 +347,13 @@ def _count(place: Position, unit: str) -> int | None:
 
 
 def _interval(numbers: list[int]) -> int | None:
-    """The distance between consecutive numbers; None if it varies."""
+    """The distance between consecutive numbers; None if the distance varies."""
     gaps = {after - before for before, after in pairwise(numbers)}
     return gaps.pop() if len(gaps) == 1 else None
 
 
 def _files_of_each(writes: list[Written], watch: TrialRun, name: str) -> dict[str, dict[str, Written]]:
-    """The files of each checkpoint that is a folder, by their names in it."""
+    """The files of each checkpoint that is a folder, by their names in that folder."""
     level, found = name.count("/"), defaultdict[str, dict[str, Written]](dict)
     kinds = {re.sub(r"\d+", "#", "/".join(each.name.split("/")[: level + 1])) for each in writes}
     for each in watch.writes:
@@ -365,7 +371,7 @@ def _bytes(writes: list[Written], watch: TrialRun, name: str) -> int:
 
 
 def _written_last(writes: list[Written], watch: TrialRun, name: str) -> str:
-    """The file that came last in each of these folders; empty if it varies."""
+    """The file that came last in each of the checkpoint's folders; empty if the folders differ."""
     folders = _files_of_each(writes, watch, name).values() if name.endswith("/") else ()
     names = {max(files, key=lambda each: files[each].at) for files in folders}
     return names.pop() if len(names) == 1 and len(folders) > 1 else ""
@@ -374,7 +380,7 @@ def _written_last(writes: list[Written], watch: TrialRun, name: str) -> str:
 def _are_epochs(
     seen: TrialFindings, watch: TrialRun, writes: list[Written], numbers: list[int], counters: list[_Counter]
 ) -> bool:
-    """Whether the numbers in names are the epochs printed when they were written."""
+    """Whether the numbers in the files' names are the epochs that were printed when the files were written."""
     read = tuple(
         (at, place.epoch) for at, place in seen.places(watch) if place.step is None and place.epoch is not None
     )
@@ -387,7 +393,9 @@ def _are_epochs(
 
 
 def _take_signal(seen: TrialFindings, first: TrialRun, signalled_at: float) -> None:
-    """Takes in a save after a signal, if something catches the signal: else it was under way, and may be cut."""
+    """Takes in a save after a signal, if a process catches the signal: otherwise the save was under way, and may be
+    cut.
+    """
     ended = f"was still there {LEAVES_S:.0f} s later" if first.code is None else f"ended with exit code {first.code}"
     later = [each for each in first.writes if each.began >= signalled_at and not NO_CHECKPOINT.search(each.name)]
     if first.catches and later:
@@ -400,7 +408,7 @@ def _take_signal(seen: TrialFindings, first: TrialRun, signalled_at: float) -> N
 
 
 def resume_check(seen: TrialFindings, first: TrialRun, restored: FoundCheckpoint) -> ResumeCheck | None:
-    """The check of the second start, as on a node. None if no line or name gave its position."""
+    """The check of the second start, as on a node. None if no line or name gave the start's position."""
     assert seen.checkpoint is not None
     places = seen.places(first)
     by_then = [place for at, place in places if at <= restored.first_written + 0.05]

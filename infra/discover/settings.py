@@ -1,7 +1,7 @@
 """The settings of a script: from its parser, its dataclasses, its configuration files, and the typed command.
 
-A setting knows its form on the command line, so that a command can be told where to save; one that exists only in a
-file has none.
+A setting knows its form on the command line, so that a command can be told where to save. A setting that exists only in
+a file has no such form.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gpufleet.infra.discover.source import CodeFolder
 from gpufleet.infra.discover.start import StartedProgram, parts
 
 CONFIG = re.compile(r".*\.(ya?ml|toml|json|py)")
-# How libraries declare settings: the called name, which of its arguments has them, and the form of one (a hyphen in
-# {-name} stands for libraries that write - for _).
+# How libraries declare settings: the called function, which argument of the call has the settings, and the form of a
+# setting on the command line ({-name} for libraries that write - for _).
 _PARSERS = tuple(
     (re.compile(callee), what, form)
     for callee, what, form in (
@@ -50,13 +50,13 @@ class Setting:
     name: str  # with _ for -, and with dots: trainer.max_steps
     form: str  # on a command line: "--max-steps {}", "trainer.max_steps={}"; empty: only in a file
     default: object = None
-    is_flag: bool = False  # it takes no value
+    is_flag: bool = False  # the option takes no value
     where: str = ""
-    others: tuple[str, ...] = ()  # its other names: -n
-    is_truth: bool = False  # it takes true or false
-    is_positional: bool = False  # its position in the command identifies it
+    others: tuple[str, ...] = ()  # the option's other names: -n
+    is_truth: bool = False  # the option takes true or false
+    is_positional: bool = False  # a positional argument
     is_environment: bool = False  # an environment variable, written before the command
-    typed: str | None = None  # its value in the typed command
+    typed: str | None = None  # the setting's value in the typed command
 
     @property
     def value(self) -> object:
@@ -65,7 +65,7 @@ class Setting:
 
     @property
     def count(self) -> int | None:
-        """Its value as a number of steps or epochs; None if it is none."""
+        """The setting's value as a number of steps or epochs; None if the value is no such number."""
         value = self.value
         is_count = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e12
         return int(value) if is_count and value == int(value) else None  # type: ignore[call-overload]
@@ -81,12 +81,12 @@ class Setting:
         return self.where if self.typed is None else "your command"
 
     def with_value(self, value: object) -> str:
-        """The words that give it this value."""
+        """The words on a command line that give the setting this value."""
         return self.form.format(value).strip()
 
 
 class ScriptSettings:
-    """All settings by name. They include those of a typed command, even if nothing declares them."""
+    """All settings by name, also settings that a typed command has and nothing declares."""
 
     def __init__(self, declared: Iterable[Setting], start: StartedProgram) -> None:
         self._by_name: dict[str, Setting] = {}
@@ -95,7 +95,7 @@ class ScriptSettings:
         self._take_typed(list(start.words), start.environment)
 
     def find(self, name: str) -> Setting | None:
-        """The setting of this name, or the only one that ends with it; None without one."""
+        """The setting of this name, or the only setting whose name ends with `name`; None without one."""
         name = name.replace("-", "_")
         if name in self._by_name:
             return self._by_name[name]
@@ -143,8 +143,8 @@ class ScriptSettings:
 
 
 def declared(reach: Reach, start: StartedProgram, overrides: str = "") -> Iterator[Setting]:
-    """The settings that the reached code declares, and those in files that the command names. `overrides`: how the
-    command line sets a file's values, such as `--{name} {}`; empty: it cannot, as far as this can tell.
+    """The settings that the reached code declares, and the settings in files that the command names. `overrides`: how
+    the command line sets a file's values, such as `--{name} {}`; empty if no way to set them was found.
     """
     style = overrides
     for site in reach.sites:
@@ -206,7 +206,7 @@ def _of_call(reach: Reach, site: Site, what: str, form: str) -> Iterator[Setting
 
 
 def _constant(reach: Reach, site: Site, position: int) -> object:
-    """A default's value in a call: written there, or a constant of the folder's code."""
+    """A default's value in a call: a value written in the call, or a constant of the folder's code."""
     value = site.argument(position, "default")
     if isinstance(value, ast.Name) and (found := reach.symbol(site.scope.file, value.id)) and found[1] is None:
         assigned = reach.names(found[0]).assigned.get(value.id, [])
@@ -355,7 +355,7 @@ def _hydra(reach: Reach, site: Site, start: StartedProgram) -> Iterator[Setting]
 def _hydra_file(
     reach: Reach, folder: str, name: str, prefix: str, chosen: dict[str, str], depth: int
 ) -> Iterator[Setting]:
-    """A file's values; they override those of its defaults."""
+    """The values of a configuration file; they override the values of the files that its `defaults` name."""
     if name not in reach.folder.files or depth > 6:
         return
     for setting in of_file(reach.folder, name, "{name}={}", prefix):
@@ -377,14 +377,14 @@ def _hydra_file(
 
 
 def environment_key(call: ast.Call) -> str:
-    """The environment variable that a call reads; empty if it reads none."""
+    """The environment variable that a call reads; empty if the call reads none."""
     is_read = called(call) in ("getenv", "get") and re.search("environ|getenv", ast.unparse(call.func)) and call.args
     key = literal(call.args[0]) if is_read else None
     return key if isinstance(key, str) else ""
 
 
 def literal(value: ast.AST | None) -> object:
-    """The value of a plain expression, also of simple arithmetic; None for others."""
+    """The value of a plain expression, also of simple arithmetic; None for other expressions."""
     match value:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
             one, two = literal(left), literal(right)

@@ -1,4 +1,4 @@
-"""Turns a command for several nodes, as clusters start it on each, into a definition's words."""
+"""Turns a command for several nodes, as clusters start it on each node, into a definition's words."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import NamedTuple
 
 # Settings of torchrun, of `accelerate launch`, and of Lightning's trainers, which ask the environment for the rest.
 _NODES = r"nnodes|num[-_]machines|(?:trainer\.)?num[-_]nodes"
-# PyTorch's ImageNet example and its many heirs start a node's processes themselves, and call nodes world and rank.
+# PyTorch's ImageNet example and the many scripts based on it start a node's processes themselves, and name the number
+# of nodes `world` and the node `rank`.
 _SPAWNS = {r"world[-_]size": "{nodes}", "rank": "{node_rank}", r"dist[-_]url": "tcp://{master}:{port}"}
 _WORDS = {
     r"node[-_]rank|machine[-_]rank": "{node_rank}",
     r"master[-_]addr|main[-_]process[-_]ip|main[-_]address": "{master}",
     r"master[-_]port|main[-_]process[-_]port|main[-_]port": "{port}",
     r"rdzv[-_]endpoint": "{master}:{port}",
-    r"rdzv[-_]id": "{run}",  # $RANDOM and a job number differ on each node, or are not set
+    r"rdzv[-_]id": "{run}",  # $RANDOM differs on each node, and a job number may not be set
 }
 _TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.(?:run|launch)\b")
 _PYTHON = re.compile(r"python3? (?=-m |[^-])")
@@ -39,7 +40,9 @@ class SeveralNodes(NamedTuple):
 
 
 def for_several(command: str, coded: object) -> SeveralNodes | None:
-    """`coded`: how many nodes the code gives its framework, if that is a number. None: the command is for one."""
+    """`coded`: how many nodes the code gives its framework, if that is a number. Returns None if the command is for one
+    node.
+    """
     spawns = "--multiprocessing-distributed" in command
     found = _value(r"world[-_]size" if spawns else _NODES).search(command)
     value = found["value"] if found is not None else coded if isinstance(coded, str) else "1"

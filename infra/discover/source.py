@@ -1,6 +1,6 @@
-"""A folder of training code as it would be shipped: its files, their syntax trees, the file of each module.
-
-It runs and imports nothing. A file is parsed when it is needed, so that a large repository costs only what is read.
+"""A folder of training code as it would be shipped: its files, their syntax trees, the file of each module. Nothing of
+the folder is run or imported. A file is parsed only when its tree is needed, so a large repository takes no longer than
+the files that are read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Finding:
 
 
 class CodeFolder:
-    """The files of a folder by name, without those of installed packages. Raises GpufleetError if it is no folder."""
+    """The files of a folder by name, without the files of installed packages. Raises GpufleetError if `folder` is no
+    folder.
+    """
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
@@ -45,7 +47,7 @@ class CodeFolder:
         return sorted(name for name in self.files if name.endswith(".py"))
 
     def text(self, name: str) -> str:
-        """The file's text; empty if it cannot be read, or is too large for code."""
+        """The text of file `name`; empty if the file cannot be read, or is too large for code."""
         path = self.path / name
         try:
             return path.read_text(errors="replace") if path.stat().st_size <= MOST_BYTES else ""
@@ -53,7 +55,7 @@ class CodeFolder:
             return ""
 
     def tree(self, name: str) -> ast.Module | None:
-        """The syntax tree of a Python file of the folder; None if it is none, or cannot be parsed."""
+        """The syntax tree of file `name`; None if the file is no Python file of the folder, or cannot be parsed."""
         if name not in self._trees:
             self._trees[name] = None
             if name in self.files:
@@ -62,8 +64,8 @@ class CodeFolder:
         return self._trees[name]
 
     def module(self, dotted: str, roots: tuple[str, ...]) -> str:
-        """The file of the module with this name; empty if it is not the folder's. `roots`: folders that Python
-        searches, in order, relative to this one, empty for the folder itself.
+        """The file of the module `dotted`; empty if the module is not in the folder. `roots`: the folders that Python
+        searches, in order, relative to this folder, which itself is "".
         """
         place = dotted.replace(".", "/")
         for root in roots:

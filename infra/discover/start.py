@@ -20,7 +20,7 @@ PYTHON = re.compile(
 )
 _SHELL = ("sh", "bash", "zsh", "dash", "source", ".")
 _DEEP = 6  # levels of scripts that start scripts
-_BEFORE = {  # words before the program that they start
+_BEFORE = {  # words that may stand before a program and start it
     "env", "nohup", "time", "nice", "exec", "sudo", "uv", "run", "poetry", "pipenv", "pdm", "rye", "hatch", "conda",
     "micromamba", "mamba", "pixi", "xvfb-run", "srun", "numactl", "stdbuf", "mpirun", "mpiexec", "do", "then", "else",
 }  # fmt: skip
@@ -35,20 +35,20 @@ class StartedProgram:
     program: str = ""  # a program outside of the folder: yolo
     launcher: str = ""  # torchrun, accelerate, ...
     is_module: bool = False
-    folder: str = ""  # its working folder, below the code's
-    roots: tuple[str, ...] = ("", "src")  # folders in which its imports are searched
+    folder: str = ""  # the program's working folder, below the code's folder
+    roots: tuple[str, ...] = ("", "src")  # folders in which Python searches the program's imports
     words: tuple[str, ...] = ()  # the words after the script or program
-    environment: tuple[str, ...] = ()  # NAME=value before it
-    typed: str = ""  # the command that contains its words
+    environment: tuple[str, ...] = ()  # NAME=value before the program
+    typed: str = ""  # the command that contains the program's words
     part: int = -1  # index in `parts` of the typed command: python prepare.py && python train.py
-    through: tuple[str, ...] = ()  # files that lead to it: run.sh:2
-    passes_on: bool = True  # whether words added to the typed command reach it
+    through: tuple[str, ...] = ()  # files that lead to the program: run.sh:2
+    passes_on: bool = True  # whether words added to the typed command reach the program
     processes: str = ""  # per node, from the launcher's options: 8, gpu, {gpus}
 
 
 def starts(folder: CodeFolder, command: str) -> list[StartedProgram]:
-    """Every program that the command starts, those of the folder first. Raises GpufleetError for a script that does not
-    exist, and for quotes that do not close.
+    """Every program that the command starts, programs of the folder first. Raises GpufleetError for a script that does
+    not exist, and for quotes that do not close.
     """
     found = list(_of_text(folder, command, StartedProgram(typed=command), 0))
     for each in found:
@@ -77,7 +77,7 @@ def _of_text(folder: CodeFolder, text: str, at: StartedProgram, depth: int) -> I
 
 
 def parts(text: str) -> Iterator[tuple[int, int]]:
-    """Start and end of each command in a shell's text: separators within quotes do not split it."""
+    """Start and end of each command in a shell's text: separators within quotes do not split a command."""
     quote, begin = "", 0
     for index, char in enumerate(text):
         if quote:
@@ -137,7 +137,7 @@ def _of_words(folder: CodeFolder, words: list[str], at: StartedProgram, depth: i
 
 
 def _of_python(folder: CodeFolder, launcher: str, words: list[str], at: StartedProgram) -> Iterator[StartedProgram]:
-    """The script that a Python or a launcher starts: its first word that is a file, or the module after -m."""
+    """The script that a Python or a launcher starts: the first word that is a file, or the module after -m."""
     launcher = "" if launcher.startswith(("python", "pypy", "ipython")) else launcher.removesuffix("-launch")
     for index, word in enumerate(words):
         rest = words[index + 1 :]
@@ -163,7 +163,7 @@ def _of_python(folder: CodeFolder, launcher: str, words: list[str], at: StartedP
 
 
 def _script(folder: CodeFolder, name: str, words: list[str], at: StartedProgram) -> StartedProgram:
-    """A file of the folder with its words; Python looks for imports beside it first."""
+    """A file of the folder with its words; Python first looks for imports beside this file."""
     beside = () if at.is_module else (posixpath.dirname(name),)
     return replace(at, script=name, words=tuple(words), roots=tuple(dict.fromkeys((*beside, *at.roots, at.folder))))
 
@@ -181,7 +181,7 @@ def _joined_path(folder: str, name: str) -> str:
 def _of_script(
     folder: CodeFolder, name: str, words: list[str], at: StartedProgram, depth: int
 ) -> Iterator[StartedProgram]:
-    """The programs that a shell script starts, with its words for $1 and "$@"."""
+    """The programs that a shell script starts, with the script's words in place of $1 and "$@"."""
     text = folder.text(name)
     values = {str(number): word for number, word in enumerate(words, 1)}
     here = re.sub(r"(?m)^\s*#.*$", "", text)
@@ -213,7 +213,7 @@ def _numbered(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _expanded(text: str, values: dict[str, str], words: list[str]) -> str:
-    """The text with known shell variables, and its arguments, replaced."""
+    """The text with the values of known shell variables and of the script's arguments."""
 
     def several(match: re.Match[str]) -> str:
         return shlex.join(words[int(match[1] or 1) - 1 :])

@@ -24,7 +24,7 @@ from gpufleet.infra.inputs.code import ENVIRONMENTS
 from gpufleet.job.kind.command import FORMATS, INPUT, SAVE_INTERVALS
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
-REHEARSED_STEPS, REHEARSED_EVERY = 60, 10  # a fast script needs more, and its rehearsal says how many
+REHEARSED_STEPS, REHEARSED_EVERY = 60, 10  # a fast script needs more steps, and its rehearsal says how many
 REHEARSED_EPOCHS, REHEARSED_EPOCH_STEPS = 6, 10
 BY_GPUS = {1: "g6e.2xlarge", 4: "g6e.12xlarge", 8: "g6e.48xlarge"}  # L40S with 48 GB each
 _HF_ON_CPU = ("--use_cpu true", "--report_to none")
@@ -43,7 +43,7 @@ _REHEARSED = """\
 
 @dataclass(slots=True)
 class Draft:
-    """The text of a definition, and what its reader must know or decide, a sentence each."""
+    """The text of a definition, and a sentence for each thing that its reader must know or decide."""
 
     text: str = ""
     known: list[str] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Trial:
     resume: str = ""  # words that the second start gets, with {checkpoint}, {step} and {epoch}
     workdir: str = ""  # in the words of job.workdir
     environment: dict[str, str] = field(default_factory=dict)
-    lines: tuple[str, ...] = ()  # patterns of lines with its position, from the code and its framework
+    lines: tuple[str, ...] = ()  # patterns of lines with the script's position, from the code and its framework
     every: str = ""  # the setting that makes the command save more often than usual
 
 
@@ -155,14 +155,16 @@ def loadable(made: Draft, name: str) -> Draft:
 
 
 def _comment_out(lines: list[str], problem: Problem) -> bool:
-    """Makes a comment of the line that a problem names, and of the lines below it. False if it is one already."""
+    """Makes a comment of the line that a problem names, and of the lines below it. Returns False if the line is a
+    comment already.
+    """
     at = (problem.line or 0) - 1
     line = lines[at]
     indent = len(line) - len(line.lstrip())
     if "# CHECK: allowed:" in line or line.lstrip().startswith("#") or not indent or _REQUIRED.match(line):
         return False
     written = line.strip() if not line.lstrip().startswith("each:") else f"format: none   # {line.strip()}"
-    mark = "# " if written == line.strip() else ""  # without a name it declares that it saves nothing
+    mark = "# " if written == line.strip() else ""  # without a name: the command saves nothing
     lines[at] = f"{' ' * indent}{mark}{written}   # CHECK: allowed: {problem.allowed}"
     for below in range(at + 1, len(lines)):
         if len(lines[below]) - len(lines[below].lstrip()) <= indent or not lines[below].strip():
@@ -179,7 +181,7 @@ class CountingPlan:
     word: str  # the meaning of {step} and (?P<step>) in it: step, or epoch if the script counts nothing else
     total: Span | None
     steps_per_epoch: bool  # whether the file must say how long an epoch is
-    every: Span  # how often it saves
+    every: Span  # how often the script saves
     lines: tuple[PrintedLine, ...]
 
     def named(self, text: str) -> str:
@@ -216,7 +218,7 @@ def _plan(found: ScriptFacts) -> CountingPlan:
     elif total is None and any("epoch" in each for each in groups) and not tells_step and not tells_batch:
         word = "step" if "{step" in names else "epoch"
     if unit == word == "step" and not steps_per_epoch and lines and lines[0].counts == "epoch":
-        lines = ()  # they cannot give a step
+        lines = ()  # these lines cannot give a step
     return CountingPlan(
         unit=unit, word=word, total=total, steps_per_epoch=steps_per_epoch, every=_every(found), lines=lines
     )
@@ -230,7 +232,9 @@ def _interval(setting: Setting, unit: Kind) -> Span:
 
 
 def _every(found: ScriptFacts) -> Span:
-    """The interval given to the framework, else from the code around the save; a setting that is off is switched on."""
+    """The interval that the code gives its framework, else the interval in the code around the save; a setting that is
+    off is switched on.
+    """
     row, settings, facts = found.framework, found.settings, found.checkpoint
     off: Span | None = None
     intervals: list[tuple[str, Kind]] = []
@@ -261,7 +265,7 @@ class WritePlace:
     """Where the command's checkpoints will lie, in the file's words."""
 
     folder: str = ""  # for checkpoint.folder; empty: {checkpoints}
-    below: str = ""  # the path before the names in it
+    below: str = ""  # the path between the folder and the checkpoint's names
     workdir: str = ""  # a line of the file
     environment: dict[str, str] = field(default_factory=dict)
     why: str = ""  # the reason, beside the folder
@@ -326,7 +330,8 @@ class _Writer:
             place.folder = f'"{{state}}/base_checkpoints/{model}"'
             place.why = "CHECK: of the base model, by its depth or its tag"
             return typed
-        out_row = row if row is not None and row.out and row.form and self.passes_on else None  # by its own setting
+        # The framework's own setting names the place.
+        out_row = row if row is not None and row.out and row.form and self.passes_on else None
         if facts is not None and facts.place.in_checkpoints and out_row is None:
             self.known("$GPUFLEET_CHECKPOINTS says where it writes", facts.where)
             return typed
@@ -357,7 +362,9 @@ class _Writer:
         return typed
 
     def _named_place(self) -> tuple[Setting | None, str, str]:
-        """By usual names: the setting, or the folder that the code gives its framework, and where."""
+        """The setting with a usual name for the output folder, or else the folder that the code gives its framework,
+        and the place of that folder in the code.
+        """
         own = self.row.out if self.row is not None else ()
         known = [each for name in (*own, *OUT) if (each := self.settings.first([name])) is not None]
         is_filed = re.compile(r".*\.(ya?ml|toml|json):\d+")
@@ -385,8 +392,8 @@ class _Writer:
         return with_setting(typed, setting, value, self.part)
 
     def _own_folder(self, folder: str, where: str, typed: str) -> str:
-        """The command for a folder that the code names itself. A script that saves in its start folder is started in
-        {checkpoints}, and finds its code by {code}.
+        """The command of a script whose code names its output folder itself. A script that saves in its start folder is
+        started in {checkpoints}, and finds its code by {code}.
         """
         start, place = self.found.start, self.place
         plain = posixpath.normpath(posixpath.join(start.folder, folder))
@@ -505,7 +512,7 @@ class _Writer:
         self.unknown("how large a checkpoint is: job.checkpoint.size_gb (the price of storage and of a notice)")
 
     def _names(self) -> Iterator[str]:
-        """The lines for what one checkpoint is, and what completes it."""
+        """The definition's lines for a checkpoint's names, and for the file that completes a checkpoint."""
         row, facts = self.row, self.facts
         shown = [("" if facts else self.place.below) + self.plan.named(each) for each in self.found.names]
         where = facts.where if facts is not None else f"{row.name}, {row.version}" if row is not None else ""
@@ -540,7 +547,7 @@ class _Writer:
         row, plan = self.row, self.plan
         is_formats = row is not None and row.format and FORMATS[row.format].progress
         if row is not None and is_formats and (self.facts is None or row.format != "dcp"):
-            if self.facts is not None or row.folder:  # else the format defines it
+            if self.facts is not None or row.folder:  # otherwise the format defines it
                 yield from ("  progress:", f"    format: {row.format}   # {row.name}")
             return
         yield "  progress:"
@@ -580,7 +587,7 @@ class _Writer:
         self.unknown("how long a step takes: `gpufleet calibrate` measures it, job.work declares it")
 
     def stop(self, command: str) -> Iterator[str]:
-        """The lines for the signal that it handles; a signal that would kill its launcher is not written."""
+        """The lines for the signal that the script handles; a signal that would kill its launcher is not written."""
         if (seen := self.found.saves_on_signal) is not None:
             self.known(seen.where)
             yield f"  stop: {{signal: TERM, saves: {seen.value}}}   # {seen.where}"
@@ -641,7 +648,7 @@ class _Writer:
 
     @property
     def asked(self) -> Span | None:
-        """How long it trains, or what would set that if the training has no end of its own."""
+        """How long the script trains, or, if its training has no end of its own, the setting that would give it one."""
         return self.plan.total or self.found.total
 
     @property
@@ -651,7 +658,7 @@ class _Writer:
 
     @property
     def can_say_every(self) -> bool:
-        """Whether the command line can set how often it saves, as a number."""
+        """Whether the command line can set, as a number, how often the script saves."""
         setting = self.plan.every.setting
         is_number = setting is not None and (setting.typed is None or setting.count is not None)
         return setting is not None and is_number and bool(setting.form) and self.passes_on

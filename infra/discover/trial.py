@@ -19,7 +19,7 @@ from gpufleet.job.command.names import FoundCheckpoint, Names, place
 from gpufleet.job.kind.command import filled
 
 AGAIN_S = 40.0  # the most for a second start
-FIRST_LINES = 3  # of the second start: files that come with them may still show that it starts over
+FIRST_LINES = 3  # of the second start: files that come with these lines may still show that the script starts over
 
 
 def trial(
@@ -48,7 +48,9 @@ def _start_again(
     sandbox: Sandbox, trying: Trial, seen: TrialFindings, kept: SeenCheckpoint, first: TrialRun, seconds: float,
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Finds whether a second start resumes: from the checkpoint before the last, so that it writes one again."""
+    """Finds whether a second start resumes. It gets the checkpoint before the last one, so that it writes the last one
+    again.
+    """
     folder = (sandbox.user["checkpoints"] if kept.top == "checkpoints" else sandbox.code) / kept.folder
     names = Names(kept.config(()))
     there = [each for each in names.find(folder, sandbox.root) if not names.lacks(each)]

@@ -21,7 +21,7 @@ from gpufleet.infra.discover.settings import ScriptSettings, Setting, environmen
 Kind = Literal["step", "epoch", "batch", "setting", "checkpoints", "any"]
 Part = TypeVar("Part")
 Piece = str | tuple[ast.expr | None, str]  # a text, or a value with its format
-Bound = tuple[ast.expr | ast.For, Scope]  # a name's value, or the loop that counts it, with its place
+Bound = tuple[ast.expr | ast.For, Scope]  # a name's value, or the loop that counts the name, with its place
 MOST = 4  # the most values of one name to look at
 DEEP = 9
 
@@ -37,7 +37,7 @@ _UNITS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("batch", re.compile(r"(?:^|_)(?:batch|bi)(?:$|_(?:idx|id|i|num))|n_batch")),
 )
 _JOIN = {"join", "joinpath", "Path", "PurePath", "PosixPath"}
-# Calls that leave a path or a number as it is: of their first argument, or of the object that they are methods of.
+# Calls that return a path or a number unchanged: their first argument, or the object whose methods they are.
 _OF_FIRST = {"str", "int", "abspath", "realpath", "expanduser", "fspath", "normpath", "expandvars", "to_absolute_path"}
 _OF_OWNER = {"resolve", "absolute", "as_posix", "expanduser", "strip", "rstrip", "lstrip", "lower", "item"}
 _OPENS = {"open", "GFile", "xopen", "BlobFile"}
@@ -79,7 +79,7 @@ def unit(name: str) -> Kind | None:
 
 
 def pieces(expr: ast.AST | None) -> list[Piece]:
-    """The texts and values that an expression joins into a text; empty if it joins none."""
+    """The texts and values that an expression joins into a text; empty if the expression joins none."""
     match expr:
         case ast.Constant(value=str() as text):
             return [text]
@@ -127,7 +127,7 @@ def _filled(
 
 
 def opened(call: ast.Call) -> ast.expr | None:
-    """The path of a file that a call opens; None if it opens none."""
+    """The path of a file that a call opens; None if the call opens none."""
     if called(call) not in _OPENS:
         return None
     if isinstance(call.func, ast.Attribute) and (not call.args or re.fullmatch("[wrax]b?", str(literal(call.args[0])))):
@@ -151,7 +151,9 @@ class Values:
         return list(dict.fromkeys(itertools.islice(map(joined, self._resolve(expr, scope, depth)), 3 * MOST)))[:MOST]
 
     def quantity(self, expr: ast.AST | None, scope: Scope, depth: int = 0) -> tuple[int | None, Setting | None]:
-        """The whole number that an expression is, or the setting that gives it. None if it is none."""
+        """The whole number that an expression is, or the setting that gives it. None, None if the expression is
+        neither.
+        """
         if not isinstance(expr, ast.expr) or depth > DEEP:
             return None, None
         value = literal(expr)
@@ -216,7 +218,7 @@ class Values:
                 yield hole
 
     def _put_together(self, several: Iterable[Piece | Hole], scope: Scope, depth: int) -> Iterator[Parts]:
-        """The ways to join them, up to a bound."""
+        """The texts that `several` can give when joined, up to a bound."""
         options: list[list[Parts]] = []
         for each in several:
             if isinstance(each, str | Hole):
@@ -268,7 +270,7 @@ class Values:
         elif name == "with_suffix" and of is not None:
             yield from ((*each, str(literal(first) or "")) for each in self.resolve(of, scope, depth + 1))
         elif _COUNTS_UP.search(name) and first is not None:
-            below = ("/",) if len(expr.args) > 1 else ()  # the next argument is joined to it
+            below = ("/",) if len(expr.args) > 1 else ()  # the next argument is joined to the first one
             yield from ((*each, *below, Hole("any", "*")) for each in self.resolve(first, scope, depth + 1))
         else:
             results = [
@@ -308,7 +310,9 @@ class Values:
             yield from self._setting_or(_key(expr), (Hole("any", chain),))
 
     def bound(self, chain: str, at: ast.AST, scope: Scope) -> list[Bound]:
-        """The values of a name where it is used, the likeliest first. Empty if not known, or if a setting gives it."""
+        """The values of the name `chain` where the code uses it at `at`, the likeliest first. Empty if the values are
+        not known, or if a setting gives them.
+        """
         for count in range(len(scope.functions), 0, -1):
             function, inner = scope.functions[count - 1], Scope(scope.file, scope.functions[:count], scope.cls)
             more = function.args
@@ -347,7 +351,7 @@ class Values:
             return []
         calls = self._reach.calls_of(function, Scope(scope.file, (), cls))
         if any(each.arg is None for site in calls for each in site.call.keywords) and name in self._set_anywhere:
-            return self._set_anywhere[name]  # in what ** gives it
+            return self._set_anywhere[name]  # in a dictionary that ** passes
         more, arguments = function.args, [*function.args.posonlyargs, *function.args.args]
         pairs = [
             *zip(arguments[::-1], more.defaults[::-1], strict=False),
@@ -378,7 +382,7 @@ class Values:
         return []
 
     def _setting_or(self, name: str, hole: Parts) -> Iterator[Parts]:
-        """The setting of this name; else its values in the code: `args.folder = str(...)`."""
+        """The setting of this name; else the name's values in the code: `args.folder = str(...)`."""
         setting = self.settings.find(name) if name else None
         for shorter in (name.partition(".")[2], name.rpartition(".")[2]):
             setting = setting or (self.settings.find(shorter) if shorter else None)
@@ -432,7 +436,7 @@ def _key(expr: ast.AST | None) -> str:
 
 
 def loop_range(node: ast.expr) -> ast.Call | None:
-    """The `range` of a loop, also inside of a bar; None for another loop."""
+    """The `range` of a loop, also inside of a progress bar; None for another loop."""
     calls = (each for each in walk(node) if isinstance(each, ast.Call) and each.args)
     return next((each for each in calls if called(each) in ("range", "trange", "count", "prange")), None)
 
@@ -440,8 +444,8 @@ def loop_range(node: ast.expr) -> ast.Call | None:
 def _set_before(
     values: list[ast.expr | ast.For], at: ast.AST, chain: str, *, or_after: bool = True
 ) -> list[ast.expr | ast.For]:
-    """The values set before a place, the last first, back to one that does not use its old value; else those set after
-    it, as in a loop.
+    """The values set before a place, the last first, back to one that does not use the name's old value; else the
+    values set after the place, as in a loop.
     """
     here = (getattr(at, "lineno", 0), getattr(at, "col_offset", 0))
     ends = [(each.target if isinstance(each, ast.For) else each, each) for each in values]

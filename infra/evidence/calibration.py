@@ -39,7 +39,7 @@ class PhaseSpeed:
     step_ms_q1: float
     step_ms_q3: float
     save_blocks_s: float | None  # per save: while the trainer waits
-    save_write_s: float | None  # per save: until it is whole on the local disk
+    save_write_s: float | None  # per save: seconds until the save is whole on the local disk
     evaluation_s: float | None  # per evaluation
     boundary_s: float | None  # between the phase before and this one: save, export, growth, first step's compilation
     save_bytes: int | None = None
@@ -48,11 +48,11 @@ class PhaseSpeed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """A measurement that counts. Seconds are None if it did not see them."""
+    """A measurement that counts. A number of seconds is None if the measurement lacks it."""
 
     source: str  # probe of 200 steps; receipt of run r1
     at: str  # UTC
-    device: str  # as the driver names it
+    device: str  # the driver's name for the device
     torch: str | None
     start_s: float | None  # from the start of the trainer's process to its first step
     setup_s: float | None  # from the launch of the node to the first step
@@ -91,9 +91,8 @@ class RefusedCalibration:
 
 
 def find(definition: StackDefinition, instance: Instance, root: Path) -> Calibration | RefusedCalibration | None:
-    """The newest measurement under `root` (the project) that counts for the definition's job on `instance`.
-
-    A RefusedCalibration says why the newest one of this device does not count. None if this device was never measured.
+    """The newest measurement under `root` (the project) that counts for the definition's job on `instance`. A
+    RefusedCalibration says why the device's newest measurement does not count. None if this device was never measured.
     """
     found = [
         (tree, path)
@@ -121,8 +120,8 @@ def find(definition: StackDefinition, instance: Instance, root: Path) -> Calibra
 def find_all(
     definition: StackDefinition, instances: Mapping[str, Instance], root: Path, types: Iterable[str] | None = None
 ) -> dict[str, Calibration | RefusedCalibration]:
-    """The measurements by instance type, for the definition's types, or these `types`, that were measured. It reads
-    nothing without a folder.
+    """The measurements by instance type, for those of the definition's types, or of `types`, that were measured.
+    Without a folder of measurements nothing is read.
     """
     if not any((root / folder / definition.name).is_dir() for folder in (FOLDER, receipts.FOLDER)):
         return {}
@@ -137,7 +136,7 @@ def unmeasured(config: JobConfig) -> tuple[str, ...]:
 
 
 def not_reached(tree: Mapping[str, Any], config: JobConfig) -> tuple[str, ...]:
-    """The phases with optimizer steps that this measurement lacks: with one of them it does not count."""
+    """The phases with optimizer steps that this measurement lacks: a measurement that lacks one does not count."""
     known = {phase["name"] for phase in tree["phases"]}
     return tuple(size.name for size in config.phases() if size.steps and size.name not in known)
 
@@ -155,7 +154,7 @@ def is_gpu(device: str, name: str) -> bool:
 
 
 def parse(tree: Any) -> Calibration:
-    """The measurement in a document of schema 1. Raises ValueError for another one."""
+    """The measurement in a document of schema 1. Raises ValueError for another document."""
     from gpufleet.job import measured  # imported here: most bills use no measurement
 
     fields = Fields(tree)
@@ -276,7 +275,7 @@ def _doubts(tree: Mapping[str, Any], definition: StackDefinition, root: Path) ->
 
 
 def code_now(definition: StackDefinition, root: Path) -> str:
-    """A hash of the code that trains, for a command the user's; empty if its image has all of it."""
+    """A hash of the code that trains; for a command, of the user's code, and empty if all of that is in the image."""
     from gpufleet.infra.inputs import code
 
     config = definition.job.parameters

@@ -1,4 +1,4 @@
-"""Measures a job on this machine: a few hundred steps of it, shortened, for bills to use."""
+"""Measures a job on this machine: runs a few hundred of its steps, and keeps their figures for bills."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def measure(
     )
     return {
         **tree,
-        **({} if config.code_folders() else {"image": None}),  # a probe runs outside of any image
+        **({} if config.code_folders() else {"image": None}),  # a probe runs without a container
         "stack": definition.name,
         "commit": _commit(root),
         "cpu_s": outcome.cpu_s,
@@ -171,7 +171,7 @@ def place(definition: StackDefinition, config: JobConfig, root: Path, workdir: P
             (workdir / name).symlink_to(_folder(root, setting, place, first), target_is_directory=True)
     for name, place in (storage.inputs or {}).items():
         folder = _folder(root, f"inputs.{name}", place, "put it there")
-        # one link per file, so that new files beside them stay here
+        # one link per file, so that new files beside the links stay here
         for below, file in folders.files_of(folder).items():
             link = workdir / USER / NAMED / name / below
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +198,9 @@ def _folder(root: Path, setting: str, place: str, first: str) -> Path:
 
 
 def own_programs(definition: StackDefinition, root: Path, scratch: Path) -> tuple[Path, Path]:
-    """The folder that comes first on a command's PATH here, with its interpreter, also under the name `python`."""
+    """The folder that comes first on a command's PATH here, and the command's interpreter, which this folder also has
+    under the name `python`.
+    """
     python = own_python(definition, root)
     if code.programs(definition, root) is not None:
         return python.parent, python
@@ -210,7 +212,9 @@ def own_programs(definition: StackDefinition, root: Path, scratch: Path) -> tupl
 
 
 def own_python(definition: StackDefinition, root: Path) -> Path:
-    """A command's interpreter here: its own environment's, else the machine's python3, never this project's."""
+    """A command's interpreter here: that of the command's own environment, else the machine's python3, never this
+    project's.
+    """
     if (programs := code.programs(definition, root)) is not None:
         return programs / "python"
     path = own_environment(os.environ)["PATH"]
@@ -234,7 +238,7 @@ print(json.dumps(found))
 
 
 def name_of(gpus: Sequence[machine.DriverGpu], config: JobConfig) -> str:
-    """The device's name from its driver or the kernel."""
+    """The device's name: a GPU's from its driver, a CPU's from the kernel."""
     if config.device == "cuda":
         return gpus[0].name
     try:

@@ -16,7 +16,7 @@ TRACES = "traces"
 
 def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]:
     """The observations for infra.risk.hazard.learn: one per spot run, type and zone, and one per trace in `traces/`
-    (docs/risk.md), except those of the files `but`.
+    (docs/risk.md), except the observations of the files `but`.
 
     Raises GpufleetError for a file in traces/ that is no trace, or one that names no type of the catalog.
     """
@@ -48,14 +48,14 @@ def _of_traces(folder: Path, but: Collection[Path]) -> list[Observation]:
     for path in sorted(path for path in folder.glob("[!.]*") if path.suffix in (".csv", ".json")):
         if path.is_dir() or path.resolve() in but:
             continue
-        # imported here: most projects have no traces, and these need numpy
+        # imported here: most projects have no traces, and reading traces needs numpy
         from gpufleet.infra.catalog import load_catalog
         from gpufleet.infra.evidence import traces
 
         trace, catalog = traces.read(path), load_catalog(folder.parent)
         if not trace.type:
             raise GpufleetError(f"{path}: it names no type; a trace in {TRACES}/ teaches the hazard of its type")
-        if trace.type not in catalog.instances:  # no bill would ever use it
+        if trace.type not in catalog.instances:  # no bill would ever use this trace
             raise GpufleetError(f"{path}: {catalog.unknown_type(trace.type)}. Correct its type, or move the file away")
         found.append(trace.observation()._replace(gpus=catalog.instances[trace.type].gpu_count))
     return found

@@ -19,7 +19,7 @@ NEWEST = 10  # nodes whose start-up counts
 
 
 def known(root: Path, instances: Mapping[str, Instance], stack: str = "") -> Speeds:
-    """The table's figures, those measured under `root` (the project), and the start-up of the `stack`'s nodes."""
+    """The table's figures, the figures measured under `root` (the project), and the start-up of the `stack`'s nodes."""
     own = [
         speed
         for folder in (calibration.FOLDER, receipts.FOLDER)
@@ -56,7 +56,7 @@ def _speeds(tree: Mapping[str, Any], instances: Mapping[str, Instance]) -> Itera
     try:
         config = from_json(tree["experiment"], _nested(tree["settings"]))
     except ValueError:
-        return  # settings of another version
+        return  # the settings are of another version
     device, ranks = tree["device"], int(tree["device"]["ranks"])
     node = next(
         (

@@ -1,5 +1,5 @@
-"""A canary's files in a project's proofs/, for whoever goes by them. infra/canary/proof.py writes them; those of the
-embedded AWS lie elsewhere and prove nothing of AWS.
+"""Reads a canary's files in a project's proofs/. infra/canary/proof.py writes these files; files of the embedded AWS
+lie elsewhere, because they prove nothing about AWS.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Proof:
         return date.fromisoformat(self.tree["at"][:10])
 
     def figure(self, name: str, which: str = "median") -> float | None:
-        """A figure's `least`, `median` or `most`; None where the canary did not come to it."""
+        """A figure's `least`, `median` or `most`; None if the canary did not reach it."""
         found = self.tree["figures"].get(name)
         return None if found is None else float(found[which])
 
@@ -52,7 +52,7 @@ def read(path: Path) -> Proof:
 
 
 def _check(fields: Fields) -> None:
-    """Raises DoubtError for what is missing or of another kind."""
+    """Raises DoubtError for a value that is missing or of another kind."""
     fields.schema(SCHEMA)
     fields.need("at", reading.moment)
     fields.need("region", reading.text)

@@ -2,7 +2,7 @@
 
 `gpufleet results` keeps them in `receipts/<stack>/<run>.json` of the project, to be committed. A receipt that is
 damaged, of another stack or does not add up is reported and left out, never a crash. A rehearsal's receipt never
-counts; others count if the run did what the bill priced: finished, or stopped by max_usd or max_hours.
+counts. A run's receipt counts if the run did what the bill priced: it finished, or max_usd or max_hours stopped it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpufleet.job import atomic
 from gpufleet.job.text import counted
 
 if TYPE_CHECKING:
-    from gpufleet.job.contract.receipt import Receipt  # imported on use: it takes 9 ms, which most bills need not spend
+    from gpufleet.job.contract.receipt import Receipt  # imported on use, because it takes 9 ms and most bills need none
 
 # The forms of a receipt's line.
 LINES = (
@@ -37,7 +37,9 @@ TARGET = 0.8  # share of runs that should end between p10 and p90
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accuracy:
-    """Running accuracy. Percentages are of each run's estimate, and medians over the runs."""
+    """How accurate the bills of the runs so far were. Percentages are of each run's estimate; a figure is the median
+    over the runs.
+    """
 
     runs: int
     error_percent: float  # absolute
@@ -96,7 +98,9 @@ def parse(content: bytes) -> Receipt:
 
 
 def keep(content: bytes, root: Path, stack: str, run: str) -> Path:
-    """Stores a downloaded receipt for later bills. Raises ValueError if it is not this run's."""
+    """Stores a downloaded receipt for later bills; returns its path. Raises ValueError if the receipt is not this
+    run's.
+    """
     receipt = parse(content)
     if (receipt.stack, receipt.run) != (stack, run):
         raise ValueError(f"it is of run {receipt.run} of {receipt.stack}")
@@ -113,7 +117,7 @@ def score(root: Path, stack: str | None = None) -> Accuracy | None:
 
 
 def grade(receipts: Sequence[Receipt]) -> Accuracy | None:
-    """The score of these receipts; None if none of them counts."""
+    """The score of these receipts; None if no receipt counts."""
     found = [receipt for receipt in receipts if counts(receipt)]
     if not found:
         return None

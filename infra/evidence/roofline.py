@@ -14,16 +14,17 @@ from gpufleet.job.kind.common import GB, PhaseSize, Rung
 # (github.com/NVIDIA/nccl/issues/527, 2022), 28 of 63 over PCIe 5.0 (issues/1639 there, 2025).
 REACHED: Mapping[str, float] = {"nvlink": 0.77, "pcie": 0.45}
 NETWORK_REACHED = 0.8  # share of a node's baseline: assumption
-# Share of a step's own work during which its ranks may exchange: with it the losses of 1B to 13B models over 16 to 128
-# H100s come out within 2 % (llm-foundry scripts/train/benchmarking, 2025-07).
+# Share of a step's own work during which the step's ranks may exchange: with this share the losses of 1B to 13B models
+# over 16 to 128 H100s come out within 2 % (llm-foundry scripts/train/benchmarking, 2025-07).
 BESIDE = 0.8
 GRADIENT_BYTES = 4  # per gradient summed over ranks: fp32
 
 
 def limit_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> float | None:
     """Milliseconds of a step of phase `index` at the dense peak of `ranks` GPUs and their memory's bandwidth; None if
-    the data sheet lacks one. Activation checkpointing does not repeat products (job/experiments/models/selective.py),
-    only reads and writes; a rung that keeps no products computes one more forward pass.
+    the data sheet lacks the peak or the bandwidth. Activation checkpointing does not repeat products
+    (job/experiments/models/selective.py), only reads and writes; a rung that keeps no products computes one more
+    forward pass.
     """
     size, gpu, share = config.phases()[index], instance.gpu, instance.gpu_share
     peak, bandwidth = gpu.peak_tflops(config.products()), gpu.bandwidth_gb_s

@@ -1,12 +1,11 @@
-"""The share of a GPU's dense peak that training reaches, by GPU and kind of work: from public measurements, and this
-project's.
-
-`speeds.csv` beside this module has the public ones and the shipped jobs' own, each with source and date. The fit writes
-their logarithm as a mean, an effect of the GPU, of the kind of work, of the source (whose code, on whose machines), one
-of the cell of all three and several GPUs, and a rest; its own sigma draws every effect towards zero. So a GPU with many
-figures has its own efficiency, one without any has the mean and a wide interval, and each receipt or calibration of a
-project also moves the estimates for other GPUs and jobs. The same fit gives the ratio of one code's shares on two GPUs,
-where source and kind cancel. bench/speed_coverage.py leaves each source out in turn.
+"""The share of a GPU's dense peak that training reaches, by GPU and kind of work: from public measurements, and from
+this project's. `speeds.csv` beside this module has the public measurements and those of the shipped jobs, each with
+source and date. The fit writes the logarithm of a share as a sum: a mean; an effect of the GPU; an effect of the kind
+of work; an effect of the source (whose code, on whose machines); an effect of the cell of all three and of several
+GPUs; and a rest. Each effect's own sigma draws it towards zero. So a GPU with many figures has its own efficiency, a
+GPU without figures has the mean and a wide interval, and each receipt or calibration of a project also moves the
+estimates for other GPUs and jobs. The same fit gives the ratio of one code's shares on two GPUs, where source and kind
+cancel. bench/speed_coverage.py leaves each source out in turn.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Expected:
 
 class Speeds:
     """The fitted figures. `setup_s` has the seconds to the first step of this stack's nodes, by family of types;
-    `canary_s` those of the account's newest canary.
+    `canary_s` has the same seconds from the account's newest canary.
     """
 
     def __init__(
@@ -86,7 +85,9 @@ class Speeds:
         return self._told[place]
 
     def ratio(self, measured: SpeedGroup, asked: SpeedGroup) -> tuple[float, float]:
-        """Code's share for `asked` over its share for `measured`: the median, and the sigma of its logarithm."""
+        """The share that one code reaches for `asked`, over the share that it reaches for `measured`: the median of
+        this ratio, and the sigma of its logarithm.
+        """
         both = [measured, asked]
         to_known = _covariance(both, self._places)
         left = _covariance(both, both) - to_known @ self._inverse @ to_known.T
@@ -95,7 +96,7 @@ class Speeds:
         return math.exp(there - here), math.sqrt(variance)
 
     def _expect(self, place: SpeedGroup) -> Expected:
-        elsewhere = place._replace(gpu="")  # an unmeasured GPU: what it shares with this one is the job's
+        elsewhere = place._replace(gpu="")  # an unmeasured GPU: what it shares with this GPU is due to the job
         both = [place, elsewhere]
         to_known = _covariance(both, self._places)
         left = _covariance(both, both) - to_known @ self._inverse @ to_known.T

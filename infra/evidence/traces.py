@@ -25,7 +25,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """Stretches [up_from_h, up_to_h) of a trace's `hours`, in order and apart from each other."""
+    """The stretches [up_from_h, up_to_h) of a trace's `hours` in which nodes were available, in order and without
+    overlap.
+    """
 
     up_from_h: Floats
     up_to_h: Floats
@@ -49,7 +51,7 @@ class Trace:
         return Observation(self.type, self.zone, self.node_hours, self.interruptions, self.source, self.start)
 
     def part(self, from_h: float, to_h: float) -> Trace:
-        """The trace between two of its hours."""
+        """The part of the trace between two hours."""
         meets = (self.up_to_h > from_h) & (self.up_from_h < to_h)
         return replace(
             self,

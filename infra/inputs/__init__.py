@@ -1,1 +1,3 @@
-"""A run's inputs: `gpufleet prepare` makes them, and these modules check that they match the file."""
+"""A run's inputs: `gpufleet prepare` makes the inputs, and these modules check that the inputs match the definition
+file.
+"""

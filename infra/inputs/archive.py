@@ -1,7 +1,8 @@
 """The job package as one file for the bucket: the same sources give the same bytes on every machine.
 
-Its hash is its name in the bucket and is in user-data, so a run trains with the code its preview showed. It is also its
-name in the project's own .gpufleet/, where the engine reads it: a stack's state names the file, and holds no copy.
+The file's hash is its name in the bucket and stands in user-data, so a run trains with the code that its preview
+showed. The hash is also the file's name in the project's own .gpufleet/, where the engine reads the file: a stack's
+state names the file, and holds no copy.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Archive:
     sha256: str
 
     def file(self, root: Path) -> Path:
-        """The archive's file in the project `root`; writes it unless it exists. It removes no other: while a run is up,
-        its engine reads the archive with which the run began.
+        """The archive's file in the project `root`, written now unless it exists. No other archive is removed: while a
+        run is up, its engine reads the archive with which the run began.
         """
         path = root / FOLDER / f"job-{self.sha256}.tar.gz"
         if not path.exists() or path.stat().st_size != len(self.content):
@@ -76,7 +77,7 @@ def _wanted(relative: Path) -> bool:
 
 
 class _StoredGzip:
-    """gzip without compression (RFC 1952): a compressor's output differs between zlib builds, and the hash with it."""
+    """gzip without compression (RFC 1952): a compressor's output differs between zlib builds, and so would the hash."""
 
     def __init__(self, target: BinaryIO) -> None:
         self._target, self._waiting = target, bytearray()

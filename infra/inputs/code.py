@@ -30,18 +30,20 @@ if TYPE_CHECKING:
 MIB = 1024 * 1024
 LARGEST = 5  # files to name if all together are too large
 _LEFT_OUT = (".git", "__pycache__")
-ENVIRONMENTS = (".venv", "venv")  # below the code's folder: where its own Python is searched
+ENVIRONMENTS = (".venv", "venv")  # folders below the code's folder in which the code's own Python is searched
 _ENVIRONMENT = "pyvenv.cfg"  # in a virtual environment's folder, which works nowhere else
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tree:
-    """The files and links of a folder to ship, by name. `commit`: its repository's; None without a repository."""
+    """The files and links of a folder to ship, by name. `commit`: the commit of the folder's repository; None without a
+    repository.
+    """
 
     folder: Path
     files: dict[str, Path]
     commit: str | None
-    changed: bool  # whether it differs from that commit, also by untracked files
+    changed: bool  # whether the folder differs from that commit, also by untracked files
 
     @property
     def bytes(self) -> int:
@@ -114,9 +116,9 @@ def pack(tree: Tree, root: Path) -> Packed:
 
 
 def programs(definition: StackDefinition, root: Path) -> Path | None:
-    """The folder that comes first on the PATH of a command on this machine: of `rehearsal.python`, else of the
-    environment in its code's folder, else of the one in which gpufleet was installed beside the user's packages. None
-    without one: then it uses the system's programs. Raises GpufleetError.
+    """The folder that comes first on the PATH of a command on this machine. It belongs to `rehearsal.python`, else to
+    the environment in the code's folder, else to the environment in which gpufleet was installed beside the user's
+    packages. None without these: then the command uses the system's programs. Raises GpufleetError.
     """
     if definition.python:
         python = root / definition.python
@@ -134,7 +136,9 @@ def programs(definition: StackDefinition, root: Path) -> Path | None:
 
 
 def digest(definition: StackDefinition, root: Path) -> str:
-    """The hash that its code's archive has now, or would have; empty if the image has all, or it cannot be packed."""
+    """The hash that the archive of the command's code has now, or would have; empty if the image has all code, or the
+    code cannot be packed.
+    """
     try:
         tree = read(definition, root)
         hashing = _Hashing()
@@ -170,7 +174,7 @@ def _write(tree: Tree, target: BinaryIO) -> None:
 
 
 def _add(tar: tarfile.TarFile, name: str, path: Path, folder: Path) -> None:
-    """Adds a file without time and owner; of the mode only whether it is executable, like git."""
+    """Adds a file without time and owner. Of the file's mode it keeps, like git, only the right to execute."""
     entry = tarfile.TarInfo(name)
     if path.is_symlink() and (target := _target_inside(path, folder)):
         entry.type = tarfile.SYMTYPE
@@ -184,18 +188,20 @@ def _add(tar: tarfile.TarFile, name: str, path: Path, folder: Path) -> None:
 
 
 def _target_inside(link: Path, folder: Path) -> Path | None:
-    """The target of a link; None if it is outside of the folder."""
+    """The target of a link; None if the target is outside of the folder."""
     target = link.resolve()
     return target if target.is_relative_to(folder.resolve()) else None
 
 
 def files_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Files and links by name: those that git tracks or would, else all; none of virtual environments."""
+    """Files and links by name, without those of virtual environments: the files that git tracks or would track; without
+    git, all files.
+    """
     return _named(_repositories(folder))
 
 
 def _repositories(folder: Path, above: str = "") -> Iterator[tuple[str, Path, set[str]]]:
-    """(prefix of names, folder, names) of the folder and of each repository nested in it."""
+    """(prefix of names, folder, names) for the folder and for each repository nested in it."""
     listed = git.ask(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     names = {os.fsdecode(name) for name in listed.split(b"\0") if name} if listed else set(_walk(folder))
     environments = tuple(name.removesuffix(_ENVIRONMENT) for name in names if name.endswith(f"/{_ENVIRONMENT}"))
@@ -216,7 +222,9 @@ def _named(parts: Iterable[tuple[str, Path, set[str]]]) -> Iterator[tuple[str, P
 
 
 def _projects_own(folder: Path, root: Path) -> Callable[[str], bool]:
-    """Whether a name in the folder of code is a file of the project `root`, which may lie in it or be it."""
+    """Whether a name in the folder of code is a file of the project `root`. The project may lie in that folder, or be
+    that folder.
+    """
     if not root.resolve().is_relative_to(folder.resolve()):
         return lambda name: False
     below = root.resolve().relative_to(folder.resolve()).as_posix()

@@ -22,12 +22,12 @@ from gpufleet.job.contract.inputs import InputFile
 from gpufleet.job.contract.reading import DoubtError
 
 FOLDER = ".gpufleet"  # in the project; git ignores it
-MOST_FILES = 1000  # in a local folder: each is a resource of the stack, and a billed request
+MOST_FILES = 1000  # in a local folder: each file is a resource of the stack, and a billed request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """An input as it is now. `folder` None: it is in a bucket, and `files` are only counted."""
+    """An input as it is now. With `folder` None the input is in a bucket, and `files` are only counted."""
 
     uri: str | None
     folder: Path | None
@@ -63,7 +63,7 @@ def missing(definition: StackDefinition, root: Path) -> Iterator[str]:
 
 
 def size(definition: StackDefinition, root: Path) -> int:
-    """Bytes that the stack uploads: of local folders, as far as they exist. It hashes nothing."""
+    """The bytes of local folders that the stack uploads, as far as the folders exist. Nothing is hashed."""
     folders = [folder for _, folder in _local(definition, root) if folder.is_dir()]
     return sum(path.stat().st_size for folder in folders for path in files_of(folder).values())
 

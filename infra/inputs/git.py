@@ -1,8 +1,8 @@
-"""Asks git about a folder, safely: its repository may come from a stranger's archive, with its own settings.
+"""Asks git about a folder, safely: the folder's repository may come from a stranger's archive, with its own settings.
 
 Such settings name programs that git runs on a mere look (core.fsmonitor, filters, hooks, fetches of missing objects),
-and no list of them stays complete. So git reads none of them: it gets a git folder of ours, with almost no config and
-no hooks, whose other entries lead to the repository's own. The settings of the calling user apply.
+and no list of them stays complete. So git reads none of these settings: it gets a git folder of ours, with almost no
+config and no hooks, whose other entries lead to the repository's own. The settings of the calling user apply.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpufleet.infra.errors import GpufleetError
 
 WAIT_S = 60
 _NOT_TAKEN = {"HEAD", "commondir", "config", "config.worktree", "gitdir", "hooks", "modules", "worktrees"}
-# Settings that git needs to read the repository, or files on such a disk: one word each, which runs nothing.
+# Settings that git needs to read the repository, or files on a disk of this kind. Each is one word, and runs nothing.
 _NEEDED = {"core": ("filemode", "ignorecase", "symlinks", "autocrlf"), "extensions": ("objectformat", "refstorage")}
 _OF_ANOTHER = {  # variables that a user's hook may set, which would lead git to its own repository
     *("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES"),
@@ -89,7 +89,7 @@ def _without_settings(place: Path) -> Iterator[Path]:
         for name, path in {**own, **shared, **{name: own[name] for name in own if "index" in name}}.items():
             if name not in _NOT_TAKEN:
                 Path(folder, name).symlink_to(path.resolve())
-        Path(folder, "HEAD").write_text(_text(place / "HEAD"))  # git accepts no link for it
+        Path(folder, "HEAD").write_text(_text(place / "HEAD"))  # git accepts no link in place of HEAD
         Path(folder, "config").write_text(_config(_text(common / "config")))
         yield Path(folder)
 
@@ -103,5 +103,5 @@ def _config(theirs: str) -> str:
 
 
 def _text(path: Path) -> str:
-    """A file's text; empty if it is no regular file: reading a pipe would block."""
+    """A file's text; empty if this is no regular file, because reading a pipe would block."""
     return path.read_text(encoding="utf-8", errors="surrogateescape") if path.is_file() else ""

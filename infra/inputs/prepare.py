@@ -22,8 +22,8 @@ OFTEN = 50  # passes over the data; few runs train longer: the shipped pretraini
 def prepare_inputs(
     definition: StackDefinition, root: Path, *, text: Path | None, tokenizer: Path | None, say: Say
 ) -> DatasetManifest:
-    """The definition's dataset, as `prepared` returns it, and weights.json in a local folder of base weights; both then
-    match the file. Raises GpufleetError.
+    """The definition's dataset, as `prepared` returns it, and weights.json in a local folder of base weights; dataset
+    and weights then match the definition file. Raises GpufleetError.
     """
     dataset = definition.job.parameters.dataset
     try:
@@ -43,7 +43,9 @@ def prepare_inputs(
 
 
 def prepare_folders(definition: StackDefinition, root: Path, s3: Any, say: Say) -> None:
-    """Lists and hashes a command's inputs, and prints what of its code is shipped. Raises GpufleetError."""
+    """Lists and hashes a command's inputs, and prints which parts of the command's code are shipped. Raises
+    GpufleetError.
+    """
     tree = code.read(definition, root)
     if tree is not None:
         changed = " and what was changed since" if tree.changed else ""
@@ -90,7 +92,7 @@ def prepared(
 
 
 def repeated(config: JobConfig, made: DatasetManifest) -> str:
-    """How often a run with its length in steps reads this dataset; empty below twice."""
+    """A sentence on how often a run, whose length is given in steps, reads this dataset; empty if less than twice."""
     read = config.dataset.read_by_steps(made)
     if read is None:
         return ""

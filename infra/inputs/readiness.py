@@ -10,7 +10,7 @@ from gpufleet.job.contract.inputs import DATASET, WEIGHTS, other_size, read_data
 
 
 def not_ready(definition: StackDefinition, root: Path) -> list[str]:
-    """Needs of `pulumi up` that are missing, a sentence each. They are no errors: bill and preview work."""
+    """A sentence for each thing that `pulumi up` needs and lacks. These are no errors: bill and preview work."""
     name, sentences = definition.argument, [*definition.fleet.market.not_ready()]
     if definition.fleet.ami == "unpinned":
         sentences.append(f"fleet.ami is unpinned: run `gpufleet doctor {name} --pin`.")
@@ -37,7 +37,7 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
 
 
 def code_problems(definition: StackDefinition, root: Path) -> list[Problem]:
-    """Problems of the folder of a command's code: it is missing, empty or cannot be shipped."""
+    """Problems of the folder of a command's code: a folder that is missing, empty or cannot be shipped."""
     if definition.job.parameters.demands.code is None:
         return []
     from gpufleet.infra.inputs import code  # imported here: most callers ship none
@@ -50,8 +50,9 @@ def code_problems(definition: StackDefinition, root: Path) -> list[Problem]:
 
 
 def image_problems(definition: StackDefinition) -> list[Problem]:
-    """A problem if several nodes have an image without a digest: its tag may move between two pulls. A scenario may
-    have it, because it is priced; whoever runs it gets the same from `not_ready`.
+    """A problem if several nodes have an image without a digest, because a tag may move between two pulls. For a
+    scenario this is no problem yet, because it is only priced; whoever runs the scenario gets the same sentence from
+    `not_ready`.
     """
     image = definition.job.image
     if not definition.fleet.is_gang or definition.scenario or "@sha256:" in image:
@@ -62,12 +63,12 @@ def image_problems(definition: StackDefinition) -> list[Problem]:
 
 
 def command(definition: StackDefinition) -> str:
-    """The `gpufleet prepare` command that makes its dataset; the user adds sources that are files."""
+    """The `gpufleet prepare` command that makes the definition's dataset; the user adds sources that are files."""
     return f"gpufleet prepare {definition.argument} {definition.job.parameters.dataset.argument()}".rstrip()
 
 
 def _unlisted(folder: Path) -> str:
-    """Why these weights cannot be declared yet, or empty."""
+    """Why the weights in `folder` cannot be declared yet; empty if they can."""
     if not (folder / WEIGHTS).is_file():
         return f"are not listed in {WEIGHTS}"
     try:
@@ -78,8 +79,8 @@ def _unlisted(folder: Path) -> str:
 
 
 def _unprepared(definition: StackDefinition, folder: Path, root: Path) -> str:
-    """Why the folder is not the prepared dataset that the file asks for, or empty. The upload hashes its files, not
-    this check.
+    """Why the folder is not the prepared dataset that the definition file asks for; empty if it is. The upload hashes
+    the dataset's files; this check does not.
     """
     if not (folder / DATASET).is_file():
         return "is not prepared"

@@ -1,4 +1,4 @@
-"""Clients that read prices: patient ones, and of the real AWS, because an embedded one invents its prices."""
+"""Clients that read prices. They are patient, and ask the real AWS, because the embedded AWS invents its prices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def client(service: str, region: str) -> Any:
             f"prices come from AWS alone, and {service} would be asked at {host}, whose prices may be made up:"
             " unset AWS_ENDPOINT_URL"
         )
-    # checked before hundreds of questions, with the message of the other commands
+    # Credentials are checked before hundreds of questions, with the message of the other commands.
     if session.get_credentials() is None:
         raise NoCredentialsError
     return made

@@ -14,9 +14,9 @@ from gpufleet.infra.text import table, wrap
 
 SCHEMA = 1
 PLACES = Decimal("0.0001")  # decimals of a spot price: 27.433 is the on-demand price of 27.43298
-SPREAD = 3  # ratio of the most expensive zone to the cheapest from which it is mentioned
+SPREAD = 3  # ratio of the most expensive zone to the cheapest; from this ratio on, a line names them
 ABREAST = 2  # zones of a type per line: some regions have six
-BESIDE = 4  # regions whose service prices are shown side by side; for more, only the number of known ones
+BESIDE = 4  # regions whose service prices are shown side by side; for more regions, only the number of known prices
 
 
 def to_json(catalog: Catalog, regions: Sequence[str], today: date) -> dict[str, Any]:
@@ -206,5 +206,5 @@ def _items(catalog: Catalog, regions: Sequence[str]) -> list[str]:
 
 
 def _marked(price: Price | None) -> str:
-    """USD, with `*` if no source states it."""
+    """The price in USD, with `*` if no source states it."""
     return "-" if price is None else f"{price.amount:f}{'*' if price.status == 'inferred' else ''}"

@@ -30,7 +30,7 @@ API_REGION = "us-east-1"  # there the Price List answers for every region
 
 
 class NoFigure(Exception):
-    """AWS answered, without a usable price. `empty`: it lists no such product at all."""
+    """AWS answered, without a usable price. `empty`: AWS lists no such product at all."""
 
     def __init__(self, why: str, *, empty: bool = False) -> None:
         super().__init__(why)
@@ -39,7 +39,9 @@ class NoFigure(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quote:
-    """A price in the catalog's unit, and the day on which AWS published it. `later`: its announced values, by day."""
+    """A price in the catalog's unit, and the day on which AWS published it. `later`: announced values of the price, by
+    day.
+    """
 
     amount: Decimal
     published: str
@@ -99,7 +101,7 @@ def _products(pricing: Any, service_code: str, filters: dict[str, str]) -> Itera
 
 
 def _quote(products: list[dict[str, Any]], units: Mapping[str, Decimal], region: str, day: date) -> Quote:
-    """The one price on that day on which all products of the region agree, with announced ones."""
+    """The one price on which all products of the region agree on `day`, with its announced changes."""
     here = [product for product in products if _region(product) in (region, None)]
     if not here:
         raise NoFigure("the Price List has no such product", empty=True)
@@ -128,7 +130,7 @@ def _changes(
 
 
 def _amount(products: list[dict[str, Any]], units: Mapping[str, Decimal], day: date) -> Decimal:
-    """The amount on that day on which all of them agree. Raises NoFigure."""
+    """The amount on which all products agree on `day`. Raises NoFigure."""
     tiers = [tier for product in products if (tier := _first_tier(product, day)) is not None]
     if not tiers:
         raise NoFigure("the Price List has the product without a price above 0", empty=True)
@@ -140,7 +142,7 @@ def _amount(products: list[dict[str, Any]], units: Mapping[str, Decimal], day: d
 
 
 def _terms(product: dict[str, Any]) -> dict[date, list[dict[str, Any]]]:
-    """Its on-demand terms by the day from which they apply: the calendar's first if none is given."""
+    """The product's on-demand terms by the day from which they apply: the calendar's first day if none is given."""
     found: dict[date, list[dict[str, Any]]] = {}
     for term in product["terms"].get("OnDemand", {}).values():
         begin = str(term.get("effectiveDate") or "")[:10]

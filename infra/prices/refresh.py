@@ -1,5 +1,5 @@
-"""Makes a new dated folder of prices, read from AWS figure by figure, on top of those that bills use now: a figure that
-AWS does not answer keeps its value, date and source, and is reported.
+"""Makes a new dated folder of prices, read from AWS figure by figure, on the basis of the prices that bills use now: a
+figure that AWS does not answer keeps its value, date and source, and is reported.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _spot(
         before = {zone.zone: zone for zone in old.spot.get((type_, region), ())}
         rest = [zone for name, zone in before.items() if name not in {each.zone for each in zones}]
         unnamed = found.unnamed.get(type_, ())
-        for name in unnamed:  # it is one of `rest`, or new: that cannot be known
+        for name in unnamed:  # an unnamed zone is one of `rest`, or new: which of the two cannot be known
             why, oldest = "AWS gives no id for this zone", min((zone.price.as_of for zone in rest), default=None)
             done.kept.append(KeptFigure(what=f"spot price of {type_} in {name}", why=why, as_of=oldest, failed=True))
         if not zones:
@@ -206,7 +206,7 @@ def renew(
     """
     types = [name for name, each in catalog.instances.items() if each.left_ec2 is None or each.left_ec2 >= now.date()]
     old = files.read(SHIPPED)
-    # the prices that bills use now, wherever the new ones go
+    # the prices that bills use now, wherever the new prices go
     for known in dict.fromkeys((project_prices(Path.cwd()), to)):
         if found := files.folders(known):
             old = files.newer(old, files.read(found[-1]))

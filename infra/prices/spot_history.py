@@ -2,7 +2,7 @@
 
 A price in the history applies until the next one of its zone; the answer includes the newest one before the window,
 which applies from the window's start. So the median is over time, not over changes. Zones are named by id: az1. A zone
-without a known id cannot be told from the others, so its prices are left out, and its name is reported.
+without a known id cannot be told from other zones, so its prices are left out, and its name is reported.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _unnamed(rows: Iterable[Mapping[str, Any]], ids: Mapping[str, str]) -> dict[
 
 
 def _median(holds: list[tuple[Decimal, float]]) -> Decimal:
-    """The price at or below which it was for half of the time."""
+    """The price that the spot price was at or below for half of the time."""
     half = sum(seconds for _, seconds in holds) / 2
     spent = 0.0
     for price, seconds in sorted(holds):

@@ -1,1 +1,1 @@
-"""What interruptions do to a run: how often, and what they cost."""
+"""What interruptions do to a run: how often they come, and what they cost."""

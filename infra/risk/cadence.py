@@ -1,9 +1,9 @@
 """The checkpoint interval that costs least on average: saving often stalls the steps, saving rarely loses more of them.
 
 Only interruptions that lose work count: a notice handled in time saves everything whatever the interval. The interval
-comes from the closed form of the simulation (infra/risk/closed_form.py), averaged over the hazard's distribution;
-where nodes live much longer than it, it is Young's (CACM 17(9), 1974): sqrt(2 x save / rate of losses). What it is
-worth comes from the simulation itself, both intervals meeting the same luck.
+comes from the closed form of the simulation (infra/risk/closed_form.py), averaged over the hazard's distribution; where
+nodes live much longer than the interval, it is Young's (CACM 17(9), 1974): sqrt(2 x save / rate of losses). What the
+interval saves comes from the simulation itself, in which both intervals meet the same luck.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from gpufleet.infra.risk.simulation import Exposure, simulate_each
 SHORTEST_S = 1.0
 LONGEST_S = 86_400.0  # as a run config allows
 _SHARES = 16  # number of quantiles that represent the hazard's distribution
-_RUNS, _ATTEMPTS = 1_000, 64  # simulated runs from which the saving is computed, and the least nodes of each
+_RUNS, _ATTEMPTS = 1_000, 64  # simulated runs from which the saving is computed, and the fewest nodes of each run
 _CARRIED_ON = 0.01  # if more runs are unfinished after _ATTEMPTS nodes, their extrapolated dollars mean nothing
-_NARROWINGS = 24  # each leaves 62 % of the bracket
+_NARROWINGS = 24  # each narrowing leaves 62 % of the bracket
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BestInterval:
-    """The best interval, and what it saves on average compared with the present one."""
+    """The best interval, and what it saves on average compared with the present interval."""
 
     interval_s: float
     present_s: float
@@ -47,9 +47,9 @@ class BestInterval:
 def optimal(exposure: Exposure, save_cost_s: float) -> BestInterval | None:
     """The interval with the least expected dollars, for a save that stalls the steps by `save_cost_s`.
 
-    The exposure's hours of work contain the stalls of its present interval; its limits do not matter. Never longer than
-    the work itself, which is then saved once. None for a run that gets nowhere, at its present interval or at any.
-    Raises ValueError for a negative or infinite cost.
+    The exposure's hours of work contain the stalls of its present interval; the exposure's limits do not matter. Never
+    longer than the work itself, which is then saved once. None for a run that gets nowhere, at its present interval or
+    at any. Raises ValueError for a negative or infinite cost.
     """
     if not (0 <= save_cost_s < math.inf):
         raise ValueError(f"save_cost_s is {save_cost_s}; allowed: seconds, 0 or more")
@@ -81,7 +81,7 @@ def _hours(exposure: Exposure, interval_s: float, save_cost_s: float, hazards: t
 
 
 def _with_interval(exposure: Exposure, interval_s: float, save_cost_s: float) -> Exposure:
-    """The run with another interval; the stalls of saving in its hours of work are those of that interval."""
+    """The run with another interval, and with that interval's stalls in its hours of work."""
     present_s, whole_s = exposure.interval_h * 3600, exposure.phase_ends_h[-1] * 3600
     stalls = (1 + save_cost_s / min(interval_s, whole_s)) / (1 + save_cost_s / min(present_s, whole_s))
     ends = tuple(end * stalls for end in exposure.phase_ends_h)
@@ -97,7 +97,7 @@ def _hazards(exposure: Exposure) -> tuple[float, ...]:
 
 
 def _least(cost: Callable[[float], float], low: float, high: float) -> float:
-    """Where `cost` is least, by golden section on a logarithmic scale; it falls, then rises."""
+    """Where `cost` is least, by golden section on a logarithmic scale. `cost` must fall first and then rise."""
     left, right = math.log(low), math.log(high)
     first, second = right - _GOLDEN * (right - left), left + _GOLDEN * (right - left)
     at_first, at_second = cost(math.exp(first)), cost(math.exp(second))

@@ -24,7 +24,7 @@ def expected_hours(exposure: Exposure, hazard: float) -> float:
     work_h = exposure.phase_ends_h[-1]
     if not hazard:
         return exposure.uninterrupted_h
-    hazard *= gang(exposure.nodes)  # any of them interrupts the run
+    hazard *= gang(exposure.nodes)  # any of the nodes interrupts the run
     starts = (0.0, *exposure.phase_ends_h[:-1])
     shares = [(end - start) / work_h for start, end in zip(starts, exposure.phase_ends_h, strict=True)]
     missed = sum(

@@ -1,10 +1,10 @@
 """The policy 'spot until slack runs out, then on-demand': at what hour to switch, and what it costs.
 
 Slack is the time left to the deadline beyond what the rest of the work takes on demand, restart included. It shrinks
-while the run waits for capacity, starts up, or repeats lost work; when it is down to a margin, the run is ended with a
-checkpoint and goes on on demand, where a node is taken to be there at once. The margin is the least with which enough
-runs are on time. On time is done before the job, whose own deadline it is, begins to stop. With
-`fleet.fallback: on-demand` a second fleet does it, at a margin of its own (infra/bill/fallback.py).
+while the run waits for capacity, starts up, or repeats lost work; when slack is down to a margin, the run is ended with
+a checkpoint and goes on on demand, where the model assumes that a node is there at once. The margin is the least with
+which enough runs are on time. A run is on time if it is done before the job, which knows the deadline too, begins to
+stop. With `fleet.fallback: on-demand` a second fleet takes over, at a margin of its own (infra/bill/fallback.py).
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class DeadlinePlan:
 def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: float = ON_TIME) -> DeadlinePlan:
     """The policy for a run that begins now and has `hours_left` by the wall.
 
-    Both exposures are the same job, on the type that each side would use; their limits are not applied, and progress
-    counts as the share of the hours of work. Raises ValueError for a share outside 0 to 1, hours that are no number,
-    or a run without work.
+    The exposures are the same job on spot and on demand, each on the type that it would use. Limits are not applied,
+    and progress counts as the share of the hours of work. Raises ValueError for a share outside 0 to 1, hours that are
+    no number, or a run without work.
     """
     if not (0 < on_time <= 1) or not math.isfinite(hours_left):
         raise ValueError(f"on_time is {on_time}, hours_left {hours_left}; allowed: above 0 to 1, and hours")
@@ -83,14 +83,14 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
             return found, *finished(found, spot, on_demand)
 
         sure = leaving(0.0)
-        most = min(on_time, float((sure[2] <= by_h + 1e-6).mean()))  # a slow job may miss it even on demand
+        most = min(on_time, float((sure[2] <= by_h + 1e-6).mean()))  # a slow job may miss the deadline even on demand
         # Small margins have finer steps, because a run mostly has to make up for one lost checkpoint interval.
         for margin_h in max(slack_h, 0.0) * np.linspace(0, 1, _MARGINS) ** 2:
             switch_h = max(0.0, slack_h - margin_h)
             begun, usd, wall = leaving(switch_h)
             if (wall <= by_h + 1e-6).mean() >= most:
                 break
-        # With too little slack spot gets nothing done, and its nodes are paid in vain.
+        # With too little slack a spot node gets nothing done, and is paid in vain.
         if sure[1].mean() < usd.mean() - 1e-9:
             margin_h, switch_h, (begun, usd, wall) = max(slack_h, 0.0), 0.0, sure
         met = float((wall <= by_h + 1e-6).mean())
@@ -110,7 +110,7 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
 
 
 def finished(begun: SimulatedRuns, spot: Exposure, on_demand: Exposure) -> tuple[Floats, Floats]:
-    """(USD, hours by the wall) of runs that left spot and do the rest of their work on demand."""
+    """(USD, hours by the wall) of runs that left spot and finish on demand."""
     left_share = (begun.work_h - begun.done_h) / spot.phase_ends_h[-1]  # of the bill's work, what is still to do
     start_h = np.where(begun.done_h > 0, on_demand.restart_h, on_demand.setup_h)
     rest_h = np.maximum(start_h + left_share * on_demand.phase_ends_h[-1], MINIMUM_H)

@@ -8,12 +8,12 @@ Three ways to know it, each a `Hazard`:
 
 Learning is a two-level model on ln hazard, solved on a grid: a type has a median, its zones spread around it, and each
 zone's interruptions are Poisson in its node-hours. So a zone's own history rules once it is long, a zone without
-history gets its type's, and a type without any gets the prior. What real traces do beyond that, each by one constant:
-interruptions come in clusters, so a history says less than its count (`DISPERSION`); next week is not last month
-(`DRIFT`); and some nodes live for days and others for minutes in the same zone (`UNEVENNESS`).
+history gets the hazard of its type, and a type without history gets the prior. Three constants describe what real
+traces do beyond that: interruptions come in clusters, so a history says less than its count (`DISPERSION`); next week
+is not last month (`DRIFT`); and some nodes live for days and others for minutes in the same zone (`UNEVENNESS`).
 
-AWS publishes a monthly share of reclaimed instances per type. It is no hazard per hour of a node that must finish, and
-is never converted into one.
+AWS publishes a monthly share of reclaimed instances per type. That share is no hazard per hour of a node that must
+finish, and is never converted into a hazard.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ TYPE_SIGMA = 0.66  # with ZONE_SIGMA, HAZARD_SIGMA in all
 # among the nine zones on which the result is measured: bench/results/risk.md.
 DISPERSION = 5.0  # variance over mean of interruptions per day
 DRIFT = 0.7  # of ln hazard between the halves of a trace, the noise of counting taken off
-# Of ln hazard between nodes, log-normal factors assumed: 1.3 is the most likely one for the lives of those nodes; 1.2
-# covers newer traces better.
+# Sigma of ln hazard between nodes, log-normal factors assumed: 1.3 is the most likely value for the lives of those
+# nodes; 1.2 covers newer traces better.
 UNEVENNESS = 1.2
 
 _GRID = np.linspace(math.log(1e-4), math.log(1e2), 401)  # ln hazard per node-hour
@@ -97,8 +97,8 @@ class Hazard:
         return self.median * math.exp(self.sigma * NormalDist().inv_cdf(share))
 
     def of_gang(self, nodes: int) -> Hazard:
-        """Interruptions per hour of a run on `nodes` nodes, any of which interrupts it. It is less certain for more
-        nodes, except for a fixed figure, which stays fixed.
+        """Interruptions per hour of a run on `nodes` nodes, any of which interrupts it. The hazard is less certain for
+        more nodes; a fixed figure stays fixed.
         """
         sigma = math.hypot(self.sigma, GANG_POWER_SIGMA * math.log(nodes)) if self.sigma else 0.0
         return replace(self, median=self.median * gang(nodes), sigma=sigma)
@@ -109,8 +109,8 @@ class Hazard:
 
 
 def prior(gpus: int) -> Hazard:
-    """The hazard of a node with `gpus` GPUs when nothing was observed for its type; one without is taken for one GPU's:
-    no public trace counts such nodes.
+    """The hazard of a node with `gpus` GPUs when nothing was observed for its type. A node without a GPU gets the
+    hazard of a node with one, because no public trace counts nodes without.
     """
     if not gpus:
         return Hazard(source=f"{TRACES}, one GPU's, an assumption for a node without")
@@ -136,12 +136,15 @@ def wait(zones: int, nodes: int) -> tuple[float, float]:
 
 
 def gather(wait_h: float) -> float:
-    """Hours that nodes wait for missing ones before they end, unless the file sets it. `wait_h` is the median wait."""
+    """Hours that nodes wait for missing nodes before they end, unless the definition file sets these hours. `wait_h` is
+    the median wait.
+    """
     return min(max(GATHER_SHARE * wait_h, LEAST_GATHER_H), MOST_GATHER_H)
 
 
 def of_node(normals: Floats, unevenness: Floats | float, *, first: bool) -> Floats:
-    """The factors that turn a run's hazard into that of one node, from one standard normal number per run.
+    """The factors that turn a run's hazard into the hazard of one of its nodes, from one standard normal number per
+    run.
 
     Nodes differ by a log-normal factor; the run's hazard is interruptions per node-hour over all of them. Long-lived
     nodes fill most of the time although they are few. So the first node, which is taken at any hour, is calmer than a
@@ -163,7 +166,7 @@ class Key(NamedTuple):
     zone: str | None
 
 
-Hazards = Mapping[Key, Hazard]  # as learn() gives them
+Hazards = Mapping[Key, Hazard]  # the result of learn()
 
 
 def learn(observations: Iterable[Observation]) -> dict[Key, Hazard]:
@@ -207,7 +210,9 @@ def _check(seen: Observation) -> None:
 
 
 def _log_likelihood(seen: list[Observation]) -> Floats:
-    """The Poisson log likelihood of the zone's hazard at each point of the grid, both counts divided by DISPERSION."""
+    """The Poisson log likelihood of the zone's hazard at each point of the grid, with interruptions and node-hours
+    divided by DISPERSION.
+    """
     count = sum(each.interruptions for each in seen) / DISPERSION
     hours = sum(each.node_hours for each in seen) / DISPERSION
     return count * _GRID - hours * np.exp(_GRID)

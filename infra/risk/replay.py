@@ -36,13 +36,13 @@ class Score:
     p50_usd: float
     p90_usd: float
     contained: float  # share of replayed bills in p10-p90
-    contained_hours: float  # the same share for hours by the wall, waits included
+    contained_hours: float  # share of replayed runs whose hours by the wall, with waits, are in p10-p90
     pinball_usd: float  # pinball loss, the mean over the three quantiles; less is better
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """The outcome of a run on a trace, and how well each forecast describes it."""
+    """The outcome of a run on a trace, and how well each forecast describes this outcome."""
 
     trace: Trace
     p10_usd: float
@@ -50,7 +50,7 @@ class Replayed:
     p90_usd: float
     interruptions: float  # mean per run
     windows: int  # number of runs begun
-    independent: float  # how many runs fit into the trace one after the other: the effective sample size
+    independent: float  # how many runs fit into the trace one after another: the effective sample size
     scores: tuple[Score, ...]  # the bill's own forecast first
 
 
@@ -71,9 +71,9 @@ def run(exposure: Exposure, trace: Trace, *, starts: int = STARTS, seed: int = S
 
 def compare(exposure: Exposure, trace: Trace, *, gpus: int = 1, starts: int = STARTS) -> Replayed:
     """Replays the run and grades three forecasts: the exposure's own hazard, a fixed 0.2, and the prior for nodes with
-    `gpus` GPUs if that differs. Limits do not apply, because a run that a limit stops is cheap but not done; speed,
-    price and set-up are those of the bill's lines. Raises GpufleetError for a trace shorter than the run: every run
-    would go through the same hours, so the result would say nothing.
+    `gpus` GPUs if that prior is another one. Limits do not apply, because a run that a limit stops is cheap but not
+    done; speed, price and set-up are those of the bill's lines. Raises GpufleetError for a trace shorter than the run:
+    every run would go through the same hours, so the result would say nothing.
     """
     exposure = exposure.unlimited.interruptions_alone
     if trace.hours < exposure.uninterrupted_h:
@@ -155,7 +155,7 @@ def _up_from(trace: Trace, at_h: Floats) -> Floats:
 _EDGE_H = 1e-7
 
 
-HELD = 0.75  # a range holds when at least this share of replayed bills is inside its p10-p90; it should be 0.8
+HELD = 0.75  # a range holds when at least this share of replayed bills is inside its p10-p90; the share should be 0.8
 WIDE = 0.9
 
 
@@ -276,7 +276,7 @@ def record(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed])
 
 
 def _learned(found: Sequence[Replayed]) -> list[hazard.Hazard]:
-    """The hazard of each trace's zone, learnt from all traces given; a trace that names no zone has one of its own."""
+    """The hazard of each trace's zone, learnt from all traces; a trace without a zone counts as a zone of its own."""
     seen = [each.trace.observation() for each in found]
     named = [each._replace(zone=each.zone or each.source) for each in seen]
     learned = hazard.learn(named)

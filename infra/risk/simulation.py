@@ -6,16 +6,18 @@ capacity, log-normal and not billed, and a replacement that pays its restart. Wh
 
 - in the node's first hour nothing for compute (AWS does not charge an interrupted first hour; disk and address go on);
 - with the notice handled, the 120 s of the notice: everything before it is saved;
-- where save and upload do not fit it, those 120 s and up to one checkpoint interval of work before them;
+- where save and upload do not fit into the notice, its 120 s and up to one checkpoint interval of work before them;
 - with the notice missed, up to one checkpoint interval of work.
 
-The hazard is itself uncertain: drawn once per simulated run, unless a figure is given (infra/risk/hazard.py). So are
-speed, price and set-up, each a factor with the median 1 (infra/risk/unknown.py). The
-limits stop a run as the job's meter does, on hours times rates, without crediting free hours. Several nodes are one
-run: it is interrupted when any of them is, and the one that AWS took has its first hour free, or as often all of them.
+The hazard is itself uncertain: drawn once per simulated run, unless a figure is given (infra/risk/hazard.py). Speed,
+price and set-up are uncertain too, each a factor with the median 1 (infra/risk/unknown.py). The limits stop a run as
+the job's meter does, on hours times rates, without crediting free hours. Several nodes are one run. The run is
+interrupted when any of its nodes is. Half of the time only the node that AWS took has its first hour free, otherwise
+all nodes have.
 
 Random numbers belong to (run, attempt), not to the order of evaluation, so two variants of a run see the same luck and
-their difference is not noise. Same seed, same figures, whether asked one by one or many at once.
+their difference is not noise. The same seed gives the same figures, whether runs are simulated one by one or many at
+once.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class NextNode:
 
     life_h: Floats  # hours from launch until AWS takes the node; inf: never
     wait_h: Floats  # hours of waiting for capacity after that
-    missed: Floats  # uniform; the notice is missed where it is below Exposure.notice_missed
+    missed: Floats  # uniform; the notice is missed where this number is below Exposure.notice_missed
     lost: Floats  # uniform; the share of a checkpoint interval that is then lost
 
 
@@ -74,8 +76,8 @@ Fate = Callable[[Indices, int, Floats], NextNode]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedEnd:
-    """The owner ends the run at the hour `by_h` by the wall, less `work_h` times the share of its work that is not
-    done. If the work takes longer than the bill says, `work_h` grows in proportion.
+    """The owner ends the run at the hour `by_h` by the wall, less `work_h` times the share of the run's work that is
+    not done. If the work takes longer than the bill says, `work_h` grows in proportion.
     """
 
     by_h: float
@@ -101,15 +103,15 @@ class Exposure:
     hazard: Hazard | float | None  # per node-hour: a distribution to draw from, an exact figure, or None for the prior
     nodes: int = 1
     wait_h: float = ZONES_WAIT_H  # hours of waiting for capacity: the median of a log-normal
-    wait_sigma: float = ZONES_WAIT_SIGMA  # the standard deviation of its logarithm
-    gather_h: float = math.inf  # hours that several nodes wait for missing ones before they end (risk/gathering.py)
+    wait_sigma: float = ZONES_WAIT_SIGMA  # the standard deviation of the wait's logarithm
+    gather_h: float = math.inf  # hours that several nodes wait for missing nodes before they end (risk/gathering.py)
     notice_missed: float = NOTICE_MISSED
     free_h: float = FREE_H
     max_usd: float | None = None
     max_hours: float | None = None
     reserve_h: float = 0.0  # hours before a limit at which the job begins to stop, to save, upload and export
     leave: PlannedEnd | None = None  # when the owner ends the run, with everything saved
-    idle_h: float = 0.0  # hours that the node is held idle at the end; work that takes longer shortens them
+    idle_h: float = 0.0  # hours that the node is held idle at the end; work that takes longer shortens these hours
     unknown: Unknown = NOTHING
 
     @property
@@ -121,7 +123,8 @@ class Exposure:
 
     def first_wait_h(self, hazard: Floats, normals: Floats, there: Floats, since: Floats) -> Floats:
         """Hours of waiting for the first node, from a normal and two uniform numbers for each run. A run may begin at
-        any hour. Mostly capacity is there; else the run begins in the middle of a wait, more likely of a long one.
+        any hour. Mostly capacity is there; otherwise the run begins in the middle of a wait, more likely of a long
+        wait.
         """
         variance = self.wait_sigma**2
         mean_h = self.wait_h * math.exp(variance / 2)
@@ -214,7 +217,7 @@ def simulate_each(
     unfinished: float = 1.0,
 ) -> list[SimulatedRuns]:
     """The result of `simulate` for each exposure, computed together. While more than the share `unfinished` of the runs
-    is not done after `attempts` nodes, they get more nodes, up to MAX_ATTEMPTS. Raises ValueError when one of
+    is not done after `attempts` nodes, these runs get more nodes, up to MAX_ATTEMPTS. Raises ValueError when one of
     several exposures has a planned end.
     """
     if len(exposures) > 1 and any(exposure.leave for exposure in exposures):
@@ -276,13 +279,13 @@ def _chunk(
         wait_h=_of_each(exposures, runs, lambda each: each.wait_h),
         wait_sigma=_of_each(exposures, runs, lambda each: each.wait_sigma),
     )
-    with np.errstate(divide="ignore"):  # a life without hazard; entered once, not for each node
+    with np.errstate(divide="ignore"):  # a life without hazard; the context is entered once, not for each node
         return _account(exposures, runs, first_wait_h, next_node, attempts, factors, only, unfinished)
 
 
 class _Nodes:
-    """The nodes of simulated runs, with random numbers from `luck`. Few runs reach late attempts, so these are drawn
-    several at a time: a call of numpy would cost more than its numbers.
+    """The nodes of simulated runs, with random numbers from `luck`. Few runs reach late attempts, so the numbers of
+    several late attempts are drawn together: a call of numpy would cost more than its numbers.
     """
 
     def __init__(
@@ -299,7 +302,7 @@ class _Nodes:
         self._ahead: tuple[int, Indices, NextNode] | None = None  # from which attempt, of which runs
 
     def __call__(self, active: Indices, attempt: int, wall_h: Floats) -> NextNode:
-        """The nodes of the runs `active`. From attempt ATTEMPTS_IN_STEP on, these are fewer with each attempt."""
+        """The nodes of the runs `active`. From attempt ATTEMPTS_IN_STEP on, `active` shrinks with each attempt."""
         if attempt < ATTEMPTS_IN_STEP:
             return self._nodes(active, self._luck.draw(active, attempt), first=attempt == 0)
         if self._ahead is None or attempt >= self._ahead[0] + len(self._ahead[2].life_h):
@@ -355,7 +358,7 @@ def _account(
         paid_h = np.concatenate([e.hours_paid(price[i * runs : (i + 1) * runs]) for i, e in enumerate(exposures)])
     allowed_h = np.minimum(paid_h, per_exposure(lambda e: np.inf if e.max_hours is None else e.max_hours))
     cap_h = np.maximum(allowed_h - reserve_h, 0.0)
-    # Of several nodes: the first hours of those that AWS leaves are not free, and they wait, billed.
+    # With several nodes: the first hours of nodes that AWS leaves are not free, and these nodes wait, billed.
     free_h, stay = per_exposure(lambda e: e.free_h), per_exposure(lambda e: left_share(e.nodes))
     interval_h, notice_missed = per_exposure(lambda e: e.interval_h), per_exposure(lambda e: e.notice_missed)
     setup_h, restart_h = (per_exposure(get) * factors.setup for get in (lambda e: e.setup_h, lambda e: e.restart_h))
@@ -516,7 +519,7 @@ class NodeLuck:
 class Luck:
     """Random numbers of `runs` runs, drawn once for whatever is simulated with them.
 
-    For the first attempts all runs draw at once, finished or not. For later ones, which few runs come to, a number is
+    For the first attempts all runs draw at once, finished or not. For later attempts, which few runs reach, a number is
     computed from (run, attempt) alone: SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), and Box-Muller for normal ones.
     """
 

@@ -1,9 +1,9 @@
-"""What is uncertain before a run begins, besides interruptions: its speed, the spot price, and how long a node takes to
-its first step.
+"""What is uncertain before a run begins, besides interruptions: the run's speed, the spot price, and how long a node
+takes to the first step.
 
-All of these widths are defined here. Each is a log-normal factor, drawn once per run, with the bill's line as its
-median, so that it widens the range and moves no line. The range, the chance of a limit or a deadline, `diff`'s bound,
-`compare`, the cheaper options and the receipts' grade all come from simulated runs with these factors.
+The widths of all three are defined here. Each of the three is a log-normal factor, drawn once per run, with the bill's
+line as its median, so that it widens the range and moves no line. The range, the chance of a limit or a deadline,
+`diff`'s bound, `compare`, the cheaper options and the receipts' grade all come from simulated runs with these factors.
 
 hazard.py has how often nodes are interrupted and how long the waits are, with the data of the fit.
 """
@@ -25,7 +25,7 @@ from gpufleet.infra.risk.hazard import Floats
 # steps of an H100 twice, days and programs apart; they differ by 0.06 root mean square.
 MEASURED = 0.06
 STATED = 0.25  # if the definition says how long a step takes: assumption, until there are receipts
-PAGE = 0.45  # if it takes that from a web page: of five published pairs two lay within a quarter of each other
+PAGE = 0.45  # if a web page says it: two of five published pairs of figures lay within a quarter of each other
 # For each doubling of the number of GPUs for which a step time is stated. Doubling the GPUs lost 8 to 10 % of the speed
 # on two nodes of 8 H100s (NVIDIA NeMo AutoModel, 2026-06), 15 % from one A100 to two, and 2 % from two to four
 # (vectorlm, 2024-05).
@@ -42,17 +42,17 @@ P90 = NormalDist().inv_cdf(0.9)  # p10 and p90 of a normal distribution lie this
 class Unknown:
     """Sigmas of the logarithms. By default everything is known."""
 
-    faster: float = 0.0  # of the hours of work, below the median
-    slower: float = 0.0  # above it
-    shared: float = 0.0  # the part of both that the same job has on every GPU
-    device: str = ""  # the GPU whose draw the rest uses: options on the same GPUs share it
+    faster: float = 0.0  # of the hours of work, where they are below the median
+    slower: float = 0.0  # of the hours of work, where they are above the median
+    shared: float = 0.0  # the part of `faster` and `slower` that one job has on every GPU alike
+    device: str = ""  # the GPU whose draw the rest of the hours' factor uses: options on the same GPUs share the draw
     price: float = 0.0  # of the node's price
     offer: str = ""  # the offer whose draw the price uses
     setup: float = 0.0  # of set-up and restart
 
     @property
     def is_drawn(self) -> bool:
-        """Whether two simulated runs can differ by it."""
+        """Whether these widths can make two simulated runs differ."""
         return bool(self.faster or self.slower or self.price or self.setup)
 
 
@@ -91,7 +91,7 @@ class Draws:
         self._kept: dict[tuple[str, float], Floats] = {}
 
     def factors(self, unknowns: Sequence[Unknown]) -> Factors:
-        """The factors for each of these, one after the other."""
+        """The factors of each of `unknowns`, one after the other."""
         return Factors(
             work=self._joined([self._work(one) for one in unknowns]),
             price=self._joined([self._factor(one.price, f"price of {one.offer}") for one in unknowns]),
@@ -115,7 +115,9 @@ class Draws:
         return np.asarray(np.exp(luck * np.where(luck < 0, one.faster, one.slower)))
 
     def _normals(self, of: str, shared: float = 0.0) -> Floats:
-        """The quantiles of a standard normal, in an order of their own: p50 is the median with any number of runs."""
+        """The quantiles of a standard normal, in a random order, another one for each `of`: p50 is the median with any
+        number of runs.
+        """
         if (of, shared) not in self._kept:
             seed = np.random.SeedSequence(
                 self._seed.entropy, spawn_key=(*self._seed.spawn_key, zlib.crc32(of.encode()))

@@ -109,7 +109,9 @@ class Scripts:
             except OSError as error:
                 if error.errno == errno.ENXIO:  # nobody reads it yet
                     return
-                raise GoneError(f"{path.name}, by which it is told what to run, was replaced: {error}") from None
+                raise GoneError(
+                    f"{path.name}, the pipe by which the first process is told what to run, was replaced: {error}"
+                ) from None
             self._waiting[0] = path, content
             if not content:
                 self._let_go()

@@ -1,1 +1,3 @@
-"""Typed documents that one process writes and another reads: each reader stands beside its writer."""
+"""Typed documents that one process writes and another process reads: each document's reader stands beside its
+writer.
+"""

@@ -1,8 +1,8 @@
 """A node's reports: attempts/<instance>.json, written at boot and after each change, and lines of
 heartbeat/<instance>.jsonl.
 
-The node writes a record first, the supervisor adds to it. Another node reads both: anybody with access to the bucket
-may have written them, so impossible values are reported, set aside and count as missing.
+The node writes a record first, the supervisor adds to it. Other nodes read record and heartbeats: anybody with access
+to the bucket may have written these, so impossible values are reported, set aside and count as missing.
 
 The node's own Python reads this file: nothing newer than 3.9 here.
 """
@@ -18,7 +18,7 @@ from gpufleet.job.contract import environment, reading
 from gpufleet.job.contract.reading import DoubtError, Fields, Moment, Seconds, Step, epoch, iso
 
 SUPERSEDED = "fallback"  # the exit's reason of a spot node whose run continues on demand
-SLOW = "slow"  # the end of a node that others wait for so long that replacing it is cheaper
+SLOW = "slow"  # the end of a node for which others wait so long that a replacement is cheaper
 UNREAD = ("attempt", "supervised_at", "ranks", "machine", "compiled")  # fields that no other node reads
 Aside = Callable[[str], None]  # gets a sentence about each value set aside
 
@@ -45,8 +45,8 @@ class Node:
     type: str
     zone: str
     launched_at: float
-    pulled_s: str = ""  # how long pulling its images took; empty: not known
-    address: str = ""  # where the run's other nodes reach it; empty: there are none
+    pulled_s: str = ""  # how long the node took to pull its images; empty: not known
+    address: str = ""  # the address at which the run's other nodes reach this one; empty: there are no others
     capacity: str = ""  # spot or on-demand; empty: the run's
 
     @classmethod
@@ -154,7 +154,7 @@ class AttemptRecord:
     ended: Mapping[str, Moment] = field(default_factory=dict)
     untold: Mapping[str, Moment] = field(default_factory=dict)
     # Fields of the supervisor.
-    attempt: int | None = None  # its number in the run, from 1
+    attempt: int | None = None  # the attempt's number in the run, from 1
     supervised_at: str = ""
     pulled_s: Decimal | None = None  # how long pulling the images took
     ranks: int | None = None  # training processes
@@ -193,7 +193,7 @@ class AttemptRecord:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any], aside: Aside) -> AttemptRecord:
-        """The record, as far as others need it; doubtful values are left out and reported to `aside`."""
+        """The record, as far as other processes need it; doubtful values are left out and reported to `aside`."""
         fields = Fields(tree, aside=aside)
         return reading.filled(cls, fields, UNREAD, exit=Exit.from_fields(fields))
 

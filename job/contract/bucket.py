@@ -1,6 +1,5 @@
-"""Keys in a stack's bucket: a run's objects lie below <run>/, shared ones beside it.
-
-workdir.py has the names that the work folder shares, commit.py those of a checkpoint's parts.
+"""Keys in a stack's bucket: a run's objects lie below <run>/, shared objects beside that folder. workdir.py has the
+names that bucket and work folder share, commit.py the names of a checkpoint's parts.
 """
 
 from __future__ import annotations
@@ -82,8 +81,8 @@ def node_of(key: str) -> str | None:
 
 class CheckpointPlace(NamedTuple):
     """The place of a checkpoint's files. With several nodes, each generation has its own folder below the step's, so
-    that none overwrites another's files. With one node the number is 0, the step's own folder, or one more than that of
-    a node that published the same step before.
+    that no generation overwrites another's files. With one node the number is 0, the step's own folder, or one more
+    than that of a node that published the same step before.
     """
 
     step: int
@@ -91,26 +90,26 @@ class CheckpointPlace(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """The prefix of its keys."""
+        """The prefix of the checkpoint's keys."""
         inner = f"g{self.generation:06d}/" if self.generation else ""
         return f"{CHECKPOINTS}{workdir.step_folder(self.step)}/{inner}"
 
     @property
     def manifest(self) -> str:
-        """The key of the manifest that publishes it."""
+        """The key of the manifest that publishes the checkpoint."""
         return self.prefix + MANIFEST
 
     def part_prefix(self, node: int) -> str:
-        """The prefix of the keys of files that one of several nodes, by its rank, wrote."""
+        """The prefix of the keys of the files that the node with the rank `node` wrote, one of several nodes."""
         return f"{self.prefix}node_{node:03d}/" if node else self.prefix
 
     def part(self, node: int) -> str:
-        """The key of the list that makes those files complete."""
+        """The key of the list of that node's files, without which they do not count."""
         return f"{self.prefix}node_{node:03d}.json"
 
 
 def checkpoint_place(key: str) -> CheckpointPlace | None:
-    """The place of the checkpoint that an object belongs to; None if it belongs to none."""
+    """The place of the checkpoint that an object belongs to; None if the object belongs to no checkpoint."""
     found = _CHECKPOINT_KEY.fullmatch(key)
     return found and CheckpointPlace(int(found[1]), int(found[2] or 0))
 
@@ -122,8 +121,8 @@ def published(keys: Iterable[str]) -> list[CheckpointPlace]:
 
 
 def has_one_writer(key: str) -> bool:
-    """Whether only one node writes such a key, so that a put needs no condition: the key has that node's name, or is in
-    the folder of a generation, which one node leads.
+    """Whether only one node ever writes this key, so that a put needs no condition: the key has that node's name, or is
+    in the folder of a generation, which one node leads.
     """
     place = checkpoint_place(key)
     is_file = place is not None and place.generation > 0 and key != place.manifest
@@ -131,5 +130,7 @@ def has_one_writer(key: str) -> bool:
 
 
 def input_key(sha256: str, file: str = "") -> str:
-    """The key of an input, by its hash, so that runs share one object. Without `file`: the prefix of all its files."""
+    """The key of an input's file, by the input's hash, so that runs share one object. Without `file`: the prefix of all
+    the input's files.
+    """
     return f"{INPUTS}/{sha256}/{file}"

@@ -20,7 +20,7 @@ from gpufleet.job.contract.workdir import step_folder
 
 Reason = Literal["timed", "best", "stop", "boundary", "final"]
 COMMIT, BEST = "commit.json", "best.json"
-HELD = ".uploading"  # the supervisor's mark in a checkpoint's folder while it uploads: the trainer leaves it alone
+HELD = ".uploading"  # the supervisor's mark in a checkpoint's folder while this uploads: the trainer leaves it alone
 SCHEMA = 1
 OF_COMMANDS = ("lines", "node", "borrowed", "named_by")  # left out if empty
 
@@ -43,7 +43,7 @@ class Commit:
     files: tuple[tuple[str, int], ...] = ()  # names below the checkpoint's folder, with bytes
     reason: Reason = "timed"
     phase: str = ""
-    goes_on_from: int  # the same step, or if the phase ended early, the last one it could have had
+    goes_on_from: int  # the same step, or, if the phase ended early, the last step that the phase could have had
     tokens: int = 0
     val_loss: float | None = None
     determinism: dict[str, Any] = field(default_factory=dict)
@@ -56,9 +56,9 @@ class Commit:
     # for a command: what its output had shown, job/command/lines.py
     lines: dict[str, Any] = field(default_factory=dict)
     # For a command on several nodes.
-    node: int = 0  # rank of the node whose part this is; 0: the leader's, or all of it
+    node: int = 0  # rank of the node whose part this is; 0: the leader's part, or a whole checkpoint
     borrowed: tuple[Name, ...] = ()  # names of files that other nodes wrote
-    named_by: str = ""  # one of the leader's files; by its name the others find theirs
+    named_by: str = ""  # a file of the leader's, by whose name the other nodes find their own files
 
     @property
     def folder(self) -> str:
@@ -67,7 +67,7 @@ class Commit:
 
     @property
     def changing(self) -> tuple[Any, ...]:
-        """The fields that may change after its files are written."""
+        """The fields that may change after the checkpoint's files are written."""
         return self.val_loss, self.retries
 
     @property
@@ -117,7 +117,7 @@ class Manifest:
     run: str
     files: tuple[InputFile, ...]
     parts: tuple[tuple[InputFile, ...], ...] = ()  # the other nodes' files, by their ranks from 1 on
-    generation: int = 0  # which wrote its folder: bucket.CheckpointPlace
+    generation: int = 0  # the generation that wrote the checkpoint's folder: bucket.CheckpointPlace
 
     @property
     def place(self) -> CheckpointPlace:
@@ -131,8 +131,8 @@ class Manifest:
         return {self.place.part_prefix(node) + file.name: file for node, files in parts for file in files}
 
     def read_by(self, node: int, of_rank: Callable[[str], bool]) -> dict[str, InputFile]:
-        """The files that a node needs, by key: its own, and those of other nodes that are not for their rank alone. Of
-        two files with one name it gets its own.
+        """The files that a node needs, by key: its own files, and other nodes' files that are not for their rank alone.
+        Of two files with one name the node gets its own.
         """
         own = node if node <= len(self.parts) else 0
         found: dict[str, tuple[str, InputFile]] = {}
@@ -143,7 +143,7 @@ class Manifest:
         return dict(found.values())
 
     def to_json(self, published: Published, required: Iterable[tuple[str, int]]) -> dict[str, Any]:
-        """The JSON object, with its publisher and the bytes of the exports that it needs."""
+        """The JSON object, with the facts of its publication and the bytes of the exports that the checkpoint needs."""
         parts = [{"files": [asdict(file) for file in files]} for files in self.parts]
         return {
             **self.commit.to_json(),
@@ -185,7 +185,7 @@ class Best:
 
     @classmethod
     def from_bytes(cls, content: bytes | None) -> Best | None:
-        """The document; None if it is missing or damaged: the next better step replaces it."""
+        """The document; None if the document is missing or damaged: the next better step replaces it."""
         try:
             tree = reading.parse(content or b"")
             fields = Fields(tree)

@@ -1,5 +1,5 @@
-"""done.json: that the run is over, and why. The supervisor writes it last, or the node does if no job could. Before it,
-`gpufleet stop` may write stop.json, which asks the run to end.
+"""done.json: that the run is over, and why. The supervisor writes this document last; the node writes it if no job
+could. Before that, `gpufleet stop` may write stop.json, which asks the run to end.
 
 The node's own Python reads this file: nothing newer than 3.9 here.
 """
@@ -20,7 +20,7 @@ FAILED = "failed"  # for good
 MAX_USD, MAX_HOURS, DEADLINE = "max_usd", "max_hours", "deadline"  # the run's limits
 EXPIRY = "expiry"  # the fleet's: AWS then ends the node, with or without a notice
 STOPPED = "stopped"  # by hand
-# From the node, if the job could not write it:
+# Reasons that the node writes, if the job could not write done.json:
 BOOT_LOOP = "boot-loop"  # boots in a row without progress
 TIMER = "timer"  # the node's own timer, whatever job and supervisor do
 # Concluded by commands if nobody wrote done.json:
@@ -64,7 +64,7 @@ class Asked:
 
 
 def read(content: bytes | None) -> Done | None:
-    """done.json; None if it is missing, or not (yet) JSON."""
+    """The content of done.json; None if the file is missing, or not (yet) JSON."""
     tree = atomic.parse_object(content)
     return None if tree is None else Done.from_json(tree)
 

@@ -8,14 +8,14 @@ ZONE = "GPUFLEET_ZONE"
 CAPACITY = "GPUFLEET_CAPACITY"  # this node's market, spot or on-demand, if the run may use both
 LAUNCHED_AT = "GPUFLEET_LAUNCHED_AT"  # UTC, ISO
 NODE_UPTIME = "GPUFLEET_NODE_UPTIME"  # the machine's uptime in seconds when the node's program began
-# from the supervisor to its children: the machine's boot in epoch seconds, by its clock
+# from the supervisor to its children: the machine's boot in epoch seconds, by the machine's clock
 BOOTED_AT = "GPUFLEET_BOOTED_AT"
 PULLED_S = "GPUFLEET_PULLED_S"  # how long the node took to pull the images
 GBPS = "GPUFLEET_GBPS"  # rate of the cards between nodes
-ADDRESS = "GPUFLEET_ADDRESS"  # with several nodes: where the others reach this one
+ADDRESS = "GPUFLEET_ADDRESS"  # with several nodes: the address at which the others reach this node
 JOB_CONTAINER = "GPUFLEET_JOB_CONTAINER"  # 1: the node starts a container for the training process on request
 USER_PATH = "GPUFLEET_USER_PATH"  # without containers: the folders of a command's own programs, its Python first
-COMMAND = {  # for a command, each as GPUFLEET_<name>
+COMMAND = {  # for a command, each value as GPUFLEET_<name>
     "run": "GPUFLEET_RUN",
     "attempt": "GPUFLEET_ATTEMPT",
     "gpus": "GPUFLEET_GPUS",

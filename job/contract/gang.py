@@ -18,26 +18,26 @@ Several = Annotated[int, reading.several]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Presence:
     """A node's state: "staging" while it downloads, "busy" while it trains or still publishes, "gone" at its end.
-    `generation`: the newest that it took part in; `ended`: its trainer's exit code then (codes.TrainerExit; negative
-    for a signal), None while it runs.
+    `generation`: the newest generation in which the node took part; `ended`: the exit code of its trainer in that
+    generation (codes.TrainerExit; negative for a signal), None while the trainer runs.
     """
 
     instance: str
     address: str
     launched_at: float  # epoch seconds
     state: State = "ready"
-    since: float = 0.0  # epoch seconds by its own clock, like the next two
-    at: float = 0.0  # when it wrote this
-    notice: float | None = None  # when AWS ends it
+    since: float = 0.0  # epoch seconds by the node's own clock, like the next two
+    at: float = 0.0  # when the node wrote this state
+    notice: float | None = None  # when AWS ends the node
     generation: int = 0
     ended: Integer | None = None
-    said: str = ""  # the reason, if its end is the run's
-    stopping: bool = False  # this node leads, and tells its ranks to save and end
+    said: str = ""  # the reason, if the node's end is the end of the run
+    stopping: bool = False  # whether this node leads, and tells its ranks to save and end
     rung: int = 0  # the rung of the ladder to begin at
-    saved: Integer = -1  # the newest step whose checkpoint, or part of one, is whole on its disk and ready to publish
+    saved: Integer = -1  # the newest step whose checkpoint, or part of it, is whole on the node's disk, to be published
     named_by: str = ""  # Commit.named_by of that checkpoint, if this node leads
-    own_s: Seconds = 0.0  # the usual time of a step before it needs the others; 0: not known
-    look_s: Seconds = 0.0  # the shortest of its last looks at the others
+    own_s: Seconds = 0.0  # the usual time that a step takes before it needs the other nodes; 0: not known
+    look_s: Seconds = 0.0  # the shortest of the node's last looks at the others
     first_in: int = 0  # the newest generation in which this node had rank 0
 
     def to_json(self) -> dict[str, Any]:
@@ -53,9 +53,10 @@ class Presence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GangGeneration:
-    """Nodes that train together, by rank: the first one leads. All begin from the checkpoint of `step` that the
+    """Nodes that train together, by rank: the first node leads. All begin from the checkpoint of `step` that the
     generation `source` published (0: in the step's own folder), or from nothing if `step` is -1. `tries`: how often the
-    same nodes have failed there. With `is_last` it was once too often, so its members leave instead.
+    same nodes have failed at this step. With `is_last` they have failed once too often, so the members leave instead of
+    training.
     """
 
     number: Several
@@ -69,7 +70,7 @@ class GangGeneration:
 
     @property
     def origin(self) -> CheckpointPlace | None:
-        """The place of the checkpoint that they begin from; None to begin from nothing."""
+        """The place of the checkpoint from which the nodes begin; None to begin from nothing."""
         return None if self.step < 0 else CheckpointPlace(self.step, self.source)
 
     @property

@@ -1,4 +1,4 @@
-"""How long a run's nodes wait for missing ones before they leave, and for how long AWS is then asked for no node.
+"""How long a run's nodes wait for missing nodes before they leave, and for how long AWS is then asked for no node.
 
 Waiting nodes are billed. Usually all nodes come soon, and sometimes very late. So the first wait covers the usual case
 (infra/risk/hazard.py); a later one lasts until all that AWS launched together have booted, and follows a pause without

@@ -22,16 +22,16 @@ from gpufleet.job.contract.reading import DoubtError, Fields, Name
 DATASET, WEIGHTS = "dataset.json", "weights.json"
 _HEAD = ("schema", "kind", "source", "files", "train", "validation")  # keys of dataset.json that are no facts
 M = TypeVar("M", bound="InputManifest")
-Checks = Mapping[str, Callable[[Fields], object]]  # by kind of dataset: reads its facts, or raises DoubtError
+Checks = Mapping[str, Callable[[Fields], object]]  # by kind of dataset: reads the kind's facts, or raises DoubtError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputFile:
-    """A file, with its name relative to the folder of all."""
+    """A file, with its name relative to the folder of all files."""
 
     name: Name
     bytes: int
-    sha256: str  # empty: not hashed, because it lies in a user's bucket
+    sha256: str  # empty: not hashed, because the file lies in a user's bucket
 
     @classmethod
     def from_file(cls, path: Path, folder: Path, advance: progress.Advance = lambda count: None) -> InputFile:
@@ -69,7 +69,9 @@ def files(fields: Fields) -> tuple[InputFile, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputManifest:
-    """`files` are all that a node needs, the manifest too; `sha256` is the manifest's, which lists the others'."""
+    """`files` are all files that a node needs, the manifest too; `sha256` is the hash of the manifest, which lists the
+    hashes of the other files.
+    """
 
     sha256: str
     files: tuple[InputFile, ...]
@@ -87,7 +89,7 @@ class WeightsManifest(InputManifest):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetManifest(InputManifest):
-    """A prepared dataset. `facts`: numbers and texts of its kind; in a file without them, all other keys."""
+    """A prepared dataset. `facts`: numbers and texts of its kind; in a file without the key `facts`, all other keys."""
 
     source: str
     kind: str
@@ -97,8 +99,8 @@ class DatasetManifest(InputManifest):
 
 
 def read_dataset(folder: Path, checks: Checks) -> DatasetManifest:
-    """The content of dataset.json in `folder`; its kind must be in `checks`, and a file without one is of the first
-    kind. Raises ValueError if it is missing or damaged. Hashes no other file.
+    """The content of dataset.json in `folder`; its kind must be in `checks`, and a file without a kind is of the first
+    kind. Raises ValueError if dataset.json is missing or damaged. No other file is hashed.
     """
 
     def manifest(fields: Fields, listed: tuple[InputFile, ...], own: InputFile) -> DatasetManifest:
@@ -122,7 +124,9 @@ def read_dataset(folder: Path, checks: Checks) -> DatasetManifest:
 
 
 def read_weights(folder: Path) -> WeightsManifest:
-    """The content of weights.json in `folder`. Raises ValueError if it is missing or damaged, or a size differs."""
+    """The content of weights.json in `folder`. Raises ValueError if weights.json is missing or damaged, or a size
+    differs.
+    """
 
     def manifest(fields: Fields, listed: tuple[InputFile, ...], own: InputFile) -> WeightsManifest:
         return WeightsManifest(sha256=own.sha256, files=(*listed, own))
@@ -135,7 +139,9 @@ def read_weights(folder: Path) -> WeightsManifest:
 
 
 def other_size(folder: Path, manifest: InputManifest) -> str | None:
-    """The first file that is missing or has another size than in the manifest; None without one. It hashes none."""
+    """The first file that is missing or has another size than in the manifest; None if there is no such file. Nothing
+    is hashed.
+    """
     for file in manifest.files:
         place = folder / file.name
         if not place.is_file() or place.stat().st_size != file.bytes:

@@ -58,7 +58,7 @@ class Start(Message):
 
 
 def await_start(workdir: Path) -> int:
-    """The rung of start.json, once it is there. Raises SystemExit when the parent process is gone."""
+    """The rung of start.json, once this file exists. Raises SystemExit when the parent process is gone."""
     parent = os.getppid()
     while (start := Start.read(workdir)) is None:
         if os.getppid() != parent:
@@ -69,7 +69,9 @@ def await_start(workdir: Path) -> int:
 
 @dataclass(frozen=True)
 class Stop(Message):
-    """Asks the trainer to end after the current step, and to `save` it first. `ends`: no other start follows."""
+    """Asks the trainer to end after the current step, and with `save` to save that step first. `ends`: no other start
+    follows.
+    """
 
     FILE = workdir.STOP
     reason: str = "asked to"
@@ -90,8 +92,8 @@ class SaveRequest(Message):
 class Spent(Message):
     """The run's cost by `at`, for the log and the node's timer; for a command also the attempt's number, and the newest
     step in the bucket, -1 before the first. `trained_at`: when the newest step came, 0 before the first. `switch_at`:
-    when the run must begin on demand, 0 without a fallback; `switch_is_paid`: whether its limits allow that.
-    `waits_since`: when this node became the oldest of several waiting ones, 0 if it is not.
+    when the run must begin on demand, 0 without a fallback; `switch_is_paid`: whether the run's limits allow that.
+    `waits_since`: when this node became the oldest of several waiting nodes; 0 if it is not the oldest.
     """
 
     FILE = workdir.SPENT
@@ -128,7 +130,7 @@ class Accept(Message):
 @dataclass(frozen=True)
 class LeaderSaved(Message):
     """The newest whole checkpoint on the disk of the leader of several nodes; this node's ranks may have written a part
-    of it. `ended`: the leader's ranks have ended, so it is the last.
+    of it. `ended`: the leader's ranks have ended, so this checkpoint is the last.
     """
 
     FILE = workdir.LEADER_SAVED
@@ -181,16 +183,16 @@ class Unreadable(Message):
 
 @dataclass(frozen=True)
 class Preflight(Message):
-    """What the checks before training measured on each rank, and why this node is refused, if it is."""
+    """What the checks before training measured on each rank, and, if this node is refused, why."""
 
     FILE = workdir.PREFLIGHT
     ranks: tuple[Any, ...] = ()
     problems: tuple[str, ...] = ()
-    between_gb_s: float | None = None  # from a node to the others; None: there are none, or it was not measured
-    transport: str | None = None  # as NCCL's log names it; None: not measured
+    between_gb_s: float | None = None  # from a node to the others; None: there are no others, or this was not measured
+    transport: str | None = None  # NCCL's name for the transport; None: not measured
 
     def write(self, folder: Path) -> None:
-        """Writes it like any message; without fields for several nodes on one node."""
+        """Writes the message; on a single node without the fields that several nodes have."""
         tree = asdict(self)
         atomic.write_json(folder / self.FILE, {key: tree[key] for key in tree if tree[key] is not None})
 
@@ -219,10 +221,10 @@ class Observed(Message):
     unread: tuple[str, ...] = ()  # the last lines with numbers that gave none
     begun: int = 0  # checkpoints that exist
     checkpoints: int = 0  # whole checkpoints
-    restored: Step | None = None  # the step of the checkpoint that it was given
-    resumes: str = ""  # goes on, begins anew, not shown; empty: it was given none
+    restored: Step | None = None  # the step of the checkpoint that the command was given
+    resumes: str = ""  # goes on, begins anew, not shown; empty: the command was given no checkpoint
     why: str = ""
-    elsewhere: str = ""  # files at places that nobody reads, and the line to add for them
+    elsewhere: str = ""  # files at places that nobody reads, and the line to add for these files
     met: str = ""  # the ranks of several nodes that train together; empty: not seen
     has_first: bool = False  # whether rank 0 is on this node
 
@@ -241,7 +243,7 @@ class Alarm(Message):
 
 @dataclass(frozen=True)
 class Container(Message):
-    """Asks for a training container, a new one for each number; without `wanted`, for none any more."""
+    """Asks for a training container, for each number a new container; without `wanted`, for no container any more."""
 
     FILE = workdir.CONTAINER
     number: int
@@ -250,7 +252,9 @@ class Container(Message):
 
 @dataclass(frozen=True)
 class Contained(Message):
-    """The node's answer to a number: its container's first process or why there is none, and how it ended."""
+    """The node's answer to a number: the first process of that number's container, or why there is none, and how the
+    container ended.
+    """
 
     FILE = workdir.CONTAINED
     number: int

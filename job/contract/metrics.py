@@ -29,8 +29,8 @@ class Save:
     step: Step
     reason: Reason
     bytes: int
-    blocked_s: Seconds  # how long training waited for it
-    took_s: Seconds | None = None  # until it was on the disk
+    blocked_s: Seconds  # how long training waited for the save
+    took_s: Seconds | None = None  # seconds until the save was on the disk
 
 
 def saves(record: Mapping[str, Any]) -> list[Save]:

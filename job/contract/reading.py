@@ -1,8 +1,8 @@
-"""Reads JSON that another process wrote, and trusts none of it: every value is asked for by key, kind and range.
+"""Reads JSON that another process wrote, and trusts no value: every value is asked for by key, kind and range.
 
 A kind is a function that returns the typed value or raises DoubtError. `Fields` adds the value's path in the document.
-`need` reads a required value, `take` an optional one. A wrong value is an error for both, unless the reader has
-`aside`: then that is called, and the value counts as missing.
+`need` reads a required value, `take` an optional one. A wrong value is an error for `need` and for `take`, unless the
+reader has `aside`: then `aside` is called, and the value counts as missing.
 
 `filled` reads a document with a dataclass of its own: the fields' types give each value's kind.
 
@@ -65,7 +65,7 @@ class Fields:
         self._path, self._aside = path, aside
 
     def need(self, key: str, kind: Kind[T]) -> T:
-        """The value of `key`. Raises DoubtError if it is missing or of another kind."""
+        """The value of `key`. Raises DoubtError if the value is missing or of another kind."""
         if key not in self.tree:
             raise DoubtError(f"{self._key_path(key)} is missing")
         try:
@@ -74,7 +74,7 @@ class Fields:
             raise DoubtError(f"{self._key_path(key)} {error}") from None
 
     def take(self, key: str, kind: Kind[T], default: D) -> T | D:
-        """The value of `key`; `default` if it is missing or null, or wrong and set aside."""
+        """The value of `key`; `default` if the value is missing or null, or wrong and set aside."""
         if self.tree.get(key) is None:
             return default
         try:
@@ -197,7 +197,9 @@ def moment(value: Any) -> float:
 
 
 def name(value: Any) -> str:
-    """A file's name below a folder, whose parts lead nowhere else. Every name from outside passes this one check."""
+    """A file's name below a folder; no part of the name leads out of that folder. Every name from outside passes this
+    one check.
+    """
     path = text(value)
     parts = path.split("/")
     if any(part in ("", ".", "..") or len(part.encode()) > NAME_BYTES for part in parts) or not path.isprintable():
@@ -208,7 +210,7 @@ def name(value: Any) -> str:
 
 
 def choice(*allowed: T) -> Kind[T]:
-    """One of these values."""
+    """The kind of a value that is one of `allowed`."""
 
     def read(value: Any) -> T:
         for each in allowed:
@@ -242,7 +244,7 @@ def mapping(kind: Kind[T]) -> Kind[dict[str, T]]:
 
 
 def epoch(value: Any) -> float | None:
-    """Epoch seconds of an ISO time with a zone; None for anything else."""
+    """Epoch seconds of an ISO time with a zone; None for any other value."""
     try:
         # Python 3.9 does not know Z
         time = datetime.fromisoformat(f"{value[:-1]}+00:00" if value[-1:] == "Z" else value)

@@ -1,7 +1,7 @@
 """receipt.json: a run's cost next to its bill, line by line and node by node, and why the two differ.
 
-The supervisor writes it just before done.json; if no supervisor could, `gpufleet results` does. Commands, later bills
-and rehearsals read it. Amounts are written to a hundredth of a cent, seconds to a thousandth.
+The supervisor writes this document just before done.json; if no supervisor could, `gpufleet results` writes it.
+Commands, later bills and rehearsals read it. Amounts are written to a hundredth of a cent, seconds to a thousandth.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ class AttemptCost:
     capacity: str = ""  # spot or on-demand; empty: the run's
     seconds: Decimal  # billed seconds
     lived_s: Decimal
-    started_s: Decimal | None = None  # from launch to the trainer's first step; None: it never came
-    pulled_s: Decimal | None = None  # the part for pulling its images; None: not known
+    started_s: Decimal | None = None  # from launch to the trainer's first step; None: no step came
+    pulled_s: Decimal | None = None  # the part of `started_s` for pulling images; None: not known
     interrupted: bool = False
-    reclaimed: bool | None = None  # AWS took it; False: its owner did; None: no notice, or not known
+    reclaimed: bool | None = None  # AWS took the node; False: its owner took it; None: no notice, or not known
     usd: Decimal = Decimal(0)
     ceiling_s: Decimal = Decimal(0)  # seconds at the ceiling of a spot price, because AWS gave no price
     free_usd: Decimal = Decimal(0)  # compute that AWS does not charge
     resumed_step: Step = 0
     last_step: Step = 0
     rung: int | None = None
-    exit: Exit | None = None  # None: it ended without notice
+    exit: Exit | None = None  # None: the node ended without notice
     alarm: str = ""  # the warning that people got
-    network: str = ""  # its speed to the other nodes, and the transport
+    network: str = ""  # the speed from this node to the others, and the transport
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -117,7 +117,7 @@ class Receipt:
     with_notice: int = 0
     without_notice: int = 0
     attempts: tuple[AttemptCost, ...]  # oldest first
-    measured: Mapping[str, Any] | None = field(default=None, compare=False)  # its own speed: job/measured.py
+    measured: Mapping[str, Any] | None = field(default=None, compare=False)  # the run's own speed: job/measured.py
 
     @property
     def difference(self) -> Decimal:

@@ -1,4 +1,6 @@
-"""Which of a run's files are downloaded to its user's machine: all data, but nothing that a program runs unasked."""
+"""Which of a run's files are downloaded to its user's machine: all files, except those that a program would run
+unasked.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ METADATA = ".metadata"  # torch.distributed.checkpoint's index, without which it
 _RUN_UNASKED = re.compile(
     "|".join(
         (
-            r"head",  # beside objects/ and refs/ it makes a folder a git repository, whose config git obeys
+            r"head",  # beside objects/ and refs/, HEAD makes a folder a git repository, whose config git obeys
             r"(gnu|bsd)?makefile(\..*)?|justfile|(rake|jake|vagrant)file|(gulp|grunt)file\..*",  # for shell completion
             # for editors
             r"cmakelists\.txt|cmakepresets\.json|package\.json|cargo\.toml|build\.rs|pom\.xml|build\.sbt",
@@ -27,7 +29,9 @@ _RUN_UNASKED = re.compile(
 
 
 def refusal(name: str) -> str:
-    """Why a file of this name is neither uploaded nor downloaded, as words after "whose name"; empty if it is."""
+    """Why a file of this name is neither uploaded nor downloaded, as words after "whose name"; empty if such a file is
+    transferred.
+    """
     try:
         reading.name(name)
     except reading.DoubtError as error:

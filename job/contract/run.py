@@ -34,7 +34,7 @@ LINE_KINDS = ("compute", "hourly", "fixed", "interruptions")  # how the meter co
 class InputData:
     """A dataset, base weights, a command's code or one of its inputs. With `uri` None, the files are below
     inputs/<sha256>/ beside the run. Without `files` it is an s3:// prefix whose dataset.json (weights.json) lists them.
-    For a command's input it is everything there, and `sha256` is the listing's.
+    For a command's input it is a prefix of which everything is taken, and `sha256` is the hash of the listing.
     """
 
     uri: str | None
@@ -82,7 +82,7 @@ class BillEstimate:
     hours: Decimal  # p50
     interruptions: float | None = None  # the expected number
     lines: tuple[BillLine, ...] = ()
-    kept_days: int = 0  # how long the bill stores objects; 0: they are deleted with the stack
+    kept_days: int = 0  # how long the bill stores objects; 0: objects are deleted with the stack
     phases: tuple[PhaseEstimate, ...] = ()
     notice: tuple[NoticeEstimate, ...] = ()
 
@@ -121,12 +121,12 @@ class RunFile(Terms):
     stack: str
     experiment: str
     parameters: dict[str, Any]
-    config: JobConfig  # of these parameters
+    config: JobConfig  # the job's parameters
     image: str | None  # a command's image
     config_sha256: str
     dataset: InputData | None  # None for a command
     weights: InputData | None  # base weights; None for a job that starts from nothing
-    code: InputData | None  # a command's archive; None: its image has everything
+    code: InputData | None  # the archive of a command's code; None: the command's image has all code
     folders: dict[str, InputData]  # a command's inputs, by name
     code_sha256: str | None  # hash of the job's archive, which every node unpacks; None: not named
     estimate: BillEstimate
@@ -193,9 +193,9 @@ def document(
     {"hourly_usd": {line: USD}, "fixed_usd"}. `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri", "sha256",
     "files"}}, and `base_weights` like `dataset` where the run has them; a `uri` of None means that the files lie under
     inputs/<sha256>/ of the run's own bucket. A command has "code" like `dataset` (and "commit", "changed") and
-    "folders": {name: like `dataset`} in their place. `expires` is the time at which AWS ends the fleet. `image` is set
-    if a command's speed is that of its own image. `nodes`, `fallback` and `gather_s` are as contract/terms.py reads
-    them, and are left out if they have its defaults.
+    "folders": {name: like `dataset`} in place of dataset and base weights. `expires` is the time at which AWS ends the
+    fleet. `image` is set if a command's speed is that of its own image. `nodes`, `fallback` and `gather_s` are what
+    contract/terms.py reads, and are left out if they have the defaults of that file.
     """
     optional = {"nodes": (nodes, 1), "gather_s": (gather_s, None), "fallback": (fallback, None)}
     return {
@@ -239,7 +239,7 @@ def load(path: Path) -> RunFile:
 
 
 def with_kinds(tree: dict[str, Any]) -> dict[str, Any]:
-    """run.json with a kind for each line of its bill; before 2026-11-26 disks and address had keys of their own."""
+    """run.json with a kind for each line of its bill; before 2026-11-26 disks and address had their own keys."""
     extras, estimate = tree.get("extras"), tree.get("estimate")
     if not isinstance(extras, dict) or not isinstance(estimate, dict) or "disk_usd_per_hour" not in extras:
         return tree
@@ -325,6 +325,6 @@ def _inputs(entry: Fields) -> InputData:
 
 
 def config_digest(experiment: str, parameters: Mapping[str, Any]) -> str:
-    """One hash of what is trained: a checkpoint of another config is never resumed."""
+    """One hash of the experiment and its parameters: no run resumes from a checkpoint with another hash."""
     text = json.dumps({"experiment": experiment, "parameters": parameters}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -2,9 +2,10 @@
 AWS says of their ends. Pure functions.
 
 A node never counts for less than it cost. A killed node writes nothing after its last heartbeat; the fleet's history
-has the time at which AWS ended it. Until AWS answers, a node counts until the next one's launch, because a fleet of one
-launches none before; if AWS knows only that it is gone, until GONE_S after its last heartbeat. A node with a notice is
-billed until the end that the notice gives. A fleet's history lags by a minute or so, and covers two days.
+has the time at which AWS ended it. Until AWS answers, a node counts until the next node's launch, because a fleet of
+one node launches no other before that; if AWS knows only that the node is gone, it counts until GONE_S after its last
+heartbeat. A node with a notice is billed until the end that the notice gives. A fleet's history lags by a minute or so,
+and covers two days.
 
 The node's own Python reads this file: nothing newer than 3.9 here.
 """
@@ -24,8 +25,8 @@ from gpufleet.job.contract.terms import RunLimits, Terms
 CENT_100 = Decimal("0.0001")
 MINIMUM_S = Decimal(aws.MINIMUM_S)
 HOUR_S = Decimal(3600)
-GONE_S = 120.0  # two heartbeats: one was due, and one may have been on its way
-BOOT_S = 480.0  # for the newest node, before its first heartbeat: the bill's set-up of a small one
+GONE_S = 120.0  # two heartbeats: one was due, and another may have been on its way
+BOOT_S = 480.0  # for the newest node, before its first heartbeat: the bill's set-up of a small node
 KEPT_S = 48 * 3600.0  # AWS keeps a fleet's events for two days (EC2 API reference, DescribeFleetHistory)
 LATE_S = 300.0  # a later event never comes
 
@@ -39,7 +40,7 @@ def hours(seconds: Decimal) -> Decimal:
 class History:
     """One answer of AWS. Times are epoch seconds. `there`: nodes that have not ended; None if not known."""
 
-    changes: tuple[float, ...] = ()  # when its owner changed the fleet
+    changes: tuple[float, ...] = ()  # when the fleet's owner changed the fleet
     launched: Mapping[str, float] = field(default_factory=dict)
     ended: Mapping[str, float] = field(default_factory=dict)
     there: Collection[str] | None = None
@@ -47,7 +48,7 @@ class History:
 
 @dataclass(frozen=True)
 class Lives:
-    """Epoch seconds at which each node ended, or was last seen running. `gone`: nodes that ended at an unknown time."""
+    """When each node ended, or was last seen running, in epoch seconds. `gone`: nodes that ended at an unknown time."""
 
     ended: Mapping[str, float] = field(default_factory=dict)
     seen: Mapping[str, float] = field(default_factory=dict)
@@ -62,13 +63,13 @@ class Attempt:
     """One node of the run: its records, and its cost. `usd` is compute, disks and address."""
 
     record: AttemptRecord
-    beat: Beat  # its last one, or an empty one
+    beat: Beat  # the node's last heartbeat, or an empty one
     seconds: Decimal  # billed seconds, at least 60
     lived_s: Decimal
     usd: Decimal
     compute_usd: Decimal
     ceiling_s: Decimal = Decimal(0)  # seconds at the ceiling of a spot price, because AWS gave no price
-    reclaimed: bool | None = None  # whether AWS, and not its owner, took it; None: it had no notice, or nobody knows
+    reclaimed: bool | None = None  # whether AWS, and not the owner, took the node; None: no notice, or not known
 
     @property
     def instance(self) -> str:
@@ -81,7 +82,7 @@ class Attempt:
 
     @property
     def interrupted(self) -> bool:
-        """Whether it had a notice and, as far as is known, its owner did not end it."""
+        """Whether the node had a notice and, as far as is known, the owner did not end it."""
         return self.noticed and self.reclaimed is not False
 
     @property
@@ -95,7 +96,7 @@ class Attempt:
 
     @property
     def idle_s(self) -> Decimal:
-        """Seconds from the notice to its end, in which it only waited."""
+        """Seconds from the notice to the node's end, in which the node only waited."""
         ending = self.record.exit
         noticed, gone = (epoch(ending.at), epoch(ending.ends_at)) if ending else (None, None)
         return Decimal(f"{max(0.0, gone - noticed):.3f}") if noticed and gone else Decimal(0)
@@ -114,7 +115,7 @@ def count_node(
     metered = last.attempt_s
     compute = rates.ceiling * hours(metered) if last.compute_usd is None else last.compute_usd
     tail = max(seconds - metered, Decimal(0))
-    # The price is known for the hour of the last heartbeat, and not for later ones.
+    # The price is known for the hour of the last heartbeat, and not for later hours.
     known = Decimal(0) if last.usd_per_hour is None else min(tail, HOUR_S - metered % HOUR_S)
     compute += hours(known) * (last.usd_per_hour or 0) + hours(tail - known) * rates.ceiling
     unknown = tail - known + (metered if last.compute_usd is None else last.ceiling_s or Decimal(0))
@@ -166,15 +167,15 @@ class OtherNodes:
 
     def __init__(self, own: Node, nodes: Iterable[Left] = ()) -> None:
         self.own, self.nodes = own, list[Left]()
-        self.ended: dict[str, float] = {}  # this and `_launched` are replaced as a whole: another thread may read them
+        self.ended: dict[str, float] = {}  # as `_launched`, replaced as a whole: another thread may read it
         self._launched: dict[str, float] = {}
         self._seen: dict[str, float] = {}
-        self._missing: dict[str, float] = {}  # since when each has been without an end
+        self._missing: dict[str, float] = {}  # since when each node has been without an end
         self._is_asked, self._asked_at = False, 0.0  # whether AWS was asked, and has answered
         self.hear(nodes)
 
     def hear(self, nodes: Iterable[Left]) -> None:
-        """Takes the nodes' newest records instead of earlier ones, with what AWS said to them of other nodes."""
+        """Takes the nodes' newest records instead of earlier records, with what AWS told these nodes about others."""
         self.nodes = list(nodes)
         for each, _ in self.nodes:
             self.know(each)
@@ -203,7 +204,7 @@ class OtherNodes:
 
     @property
     def untold(self) -> dict[str, float]:
-        """Launch times of nodes without a record: they ended before they could write one."""
+        """Launch times of nodes that ended before they could write a record."""
         names = {self.own.instance, *(node.instance for node, _ in self.nodes)}
         return {name: at for name, at in self._launched.items() if name not in names}
 
@@ -224,14 +225,14 @@ class OtherNodes:
         return count_nodes(terms, self.nodes, lives, self.own.launched_at)
 
     def total(self, terms: Terms) -> tuple[Decimal, Decimal]:
-        """USD and billed seconds of all other nodes, those without a record at the highest price."""
+        """USD and billed seconds of all other nodes; nodes without a record count at the highest price."""
         untold = [(AttemptRecord(instance=name, launched_at=iso(at)), None) for name, at in self.untold.items()]
         launches = [self.own.launched_at, *(node.launched for node, _ in self.nodes)]
         paid = [*self.count(terms), *count_nodes(terms, untold, self.lives, *launches)]
         return sum((each.usd for each in paid), Decimal(0)), sum((each.seconds for each in paid), Decimal(0))
 
     def means(self, terms: Terms) -> Means:
-        """What this node, and those that train with it, may still spend."""
+        """What this node, and the nodes that train with it, may still spend."""
         rates, (usd, seconds) = terms.rates(self.own.type, self.own.zone, self.own.capacity), self.total(terms)
         return Means(
             terms=terms,
@@ -242,11 +243,10 @@ class OtherNodes:
 
 @dataclass(frozen=True)
 class Means:
-    """The run's terms, and what its nodes can cost at the most; `before`: all that was spent at this one's launch.
-
-    The job's meter knows what was spent; this bounds it if the meter falls silent: from its last report on every hour
-    counts at the highest price. So the moment at which nothing is left moves on while the meter reports, and stays once
-    it does not.
+    """The run's terms, and the most that its nodes can cost; `before`: all that was spent at this node's launch. The
+    job's meter knows what was spent. If the meter falls silent, this class bounds the spending: after the last report
+    every hour counts at the highest price. So the moment at which nothing is left moves on while the meter reports, and
+    stays once it is silent.
     """
 
     terms: Terms
@@ -254,7 +254,9 @@ class Means:
     before: Spent
 
     def when_over(self, newest: Spent | None) -> tuple[float, str]:
-        """The moment (epoch seconds) at which nothing is left, and the limit that sets it. `told`: by the meter."""
+        """The moment (epoch seconds) at which nothing is left, and the limit that sets this moment. `newest`: the
+        meter's last report.
+        """
         known = newest or self.before
         hours = min(self._hours_over(each) for each in (self.before, known))
         usd = known.at + float((self.terms.limits.max_usd - known.spent_usd) / self.usd_per_hour) * 3600

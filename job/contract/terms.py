@@ -1,4 +1,4 @@
-"""The parts of run.json on which money depends: the run's limits, and its nodes' prices. For supervisor and node.
+"""The parts of run.json on which money depends, for supervisor and node: the run's limits, and its nodes' prices.
 
 The node's own Python reads this file: nothing newer than 3.9 here.
 """
@@ -17,10 +17,11 @@ MOST_NODES = 16  # in one run
 
 @dataclass(frozen=True)
 class CapacityTerms:
-    """How nodes behave that were bought in one market; the defaults are those of a market that nobody names.
+    """How nodes behave that were bought in one market; the defaults are for a market that BY_CAPACITY lacks.
 
-    `moves`: the price of an hour is that of its start, which AWS tells. `replaces`: its fleet launches another node
-    where one has gone. `gives_way`: its node ends where one of a market that stands by takes the run over.
+    `moves`: the price of an hour is that of its start, which AWS tells. `replaces`: the market's fleet launches another
+    node in place of one that has gone. `gives_way`: a node of the market ends when a node of the fallback's market
+    takes the run over.
     """
 
     moves: bool = False
@@ -73,7 +74,7 @@ class Rates:
 @dataclass(frozen=True)
 class TypePrices:
     """The prices of a type that the run may use: USD per node-hour, spot by zone. `gpus` 0 means unknown. `gbps`: rate
-    of the EFA cards between nodes; 0: not known, or none. `efa`: number of these cards.
+    of the EFA cards between nodes; 0: not known, or no cards. `efa`: number of these cards.
     """
 
     on_demand: Decimal
@@ -105,7 +106,7 @@ class Terms:
     hourly: Mapping[str, Decimal]  # USD per node-hour without compute, by line of the bill
     fixed_usd: Decimal
     nodes: int = 1  # that train together
-    gather_s: float | None = None  # how long they wait for others before they let go; None: for ever
+    gather_s: float | None = None  # how long nodes wait for others before all leave; None: for ever
     fallback: FallbackTerms | None = None
 
     @property
@@ -115,11 +116,11 @@ class Terms:
 
     @property
     def replaces(self) -> bool:
-        """Whether the fleet launches another node where one has gone."""
+        """Whether the fleet launches another node in place of one that has gone."""
         return BY_CAPACITY.get(self.capacity, CapacityTerms()).replaces
 
     def gives_way(self, capacity: str) -> bool:
-        """Whether a node of that market ends where another market's takes the run over."""
+        """Whether a node of that market ends when a node of another market takes the run over."""
         return self.fallback is not None and BY_CAPACITY.get(capacity, CapacityTerms()).gives_way
 
     def rates(self, instance_type: str, zone: str, capacity: str = "") -> Rates:

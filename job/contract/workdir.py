@@ -23,9 +23,9 @@ ENDED = "ended.json"  # the ranks' exit code, which torchrun cannot pass on
 UNREADABLE = "unreadable.json"
 PREFLIGHT = "preflight.json"
 COMPILED = "compiled.json"
-# with several nodes, from each one's first rank: steps done, seconds per step before it needs others
+# with several nodes, from each node's first rank: steps done, seconds per step before it needs other nodes
 STEPPED = "stepped"
-ASK_AGAIN = "ask_again.json"  # with several nodes, for the node: they let go, and AWS is asked later
+ASK_AGAIN = "ask_again.json"  # with several nodes, for the node: all waiting nodes leave, and AWS is asked later
 LEFT = "left.json"  # how a command ended
 OBSERVED = "observed.json"  # what was seen of a command's start
 ALARM = "alarm.json"  # a warning for people
@@ -36,22 +36,22 @@ METRICS = "metrics.jsonl"
 LOG = "job.log"
 RESULTS = "results.json"
 RECEIPT = "receipt.json"
-DONE = "done.json"  # how it ended: the node sends it if the supervisor could not
+DONE = "done.json"  # how the run ended: the node sends this file if the supervisor could not
 
 # Folders.
 DATA = "data"  # the dataset
 INPUTS = "inputs"  # base weights
 CHECKPOINTS = "ckpt"
 STAGES = "stages"  # *.jsonl, one line per finished piece of work
-EXPORTS, FINAL = "exports", "final"  # models: at each phase's start and end; the final one
+EXPORTS, FINAL = "exports", "final"  # models: those at each phase's start and end; the final model
 SCALARS = "tb"  # for TensorBoard
 GRAPHS = "compile_cache"
 PACKAGES = "packages"  # that the image lacks
-USER = "user"  # a command's folders, all that its container sees: CODE, KEPT, OUTPUTS, STATE, NAMED
+USER = "user"  # a command's folders, all that the command's container sees: CODE, KEPT, OUTPUTS, STATE, NAMED
 CODE, KEPT, OUTPUTS, STATE, NAMED = "code", "checkpoints", "outputs", "state", "inputs"
-CONTROL = "control"  # requests of the supervisor's container and the node's answers; the training process reads them
+CONTROL = "control"  # requests of the supervisor's container and the node's answers, which the training process reads
 SPENT = "control/spent.json"  # for the log, the node's timer and its messages
-CONTAINER, CONTAINED = "container.json", "contained.json"  # below it
+CONTAINER, CONTAINED = "container.json", "contained.json"  # below CONTROL
 SCRIPTS, FIRST = "job", "first.sh"  # below CONTROL, seen by the command's container: scripts and pipes
 WATCHER = "control/watcher"  # seen by the container that watches the command's processes: a socket
 
@@ -70,6 +70,6 @@ def step_folder(step: int) -> str:
 
 
 def step_of(folder: str) -> int | None:
-    """The step in the name of a checkpoint's folder; None for another name."""
+    """The step in the name of a checkpoint's folder; None if the name is no such folder's."""
     found = re.fullmatch(r"step_(\d{8})", folder)
     return int(found[1]) if found else None

@@ -1,4 +1,6 @@
-"""The ready-made jobs. What gpufleet itself asks of one it asks of its config, which it finds by this table alone."""
+"""The ready-made jobs. gpufleet asks a job's config for everything it needs of the job, and finds the config by this
+table alone.
+"""
 
 CONFIGS = {  # by name: the module and the class of its parameters
     "tinystories-growth": "gpufleet.job.experiments.growth.spec:GrowthConfig",

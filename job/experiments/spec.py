@@ -24,19 +24,19 @@ from gpufleet.job.kind.dataset import Dataset
 from gpufleet.job.kind.job import JobConfig, Probed, changed, named
 from gpufleet.job.text import counted
 
-BELOW_ONE = 0.99999  # the largest that a share of what was before may be: at 1 it would never change
+BELOW_ONE = 0.99999  # the largest share of the old value that a moving average may keep: at 1 it would never change
 SHARED = ("experiments/engine", "experiments/models", "kind", "experiments")  # folders of job/
 
 
 class ExperimentConfig(JobConfig):
-    """A ready-made job: the engine trains it, and `trainer` says how."""
+    """A ready-made job, which the engine trains as `trainer` says."""
 
     __slots__ = ()
 
     seed: int
     data: Any
     optim: Any
-    eval: Any = None  # None: it evaluates in a way of its own
+    eval: Any = None  # None: the experiment evaluates in its own way
     precision: Compute
     checkpoint: Checkpoint
     guard: Guard
@@ -44,12 +44,12 @@ class ExperimentConfig(JobConfig):
 
     module: ClassVar[str] = "gpufleet.job.experiments.engine"
     trainer: ClassVar[str]  # module:class, imported when a run asks for it
-    dataset_class: ClassVar[str]  # the same of its data
+    dataset_class: ClassVar[str]  # module:class of the experiment's data
     dataset_checks: ClassVar[Checks] = FACTS
 
     @classmethod
     def code_folders(cls) -> tuple[str, ...]:
-        """Those of all ready-made jobs, and its own."""
+        """The folders of code that all ready-made jobs share, and the experiment's own."""
         return (*SHARED, "/".join(cls.__module__.split(".")[2:-1]))
 
     @property
@@ -68,7 +68,7 @@ class ExperimentConfig(JobConfig):
         return self.deliver == "best"
 
     def shortened(self, steps: int) -> Self | None:
-        """About `steps` optimizer steps of the same work; None where the data say how long it is."""
+        """About `steps` optimizer steps of the same work; None if the data determine the length."""
         return None
 
     def probed(self, steps: int) -> Probed:
@@ -99,7 +99,7 @@ class ExperimentConfig(JobConfig):
         return True
 
     def runs_compiled(self) -> bool:
-        """Whether its steps run compiled: on a GPU, unless they are told not to."""
+        """Whether the job's steps run compiled: on a GPU, unless the parameters say no."""
         return self.device == "cuda" and self.compiles()
 
 
@@ -117,8 +117,9 @@ class CosineAdamW:
 
 
 def cuts(whole: int, start: int | None, plain: list[int]) -> tuple[Rung, ...]:
-    """A ladder from its micro-batches without activation checkpointing, `start` first when it is not among them; then
-    checkpointing from the last of these down to one, halving.
+    """The rungs of a ladder. First come the micro-batches of `plain` without activation checkpointing, none above
+    `start` (None: `whole`); `start` itself comes before them if it is not among them. Then come rungs with
+    checkpointing, from the last of these micro-batches down to one, halving.
     """
     first = min(start or whole, whole)
     kept = list(dict.fromkeys(m for m in plain if 1 <= m <= first))
@@ -137,7 +138,9 @@ def halves(whole: int) -> list[int]:
 
 
 def warmup_doubts(key: str, length: int, steps: int, rate: float, whole: str, instead: str) -> Iterator[str]:
-    """That optim.`key`, a warm-up of `length` steps, is longer than the `steps` of `whole` for which it warms up."""
+    """A doubt if optim.`key`, a warm-up of `length` steps, is longer than the `steps` of `whole` for which it
+    warms up.
+    """
     if length > steps > 0:
         yield (
             f"optim.{key} is {counted(length, 'step')}, {whole} {steps}: the learning rate never reaches"
@@ -146,7 +149,7 @@ def warmup_doubts(key: str, length: int, steps: int, rate: float, whole: str, in
 
 
 def rate_in_words(value: float) -> str:
-    """The rate as a definition file writes it: 2e-4, 0.02."""
+    """The rate in the form of a definition file: 2e-4, 0.02."""
     return f"{value:g}" if value >= 1e-3 else re.sub(r"e-0?", "e-", re.sub(r"\.?0+e", "e", f"{value:.3e}"))
 
 

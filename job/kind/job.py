@@ -23,7 +23,7 @@ Self = TypeVar("Self", bound="Workload")
 
 
 def named(place: str) -> Any:
-    """The object that `place`, module:name, names; imports the module."""
+    """The object that `place` names, a text such as `package.module:Name`. Imports its module."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 

@@ -1,1 +1,1 @@
-"""The parent process of the trainer: it handles AWS, money and interruptions for a run on its node."""
+"""The parent process of the trainer: it handles AWS, money and interruptions for a run on this node."""

@@ -1,8 +1,8 @@
 """One attempt at the run on this node, from its arrival to its end: the parent of the trainer.
 
-It arrives (record, meter, files for training), trains (starts, watches, publishes), and ends in one of five ways:
-finished (or at a limit of the run), failed for good, interrupted, crashed, or over before it began. Only the first two
-write done.json, last of all. See docs/interruptions.md.
+The attempt arrives (record, meter, files for training), trains (starts, watches, publishes), and ends in one of five
+ways: finished (or at a limit of the run), failed for good, interrupted, crashed, or over before it began. Only an
+attempt that finished or failed for good writes done.json, last of all. See docs/interruptions.md.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ SIGTERM_S = 105.0  # docker stop waits 115 s
 PATIENCE_S = 120.0  # the least wait for a trainer that was asked to stop at a limit
 LINES = 3  # missing lines before a trainer that writes few counts as stuck
 FINISH_S = 900.0  # seconds to upload everything; after that the attempt counts as crashed and the next one uploads
-MARK_S = 120.0  # seconds to write how the run ended, after all uploads; after that the node writes it
+MARK_S = 120.0  # seconds to write how the run ended, after all uploads; later the node writes that
 PAST_S = 60.0  # seconds past a limit and a checkpoint, after which anything still under way is abandoned
 CRASH_S = 120.0  # to publish what the trainer had committed
-LATE_S = 60.0  # AWS may take the machine later than it said
+LATE_S = 60.0  # AWS may take the machine later than announced
 XIDS = 8  # the newest Xid errors in a heartbeat
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class LimitReachedError(Exception):
 class Supervisor:
     """One attempt. Call `run`, which returns the exit code for the node."""
 
-    record: attempts.OwnRecord  # these four exist once it is registered
+    record: attempts.OwnRecord  # these four exist once the attempt is registered
     others: attempts.Others
     number: int  # of this attempt
     meter: Meter
@@ -114,7 +114,7 @@ class Supervisor:
         self.resumed_step = 0
         self.rung = 0
         self.asked = False  # whether somebody asked the run to end
-        self.superseded_at: float | None = None  # when this node saw that one on demand takes the run over
+        self.superseded_at: float | None = None  # when this node saw that a node on demand takes the run over
         self._beat_at = float("-inf")
         self._metered = False
         self.killed = ""  # the reason
@@ -124,16 +124,16 @@ class Supervisor:
         self._advised: str | None = None
         self._spent_at = float("-inf")
         self._switch_is_paid = True
-        self._seen_save = (0, 0.0)  # the newest checkpoint of a job that saves by itself, and its time
+        self._seen_save = (0, 0.0)  # the newest checkpoint of a job that saves by itself, and when it came
 
     def run(self) -> int:
-        """Runs the attempt to its end, whatever that is."""
+        """Runs the attempt to its end; returns the exit code for the node."""
         try:
             if (over := self._read_done()) is not None:
                 self.say(f"the run is over already: {over.reason}")
                 return AttemptExit.FAILED if over.reason in ends.FAILURES else AttemptExit.FINISHED
             self._patiently(self._register, "what earlier attempts left")
-            self._ask_price()  # before it judges any limit
+            self._ask_price()  # before any limit is judged
             self._beat()
             if lacking := self._lost() or self._lacking():
                 return self._crashed(f"node refused: {lacking}", code=AttemptExit.REFUSED)
@@ -148,7 +148,7 @@ class Supervisor:
             return self._interrupted()
         except LimitReachedError as error:
             return self._finish(str(error))
-        except staging.MismatchError as error:  # this node's memory or disk is blamed, until others report the same
+        except staging.MismatchError as error:  # this node's memory or disk is blamed, until other nodes report it too
             if attempts.doubts(self.others.attempts, error.key):
                 return self._crashed(f"{attempts.WRONG}: {error}", code=AttemptExit.REFUSED)
             return self._finish(ends.FAILED, str(error))
@@ -170,7 +170,7 @@ class Supervisor:
         return ends.read(self._patiently(lambda: self.store.get_bytes(bucket.DONE), bucket.DONE))
 
     def _register(self) -> None:
-        """Reads earlier attempts and their cost, and writes this one's record. Raises StoreError, OSError."""
+        """Reads earlier attempts and their cost, and writes this attempt's record. Raises StoreError, OSError."""
         staging.clear(self.workdir)
         log = self.store.get_bytes(LOG)
         if log:
@@ -209,7 +209,9 @@ class Supervisor:
         )
 
     def _lacking(self) -> str | None:
-        """Why this node is refused before any download; otherwise the trainer would use the GPUs it finds."""
+        """Why this node is refused before any download, None if it is not: without this check the trainer would use the
+        GPUs that it finds.
+        """
         config, listed = self.run_file.config, self.run_file.gpus(self.node.type)
         if config.device != "cuda" or attempts.accepts(self.others.attempts):
             return None
@@ -229,9 +231,8 @@ class Supervisor:
         self._check()
 
     def _fall_back(self, unreadable: Unreadable) -> bool:
-        """Goes back to the checkpoint before one that cannot be read although its bytes are right.
-
-        Returns False if there is none.
+        """Goes back to the checkpoint before one that cannot be read although its bytes are right. Returns False if
+        there is no earlier checkpoint.
         """
         if not staging.set_aside(self.staging, unreadable.step, unreadable.problem):
             return False
@@ -241,13 +242,14 @@ class Supervisor:
         return True
 
     def _resume(self) -> None:
-        """Downloads the store's newest good checkpoint, and the log that belongs to it."""
+        """Downloads the store's newest good checkpoint, and the log that belongs to this checkpoint."""
         self._go_on_from(staging.checkpoint(self.staging))
 
     def _go_on_from(self, manifest: Manifest | None) -> None:
         self.resumed_step = 0 if manifest is None else manifest.commit.goes_on_from
         self._seen_save = (self.resumed_step, self.clock())
-        # It comes before anything that may end this attempt: it deletes checkpoints that it does not know.
+        # The publisher must know the manifest before anything can end the attempt: it deletes checkpoints that it does
+        # not know.
         self._patiently(lambda: self.publisher.resumed(manifest), BEST)
         if manifest is not None:
             if not staging.best_too(self.staging, manifest.place):
@@ -258,7 +260,7 @@ class Supervisor:
         self.progress.skip(self.resumed_step)
         self.record.update(resumed_step=self.resumed_step)
         if manifest is not None:
-            with suppress(StoreError):  # the next heartbeat sends it; a node lost before that would seem to begin anew
+            with suppress(StoreError):  # the next heartbeat sends it; a node lost before would seem to begin anew
                 self.record.flush()
 
     def _patiently(self, act: Callable[[], T], what: str) -> T:
@@ -272,7 +274,9 @@ class Supervisor:
             raise LimitReachedError(limit)
 
     def _train(self) -> int:
-        """Trains; the trainer's exit code, or STOPPED if it never began. Without memory it starts again, lower."""
+        """Trains; returns the trainer's exit code, or STOPPED if the trainer never began. When memory does not suffice,
+        the trainer starts again at a lower rung.
+        """
         if attempts.accepts(self.others.attempts):
             self._tell(Accept())
         while self.cause is None or self._owes_model():
@@ -305,7 +309,7 @@ class Supervisor:
 
     def _owes_model(self) -> bool:
         """Whether a stop by hand came before this node trained: then the trainer starts only to export the checkpoint's
-        model. At a limit it does not start, because there is no money for it.
+        model. At a limit the trainer does not start, because there is no money left.
         """
         return self._by_hand and self._child is None and self.resumed_step > 0
 
@@ -338,7 +342,9 @@ class Supervisor:
         self._end_if_stuck(now)
 
     def _end_if_lost(self) -> None:
-        """Ends the attempt at once if a GPU has fallen off: it cannot save, and the other nodes wait."""
+        """Ends the attempt at once if a GPU has fallen off the bus: the trainer cannot save, and the other
+        nodes wait.
+        """
         assert self._child is not None
         if not self.lost and (lost := self._lost()):
             self.lost = lost
@@ -353,7 +359,7 @@ class Supervisor:
 
     @property
     def waits_since(self) -> float:
-        """When this node became the oldest of several that wait for others; 0 if it is not the oldest."""
+        """When this node became the oldest of several waiting nodes; 0 if it is not the oldest."""
         return 0.0
 
     def _tell_spent(self, now: float) -> None:
@@ -387,9 +393,8 @@ class Supervisor:
         )
 
     def _leaving(self) -> Cause | None:
-        """Why and when this machine goes away, once there is a first sign of it.
-
-        No other method checks for a notice.
+        """Why and when this machine goes away, once there is a first sign that it will. No other method checks for a
+        notice.
         """
         if (notice := self.world.metadata.notice) is not None:
             return Cause(reason="notice", deadline=notice)
@@ -426,8 +431,8 @@ class Supervisor:
         return self.meter.limit(now, self.run_file.limits, end_s + RESERVE_S)
 
     def _limit_before_next_save(self, now: float, end_s: float) -> str | None:
-        """For a job that saves only by itself: the limit that comes before its next checkpoint; it is known once the
-        job has made one. What the job trains until then would be in no checkpoint.
+        """For a job that saves only by itself: the limit that comes before its next checkpoint; that time is known once
+        the job has saved before. What the job trains until the limit would be in no checkpoint.
         """
         if self.run_file.config.saves_on_signal is not False:
             return None
@@ -436,7 +441,7 @@ class Supervisor:
         if newest <= saved:
             return None
         self._seen_save, interval_s = (newest, now), now - at
-        if saved == self.resumed_step:  # the first interval included the start
+        if saved == self.resumed_step:  # the first interval also contains the start
             interval_s = min(interval_s, self.run_file.config.save_interval_s(self.progress.step_s or 0.0))
         return self._limit(now + interval_s, end_s)
 
@@ -536,8 +541,8 @@ class Supervisor:
         return code
 
     def _tell_end(self, done: ends.Done, code: int) -> None:
-        """Writes to the bucket how the run ended. A failure costs minutes and no further node: if the marker is
-        missing, the node sends it from the work folder, and `gpufleet results` makes the receipt.
+        """Writes to the bucket how the run ended. If this fails, it costs minutes and no further node: the node sends a
+        missing done.json from the work folder, and `gpufleet results` makes the receipt.
         """
         marker, until = atomic.json_bytes(done.to_json()), self._counted_until(MARK_S)
         self.record.update(exit=Exit(code, done.reason, at=done.at))
@@ -570,8 +575,8 @@ class Supervisor:
         return AttemptExit.INTERRUPTED
 
     def _crashed(self, why: str, code: int = AttemptExit.CRASHED) -> int:
-        """Publishes the trainer's committed checkpoints. The node counts such ends and shuts down without a done
-        marker, so that the fleet starts another node. `code` REFUSED means that this node is bad.
+        """Publishes the trainer's committed checkpoints. The node counts such ends and shuts down without done.json, so
+        that the fleet starts another node. `code` REFUSED means that this node is bad.
         """
         self.say(f"this attempt failed: {why}")
         if self._metered:
@@ -597,7 +602,7 @@ class Supervisor:
         return self.uploader.idle
 
     def _waits_in_vain(self) -> bool:
-        """Whether a checkpoint cannot be published because nobody will send its missing parts."""
+        """Whether a checkpoint can never be published because nobody will send its missing parts."""
         return False
 
     def _in_upload_thread(self, act: Callable[[], None]) -> None:
@@ -627,9 +632,8 @@ class Supervisor:
                 pause = min(2 * pause, 60.0)
 
     def _write_receipt(self, done: ends.Done) -> None:
-        """Writes receipt.json, and its text into the log.
-
-        If the bill cannot be compared, the run ends without a receipt.
+        """Writes receipt.json, and the receipt as text into the log. If the bill cannot be compared, the run ends
+        without a receipt.
         """
         try:
             run, record = self.run_file, self.record.now
@@ -656,7 +660,7 @@ class Supervisor:
             return None
 
     def heartbeat(self) -> Beat:
-        """One line of heartbeat/<instance>.jsonl. From it later attempts know what this one cost."""
+        """One line of heartbeat/<instance>.jsonl, from which later attempts know what this attempt cost."""
         now, seen, sampler = self.clock(), self.progress.record, self.world.sampler
         spent = self.meter.spent(now)
         return Beat(
@@ -689,8 +693,8 @@ class Supervisor:
             self._beat()
 
     def _note(self, cause: Cause, now: float) -> None:
-        """Records the interruption at once: otherwise a machine taken during its last upload would seem to have
-        crashed.
+        """Records the interruption at once: otherwise a machine that AWS takes during its last upload would seem to
+        have crashed.
         """
         self.record.update(exit=attempts.interruption(cause, now))
         self._beat()

@@ -26,7 +26,7 @@ from gpufleet.job.supervisor import fleet
 from gpufleet.job.supervisor.store import Store, StoreError
 from gpufleet.job.supervisor.world import Cause
 
-REFUSALS = 2  # nodes that a run may refuse: fewer than the boots without progress that end it
+REFUSALS = 2  # nodes that a run may refuse: fewer than the boots without progress that end a run
 WRONG = "node refused, bytes arrived wrong"
 
 
@@ -54,7 +54,7 @@ def doubts(earlier: Sequence[Attempt], key: str) -> bool:
 class OwnRecord:
     """This attempt's attempts/<instance>.json, with its content in `now`.
 
-    Fields that the node wrote stay as they are; `flush` sends changes.
+    Fields that the node wrote stay unchanged; `flush` sends changes.
     """
 
     def __init__(self, store: Store, instance: str, aside: Aside) -> None:
@@ -65,9 +65,9 @@ class OwnRecord:
         self._sending, self._noting = threading.Lock(), threading.Lock()
 
     def update(self, **changes: Any) -> None:
-        """Changes the record here, without the network. Any thread may call it."""
+        """Changes the record in memory, without the network. Any thread may call this method."""
         with self._noting:
-            self.now = replace(self.now, **changes)  # a new object: another thread may be sending the old one
+            self.now = replace(self.now, **changes)  # a new object: another thread may be sending the old object
         self._changed = True
 
     def flush(self) -> None:
@@ -85,8 +85,8 @@ class OwnRecord:
 def read(
     store: Store, *, but: str = "", done: Done | None = None, say: Callable[[str], None] = lambda text: None
 ) -> list[Left]:
-    """The records that each of the run's nodes, except `but`, has written. After the run's end, pass `done`: it proves
-    that its node existed until then. `say` gets a line for each damaged record.
+    """The records that each of the run's nodes, except `but`, has written. After the run's end, pass `done`, which
+    proves that the node that wrote it existed until then. `say` gets a line for each damaged record.
     """
     keys = [entry.key for prefix in (bucket.ATTEMPTS, bucket.HEARTBEATS) for entry in store.entries(prefix)]
     named = {key: node for key in keys if (node := bucket.node_of(key))}
@@ -142,7 +142,7 @@ class Others(OtherNodes):
         say: Callable[[str], None],
         known: AttemptRecord = AttemptRecord(),  # noqa: B008 - immutable
     ) -> None:
-        """`known`: this node's own record, which may contain facts about others."""
+        """`known`: this node's own record, which may contain facts about other nodes."""
         super().__init__(node, read(store, but=node.instance, say=say))
         self.know(known)
         self._store, self._run, self._ask = store, run, ask
@@ -162,13 +162,13 @@ class Others(OtherNodes):
 
     @property
     def spent(self) -> tuple[Decimal, Decimal]:
-        """USD and seconds of all of them together, including nodes that ended before they wrote a record."""
+        """USD and seconds of all other nodes together, including nodes that ended before they wrote a record."""
         return self.total(self._run)
 
 
 def judged(attempts: Iterable[Attempt], known: Mapping[str, bool], past: History | None, now: float) -> list[Attempt]:
-    """The attempts, with what is `known` of their interruptions, and with AWS's history for those with an unexplained
-    notice. If the fleet was changed during a node's life, that change ended the node, and whoever made it pays.
+    """The attempts with who ended each: as `known`, or, for an unexplained notice, by AWS's history. If the fleet was
+    changed during a node's life, that change ended the node, and whoever changed the fleet pays.
     """
 
     def judge(each: Attempt) -> bool | None:
@@ -181,5 +181,5 @@ def judged(attempts: Iterable[Attempt], known: Mapping[str, bool], past: History
 
 
 def reclaimed(attempts: Iterable[Attempt | AttemptCost]) -> dict[str, bool]:
-    """Who ended each attempt; later attempts need this record, because AWS forgets."""
+    """By node, whether AWS took it; later attempts need this record, because AWS forgets."""
     return {each.instance: each.reclaimed for each in attempts if each.reclaimed is not None}

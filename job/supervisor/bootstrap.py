@@ -1,4 +1,4 @@
-"""Packages that the image lacks, installed before anything imports them. Standard library only."""
+"""Installs packages that the image lacks, before anything imports them. It uses the standard library only."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from pathlib import Path
 
 JOB = Path(__file__).parents[1]
 REQUIREMENTS = "requirements.txt"
-MARK = "GPUFLEET_PACKAGES"  # in the environment of a process that has them
+MARK = "GPUFLEET_PACKAGES"  # in the environment of a process that has the packages
 TRIES = 3
 
 
 def listed(module: str) -> Path:
-    """The requirements file of a job's module: its own, or the common one."""
+    """The requirements file of a job's module: the file beside the module, or the common one."""
     own = JOB.joinpath(*module.split(".")[2:], REQUIREMENTS)
     return own if own.exists() else JOB / REQUIREMENTS
 
 
 def ensure(folder: Path, requirements: Path) -> None:
-    """Installs what is missing into `folder`, then starts this program again with it on the path.
-
-    Raises RuntimeError when that cannot be done.
+    """Installs missing packages into `folder`, then starts this program again with that folder on the path. Raises
+    RuntimeError if the installation fails.
     """
     lacking = missing(requirements.read_text())
     if not lacking:
@@ -41,7 +40,7 @@ def ensure(folder: Path, requirements: Path) -> None:
 
 
 def missing(requirements: str, version: Callable[[str], str] = importlib.metadata.version) -> dict[str, str]:
-    """The requirements that no installed distribution satisfies, as {name: its lines}."""
+    """The requirements that no installed distribution satisfies, as {name: the requirement's lines}."""
     found = {}
     for block in re.split(r"(?<!\\)\n", requirements):
         match = re.match(r"([A-Za-z0-9._-]+)==", block)

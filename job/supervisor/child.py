@@ -29,8 +29,8 @@ KILL_S = 5.0  # how long a killed process may take to be gone
 
 
 class JobLog:
-    """job.log and standard output; it removes terminal escapes, because the job prints text of strangers. A full disk
-    or a closed pipe never stops training.
+    """Writes to job.log and standard output, without terminal escapes, because the job prints text of strangers. A full
+    disk or a closed pipe never stops training.
     """
 
     def __init__(self, path: Path, stream: IO[bytes] | None = None) -> None:
@@ -60,7 +60,9 @@ def _open_no_link(path: str, flags: int) -> int:
 
 
 class TrainerProcess(Protocol):
-    """A training process, wherever it runs. `kill` ends it and everything that it started, and never waits long."""
+    """A training process, wherever it runs. `kill` ends the process and everything that it started, and never waits
+    long.
+    """
 
     @property
     def stdout(self) -> IO[bytes]: ...
@@ -92,10 +94,10 @@ class GroupedProcess:
 
 
 class Child:
-    """A trainer; `begin` starts it. Its output goes to the log, line by line.
+    """A trainer, which `begin` starts. Its output goes to the log, line by line.
 
     `ended`: the file into which ranks write the exit code that torchrun cannot pass on. `waits`: the file for which a
-    trainer waits once it has imported everything; `go` writes it, and reads the output until then.
+    trainer waits once it has imported everything; `go` writes that file, and the output is read from then on.
     """
 
     def __init__(
@@ -127,9 +129,8 @@ class Child:
         Start(rung=rung).write(self._waits.parent)
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs.
-
-        Once there is a code, none of its processes is left.
+        """The exit code, negative for a signal; None while the trainer runs. Once there is a code, no process of the
+        trainer is left.
         """
         code = self._process.poll()
         if code is None and self._killed:
@@ -142,18 +143,18 @@ class Child:
         return code
 
     def kill(self) -> None:
-        """Ends all of its processes now, and never waits long. It may be called again."""
+        """Ends all processes of the trainer now, and never waits long. The method may be called again."""
         if self._killed:
             return
         self._killed = True
         self._process.kill()
         if self._reader.ident is not None:  # the trainer has been started
             self._reader.join(timeout=KILL_S)
-        if not self._reader.is_alive():  # else closing would wait for another reader
+        if not self._reader.is_alive():  # otherwise closing would wait for another reader
             self._process.stdout.close()
 
     def _read(self) -> None:
-        with suppress(ValueError):  # a kill closed it meanwhile
+        with suppress(ValueError):  # a kill closed the pipe meanwhile
             for line in self._process.stdout:
                 self.output_at = self._clock()
                 self._log.write(line)
@@ -163,7 +164,7 @@ def trainer(
     workdir: Path, rung: int | None, ranks: int, module: str, place: Rendezvous | None = None, parent: str = ""
 ) -> list[str]:
     """The command line of a job's `module`: one process, or torchrun with one process for each of this node's `ranks`.
-    Without a rung the trainer waits for one. `place`: how it meets the trainers of other nodes. `parent`: the leash's
+    Without a rung the trainer waits for one. `place`: how the trainer meets those of other nodes. `parent`: the leash's
     parent process; without it, this process.
     """
     leash = ["-m", "gpufleet.job.supervisor.leash"]
@@ -243,7 +244,7 @@ class MetricsFollower:
 
     @property
     def usual_step_s(self) -> float | None:
-        """Seconds per step, the median of the newest: one step that stalled does not predict the others."""
+        """Seconds per step, the median of the newest steps: one step that stalled does not predict the others."""
         return median(self._step_s) if self._step_s else None
 
     def quiet_limit_s(self) -> float:

@@ -1,11 +1,11 @@
 """Compiled graphs that outlive node and run: <workdir>/compile_cache/*.bin, mirrored to <bucket>/compile_cache/.
 
-They lie beside the runs, in a folder per experiment and settings, so that a later run of the stack starts with them
-too. No stop waits for them: one file at a time is sent while nothing else is, and no file once a stop has begun. A
-failure is logged and ignored, because without these files training only starts more slowly.
+The graphs lie beside the runs, in a folder per experiment and settings, so that a later run of the stack starts with
+them too. No stop waits for graphs: one file at a time is sent while nothing else is being sent, and no file once a stop
+has begun. A failure is logged and ignored, because without these files training only starts more slowly.
 
-The trainer unpickles them, and a pickle can run any code, so they come only from the run's own bucket. Nodes of this
-stack, and whoever may write to its bucket, can therefore run code on its later nodes.
+The trainer unpickles the files, and a pickle can run any code, so files come only from the run's own bucket. Nodes of
+this stack, and whoever may write to its bucket, can therefore run code on its later nodes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class GraphMirror:
             self._say(f"compiled graphs: {len(self._sent)} files, {total / 1e6:.1f} MB from {self._store.uri}")
 
     def poll(self, executor: Executor) -> None:
-        """Begins to send one new file, unless one is on its way."""
+        """Begins to send one new file, unless another file is on its way."""
         if self._running is not None and not self._running.done():
             return
         there = sorted(self._folder.glob("*.bin"))

@@ -1,7 +1,8 @@
 """The trainer in its own container, without the node's role; the node starts it (job/node/jobs.py).
 
-It has the same methods as a trainer in the supervisor's container (child.py): its output comes through a pipe, and the
-node reports how it ended. All its other files lie in the work folder, which both containers see.
+The class has the same methods as that of a trainer in the supervisor's container (child.py). The trainer's output comes
+through a pipe, and the node reports how the trainer ended. All other files lie in the work folder, which the
+supervisor's container and the trainer's see.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class ContainedProcess:
         self._node = NodeContainer(workdir)
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
+        """The exit code, negative for a signal; None while the trainer runs."""
         answer = self._node.answer()
         if answer is None or not answer.problem:
             return None
@@ -58,8 +59,8 @@ class ContainedProcess:
         return answer.code if answer.code < 128 else 128 - answer.code
 
     def kill(self) -> None:
-        """Ends all of its processes soon. It may be called again."""
-        with suppress(OSError):  # its disk is full: it ends with this process's own container
+        """Ends all processes of the trainer soon. The method may be called again."""
+        with suppress(OSError):  # the disk is full: the trainer ends with this process's own container
             self._node.close()
         self._let_go()
 

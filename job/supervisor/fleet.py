@@ -1,8 +1,7 @@
-"""AWS's answers about the run's nodes: whether AWS or the run's owner took one away, when it ended, which exist.
-
-The notice is the same for both, but AWS does not charge a first hour that it interrupts itself (EC2 User Guide, billing
-for interrupted Spot Instances, read 2026-11-23). An owner's change (the fleet set to 0, deleted, expired) is an event
-in the fleet's history. An interruption by AWS is not in the history; a node's end is.
+"""AWS's answers about the run's nodes: whether AWS or the run's owner took a node away, when it ended, which nodes
+exist. The notice is the same in both cases, but AWS does not charge a first hour that it interrupts itself (EC2 User
+Guide, billing for interrupted Spot Instances, read 2026-11-23). An owner's change (the fleet set to 0, deleted,
+expired) is an event in the fleet's history. An interruption by AWS is not in the history; a node's end is.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from gpufleet.job.contract.aws import ENDED, FLEET_TAG, LAUNCHED, THERE
 from gpufleet.job.contract.spent import History
 from gpufleet.job.supervisor import store
 
-# EC2 API reference, EventInformation, read 2026-11-23. An event's type is spelled in two ways, its sub-type in one.
+# EC2 API reference, EventInformation, read 2026-11-23. An event's type is spelled in two ways, an event's sub-type in
+# one.
 CHANGES = ("modify_in_progress", "expired", "deleted", "deleted_running", "deleted_terminating")
 
 Ask = Callable[[float], History | None]  # since (epoch seconds) -> AWS's history; None if AWS does not answer
@@ -47,9 +47,9 @@ def merged(histories: Sequence[History], changes: Iterable[float], there: frozen
 def of_node(
     instance: str, client: Any = None, *, others: Callable[[], Iterable[str]] = lambda: (), on_demand: bool = False
 ) -> Ask:
-    """Asks for the history of the node's fleet, and which of its nodes exist. The answer is None if AWS does not answer
-    as it should. `others`: the run's other fleets; `on_demand`: whether the node's fleet takes over from them, in which
-    case a change of theirs explains no notice.
+    """A function that asks AWS for the history of the node's fleet, and which nodes of the fleet exist. It returns None
+    if AWS does not answer as it should. `others`: the run's other fleets; `on_demand`: whether the node's fleet takes
+    over from these fleets, in which case a change of theirs explains no notice.
     """
 
     def ask(since: float) -> History | None:

@@ -1,7 +1,6 @@
-"""How long a stop takes: one optimizer step, save, hash and upload.
-
-The bill predicted it per type and phase, and whether it fits a notice. This module only lengthens that prediction, for
-slower steps and for measured slower saves and uploads. So its decisions agree with what the bill promises.
+"""How long a stop takes: one optimizer step, save, hash and upload. The bill predicted this time per type and phase,
+and whether it fits into a notice. This module only lengthens the bill's prediction, for slower steps and for measured
+slower saves and uploads. So its decisions agree with what the bill promises.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class Forecast:
         save_s = max(export / 1e9 * SAVE_GB_S, self._save_s(export))
         sent_s = max(export / 1e9 * UPLOAD_GB_S, self._sent_s(export))
         stop_s = self.stop_s(step, step_s)
-        if grace_s := self._config.grace_s:  # all of it, then a whole checkpoint
+        if grace_s := self._config.grace_s:  # the whole grace period, then a whole checkpoint
             stop_s = max(stop_s, grace_s + self.upload_s(self._config.sizes().checkpoints[self.phase(step)]))
         return stop_s + save_s + sent_s
 

@@ -1,10 +1,11 @@
-"""Decides which nodes of a run train together, and when they stop, from what each node last saw; it does nothing else.
+"""Decides which nodes of a run train together, and when they stop, from what each node last saw. The module does
+nothing else.
 
 There is no coordinator. Every node writes its presence below the run's prefix and reads the others'; when all are ready
-the oldest proposes who trains, by creating the next generation's object, which only one node can. Its first member
-leads it: publishes, keeps the run's limits, ends it. A member that misses another one ends its own trainer and is ready
-again; so does one that cannot read the store while its ranks make no steps. If the store is down for all, no node
-concludes anything.
+the oldest proposes who trains, by creating the next generation's object, which only one node can. A generation's first
+member leads: it publishes, keeps the run's limits, and ends the run. A member that misses another member ends its own
+trainer and is ready again; so does a member that cannot read the store while its ranks make no steps. If the store is
+down for all, no node concludes anything.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from gpufleet.job.contract.gang import GangGeneration, Presence
 
 BEAT_S = 5.0  # between two writings of a presence
 LOST_S = 45.0  # a node is lost after this long without a presence, if the ranks make no steps
-SILENT_S = 600.0  # and after this long even if they do
+SILENT_S = 600.0  # after this silence a node counts as gone even if its ranks go on
 # a slow node's share of the others' step time; looks and steps compared
 SLOW, SLOW_LOOK_S, SLOW_STEPS, SLOW_LOOKS = 1.5, 15.0, 20, 5
 STEADY_S = 15.0  # how long looks must have succeeded: after an outage of the store all presences are old
-FENCE_S = 60.0  # a member without store and steps for so long ends its trainer
+FENCE_S = 60.0  # a member that for so long has neither store nor steps ends its trainer
 PROPOSE_S = 30.0  # the oldest proposes within this time; then any node does
-SPARE_S = 600.0  # after this a node leaves that the others train without
-BLOCK_S = 1200.0  # how long a block's nodes wait for others, which nothing replaces: all boot at once
+SPARE_S = 600.0  # a node leaves if the others have trained without it for so long
+BLOCK_S = 1200.0  # how long a block's nodes wait for the others, which boot at the same time and have no replacement
 RETRIES = 1  # retries with the same nodes from the same checkpoint
 TOGETHER = (TrainerExit.FINISHED, TrainerExit.STOPPED)  # exit codes that all ranks have at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sight:
-    """Another node's presence, and its age by the store's own clock."""
+    """Another node's presence, and the age of that presence by the store's own clock."""
 
     presence: Presence
     age_s: float
@@ -88,7 +89,7 @@ class Propose:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LetAllGo:
-    """The decision that all waiting nodes leave, so that AWS is asked for all of them later."""
+    """The decision that all waiting nodes leave, so that AWS is asked for all nodes later."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +175,8 @@ def acts(view: View) -> bool:
 
 def timely(places: Iterable[CheckpointPlace], newest: GangGeneration | None) -> list[CheckpointPlace]:
     """Published checkpoints that the next generation may begin from, in order. A leader that froze may publish a
-    checkpoint after `newest` began without it; that one is skipped, because the log since then does not lead to it.
+    checkpoint after `newest` began without it. Such a checkpoint is skipped, because the log since then does not lead
+    to it.
     """
     every = sorted(places)
     began = (newest and newest.origin) or CheckpointPlace(-1)
@@ -206,14 +208,14 @@ def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: Chec
         return made
     first, *others = members
     if first.first_in == newest.number and made.leader != newest.leader and not any(each.first_in for each in others):
-        return replace(made, tries=newest.tries)  # no node failed: until now it was not known which node rank 0 was on
+        return replace(made, tries=newest.tries)  # no node failed: until now nobody knew on which node rank 0 was
     return replace(made, tries=newest.tries + 1, is_last=newest.tries >= RETRIES)
 
 
 def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping: bool = False) -> str | None:
     """Why a member must end its trainer; None if it trains on. `idle_s`: seconds since a step of this node's ranks, or
-    since they began. `stopping`: whether the ranks were asked to end or have done all steps; then a follower need not
-    end well while the leader's ranks save.
+    since the ranks began. `stopping`: whether the ranks were asked to end or have done all steps; then a follower need
+    not end well while the leader's ranks save.
     """
     if view.age_s >= FENCE_S:
         return f"no store and no step for {min(view.age_s, idle_s):.0f} s" if idle_s >= FENCE_S else None
@@ -244,7 +246,7 @@ def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping:
 
 
 def why_slow(view: View, generation: GangGeneration) -> str:
-    """In which way this node is slow; empty if it is not."""
+    """In which way this node is slow; empty if it is not slow."""
     if view.own.look_s > SLOW_LOOK_S:
         return f"its looks at S3 have taken {view.own.look_s:.0f} s and more, {SLOW_LOOKS} times in a row"
     if late_s := late_each_step_s(view, generation):
@@ -254,7 +256,7 @@ def why_slow(view: View, generation: GangGeneration) -> str:
 
 
 def late_each_step_s(view: View, generation: GangGeneration) -> float:
-    """Seconds for which the others wait for this node in each step; 0 if they may be chance."""
+    """Seconds for which the others wait for this node in each step; 0 if the wait may be chance."""
     others = [view.others[name].presence for name in generation.members if name in view.others]
     known = [each.own_s for each in others if each.generation == generation.number and each.own_s]
     usual_s = median(known) if known else math.inf
@@ -268,7 +270,7 @@ def notice_in_s(view: View, generation: GangGeneration) -> float | None:
 
 
 def fatal(view: View, generation: GangGeneration) -> str | None:
-    """Another member's error that no node can avoid, in its words."""
+    """Another member's error that no node can avoid, in that member's words."""
     for name in generation.members:
         seen = view.others.get(name)
         if seen and seen.presence.generation == generation.number and seen.presence.ended == TrainerExit.FATAL:

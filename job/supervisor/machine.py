@@ -1,4 +1,6 @@
-"""This node's GPUs, driver and versions, for its record. It does not import torch, which takes seconds and memory."""
+"""This node's GPUs, driver and versions, for the node's record. The module does not import torch, which takes seconds
+and memory.
+"""
 
 from __future__ import annotations
 

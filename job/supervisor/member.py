@@ -1,6 +1,6 @@
-"""One attempt on one of several nodes: it becomes ready, trains when a generation includes it, and ends as any attempt
-does. A generation's leader does what a single node's supervisor does; a follower only watches its own machine and the
-other nodes. gang.py makes the decisions; see docs/interruptions.md.
+"""One attempt on one of several nodes: the node becomes ready, trains when a generation includes it, and ends as any
+attempt does. A generation's leader does what a single node's supervisor does; a follower only watches its own machine
+and the other nodes. gang.py makes the decisions; see docs/interruptions.md.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from gpufleet.job.supervisor.store import StoreError
 from gpufleet.job.supervisor.uploads import PART_S
 from gpufleet.job.supervisor.world import Cause, Outside
 
-MADE_S = 120.0  # for the other nodes to finish their parts of a checkpoint, once the leader has named it
+MADE_S = 120.0  # for the other nodes to finish their parts of a checkpoint, once the leader has named that checkpoint
 
 
 class GangMember(Supervisor):
@@ -79,12 +79,12 @@ class GangMember(Supervisor):
         self._lacking_since: float | None = None
         self._gathers_since = 0.0  # since when the node has been ready without a generation
         self._let_go: tuple[int, int] | None = None  # the newest generation, and the count of let-gos when first seen
-        self._stepped: tuple[int, float] = (0, 0.0)  # the newest step of this node's ranks, and when it was seen
-        # the ranks' own time in steps, before they need others
+        self._stepped: tuple[int, float] = (0, 0.0)  # the newest step of this node's ranks, and when this step was seen
+        # the ranks' own time in steps, before a step needs other nodes
         self._own_s: deque[float] = deque(maxlen=gang.SLOW_STEPS)
-        self._was_silent = False  # whether a member is silent while its ranks go on
+        self._was_silent = False  # whether a member was silent, while its ranks went on, at the last look
         self._is_slow = False  # whether this node is slow, and has said so
-        self._gives_way_at: float | None = None  # when it leaves because it is slow
+        self._gives_way_at: float | None = None  # when this node leaves because it is slow
 
     def run(self) -> int:
         """Runs the attempt, as a single node's."""
@@ -95,12 +95,12 @@ class GangMember(Supervisor):
 
     @property
     def _leaves_parts(self) -> bool:
-        """Whether each node sends its ranks' part of a checkpoint."""
+        """Whether each node sends the part of a checkpoint that its own ranks wrote."""
         return self.run_file.config.parts.leaves
 
     @property
     def leads(self) -> bool:
-        """Whether this node decides: as leader of its generation, or as the oldest of those that wait."""
+        """Whether this node decides: as leader of its generation, or as the oldest of the waiting nodes."""
         if self.generation is not None:
             return self.generation.leader == self.node.instance
         return gang.acts(self.watch.view)
@@ -109,9 +109,8 @@ class GangMember(Supervisor):
         """Does nothing: the checkpoint is known only when a generation begins."""
 
     def _begin_from(self, origin: CheckpointPlace | None) -> bool:
-        """Makes `origin` the only checkpoint on this disk; without an `origin`, none.
-
-        Returns False if it does not verify.
+        """Makes `origin` the only checkpoint on this disk; with None, removes all. Returns False if `origin` does not
+        verify.
         """
         kept, folder = [commit.step for commit in commits(self.workdir)], self.workdir / CHECKPOINTS
         if origin is None:
@@ -144,7 +143,7 @@ class GangMember(Supervisor):
         self.watch.tell(state="ready")
         self._gathers_since = self.clock()
         if self.pulse.leads:
-            with suppress(StoreError, OSError):  # its output since the last heartbeat
+            with suppress(StoreError, OSError):  # the trainer's output since the last heartbeat
                 self.store.put_bytes(self.world.log.path.read_bytes(), LOG)
             self.pulse.leads, self._own_log = False, self._log_bytes()
         while True:
@@ -166,7 +165,7 @@ class GangMember(Supervisor):
                 self._left = action
                 return None
             if isinstance(action, gang.Propose):
-                with suppress(StoreError):  # this node or another proposes it later
+                with suppress(StoreError):  # this node or another proposes the generation later
                     informed = self._next(view, self._newest_published())
                     if isinstance(informed, gang.Propose):
                         self.watch.propose(informed.generation)
@@ -179,7 +178,7 @@ class GangMember(Supervisor):
             self.world.sleep(TICK_S)
 
     def _has_let_go(self, view: gang.View) -> bool:
-        """Whether the oldest waiting node has told all of them to leave since this one began to wait."""
+        """Whether the oldest waiting node has told all waiting nodes to leave since this node began to wait."""
         if view.let_go is None:
             return False
         seen = (view.newest.number if view.newest else 0, view.let_go)
@@ -233,7 +232,7 @@ class GangMember(Supervisor):
         self.watch.tell(
             state="busy", generation=generation.number, ended=None, said="", saved=-1, named_by="", own_s=0.0
         )
-        self.uploader.abandon(self._pause)  # as a member, the node must not send what it had as an earlier leader
+        self.uploader.abandon(self._pause)  # as a member, the node must not send what it had as a leader
         self.generation, self.fence.generation = generation, generation.number
         if self.leads:
             self._take_over()
@@ -246,7 +245,7 @@ class GangMember(Supervisor):
         self.staging = replace(self.staging, node=rank)
         reads = self.leads or self.run_file.config.parts.reads
         if not self._begin_from(generation.origin if reads else None):
-            return TrainerExit.UNREADABLE  # all begin again, from the checkpoint before it
+            return TrainerExit.UNREADABLE  # all nodes begin again, from the checkpoint before
         self.rung = generation.rung
         self.record.update(floor=self.rung)
         if attempts.accepts(self.others.attempts):
@@ -273,7 +272,7 @@ class GangMember(Supervisor):
         self.world.sleep(TICK_S)
 
     def _take_over(self) -> None:
-        """Continues the run's log where the last leader ended it; this node's output since then follows."""
+        """Continues the run's log where the last leader's log ended; this node's output since then follows."""
         if not self.pulse.leads:
             stored = self._patiently(lambda: self.store.get_bytes(LOG), LOG) or b""
             with suppress(OSError):
@@ -309,8 +308,8 @@ class GangMember(Supervisor):
         return self.forecast.done_share(self.progress.step) >= 1
 
     def _idle_s(self) -> float:
-        """Seconds since a step of this node's ranks, or since they began."""
-        with suppress(OSError, ValueError):  # there is none yet, or it is being written
+        """Seconds since a step of this node's ranks, or since the ranks began."""
+        with suppress(OSError, ValueError):  # there is no file yet, or it is being written
             step, own_s = (*(self.workdir / STEPPED).read_text().split(), "0")[:2]
             if int(step) != self._stepped[0]:
                 self._stepped = int(step), self.clock()
@@ -320,7 +319,9 @@ class GangMember(Supervisor):
         return self.clock() - max(self._stepped[1], self.progress.grew_at)
 
     def _tick(self) -> None:
-        """A follower publishes nothing but its part, and does not judge progress, because it has no metrics."""
+        """Does the regular work. A follower publishes nothing but its part, and does not judge progress, because it has
+        no metrics.
+        """
         if (leaving := self._leaving()) is not None:
             self.watch.tell(notice=leaving.deadline)
         if (seen := Observed.read(self.workdir)) is not None and seen.has_first:
@@ -345,8 +346,8 @@ class GangMember(Supervisor):
             self._tell(Stop(reason="the run stops here", save=True))  # rank 0 tells a trainer's other ranks
 
     def _tell_slow(self) -> None:
-        """Reports that this node keeps the others waiting, in its record, and so in status, receipt and messages. If a
-        member is silent while the ranks go on, it logs one line.
+        """Reports in this node's record, and so in status, receipt and messages, that the node keeps the others
+        waiting. If a member is silent while the ranks go on, it logs one line.
         """
         assert self.generation is not None
         view = self.watch.view
@@ -388,9 +389,9 @@ class GangMember(Supervisor):
             self._tell_spent(now)
 
     def _tell_saved(self) -> None:
-        """Names the checkpoint to publish now; the leader names it to the other nodes, a follower to its ranks. The
-        leader waits for a checkpoint's parts before it names the next one, if they may come and time allows. Otherwise
-        no checkpoint would become whole when parts are slower than saves.
+        """Names the checkpoint to publish now: the leader tells the other nodes, a follower tells its ranks. The leader
+        waits for a checkpoint's parts before it names the next checkpoint, if the parts may come and time allows.
+        Otherwise no checkpoint would become whole when parts are slower than saves.
         """
         assert self.generation is not None
         newest = max(commits(self.workdir), key=lambda commit: commit.step, default=None)
@@ -459,17 +460,19 @@ class GangMember(Supervisor):
         if refused or (code not in gang.TOGETHER and (self.lost or self._lost())):
             return True
         with suppress(OSError):
-            (self.workdir / PREFLIGHT).unlink(missing_ok=True)  # the next generation measures its nodes together
+            (self.workdir / PREFLIGHT).unlink(missing_ok=True)  # the next generation measures its own nodes together
         self.generation = self.cause = None
         return False
 
     def _drain(self, until: float) -> bool:
-        """Publishes of a follower's disk only its parts, because the leader has its own copy."""
+        """Publishes the rest before the end; a follower sends only its parts, because the leader has its own copy of
+        other files.
+        """
         self._in_vain_since = None
         return super()._drain(until) if self.pulse.leads or self.leads or self._leaves_parts else True
 
     def _waits_in_vain(self) -> bool:
-        """Whether this node waits for parts of nodes that are gone, or have sent all they had."""
+        """Whether this node waits for parts of nodes that are gone, or that have sent all their parts."""
         there, number = self.watch.view.alive, self.fence.generation
         members = self.generation.members if self.generation is not None else ()
         missing = [there.get(members[rank]) if members else None for rank in self.uploader.lacking]
@@ -477,7 +480,7 @@ class GangMember(Supervisor):
             self._in_vain_since = None
             return False
         self._in_vain_since = self._in_vain_since or self.clock()
-        return self.clock() - self._in_vain_since > 3 * PART_S  # their last report may be older than their part
+        return self.clock() - self._in_vain_since > 3 * PART_S  # a node's last report may be older than its part
 
     def _lower(self, code: int) -> tuple[int, int]:
         """The rung at which all nodes begin after memory ran out here, and the exit code that follows."""
@@ -523,7 +526,9 @@ class GangMember(Supervisor):
         return code
 
     def _write_receipt(self, done: ends.Done) -> None:
-        """Writes the receipt; nodes that still exist are not lost: they leave when they read the end."""
+        """Writes the receipt. Nodes that still exist do not count as lost: they leave when they read that the run has
+        ended.
+        """
         there, ending = self.watch.view.alive, Exit(AttemptExit.FINISHED, done.reason, at=done.at)
         self.others.attempts = [
             replace(each, record=replace(each.record, exit=ending))
@@ -534,7 +539,7 @@ class GangMember(Supervisor):
         super()._write_receipt(done)
 
     def _finish(self, reason: str, detail: str = "") -> int:
-        """Ends the run, unless a newer generation has taken over: then its leader ends it."""
+        """Ends the run, unless a newer generation has taken over: then that generation's leader ends the run."""
         self.watch.tell(state="busy")  # no new generation may begin while this node uploads
         newest = self.watch.view.newest
         if newest is not None and self.generation is None:  # no node trains, and this one is the oldest

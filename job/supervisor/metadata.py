@@ -1,8 +1,8 @@
 """Asks the instance metadata service whether EC2 is about to take this machine away.
 
 EC2 sends no signal into a container, so this must be polled. An answer that is late, missing or malformed changes
-nothing: it neither stops the watch nor counts as a notice. A well-formed notice with an impossible time is not
-believed: like a rebalance recommendation, it only asks for an extra checkpoint.
+nothing: such an answer neither stops the watch nor counts as a notice. A well-formed notice with an impossible time is
+not believed: like a rebalance recommendation, this notice only asks for an extra checkpoint.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Metadata:
             self.save_wanted = time
 
     def _get(self, path: str) -> bytes | None:
-        """The body of a 200; None for a 404. After a 401 it tries once with a new token."""
+        """The body of a 200; None for a 404. After a 401 the request is tried once more with a new token."""
         for last in (False, True):
             status, body = self._fetch("GET", path, {"X-aws-ec2-metadata-token": self._valid_token()})
             if status == 200:
@@ -172,7 +172,7 @@ def _cut(sock: socket.socket) -> None:
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
-        return  # it is closed already
+        return  # the thread is closed already
 
 
 def _object(body: bytes) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The dollar meter: an upper bound of what the run has cost so far, and when it must stop.
 
 Compute is billed per second at the hour's price, at least 60 s per start; disks and the address per second; the bill's
-amounts for S3, logs and transfer once. An instance-hour's price is AWS's spot price at its start. Until AWS gives it,
-the ceiling of a spot price counts, and the log says for how long. A free first hour is not deducted, because it is
-known only afterwards.
+amounts for S3, logs and transfer once. An instance-hour's price is AWS's spot price at its start. Until AWS gives that
+price, the ceiling of a spot price counts, and the log says for how long. A free first hour is not deducted, because it
+is known only afterwards.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Meter:
         self.rates, self._peers = rates, nodes - 1
         self.launched_at = launched_at
         self.fixed_usd = fixed_usd
-        # USD and seconds of the run's other nodes, and when they were read; the pulse's thread replaces the whole.
+        # USD and seconds of the run's other nodes, and when both were read; the pulse's thread replaces the whole
+        # tuple.
         self._others: tuple[Decimal, Decimal, float | None] = (*others, None)
         self._spot_price = spot_price
         self._prices: dict[int, Decimal] = {}
@@ -70,7 +71,9 @@ class Meter:
         return hours(total) * (self.rates.ceiling + self.rates.extras), total
 
     def _others_spent(self, now: float) -> tuple[Decimal, Decimal]:
-        """What the other nodes have spent; while the store is down they count as running, and training continues."""
+        """What the other nodes have spent; while the store is down these nodes count as running, and training
+        continues.
+        """
         usd, seconds, read_at = self._others
         more, more_s = self._most_of_peers(max(0.0, now - read_at - GONE_S) if read_at is not None else 0.0)
         return usd + more.quantize(CENT_100), seconds + more_s
@@ -125,7 +128,7 @@ class Meter:
         """The limit that another `reserve_s` would pass: max_usd, max_hours, deadline, expiry or None."""
         then = now + reserve_s
         spent = self.spent(then, others_until=now)
-        more, more_s = self._most_of_peers(reserve_s)  # `spent` has their cost up to now
+        more, more_s = self._most_of_peers(reserve_s)  # `spent` has the cost of the other nodes up to now
         return passed_limit(limits, spent.usd + more, spent.seconds + more_s, then)
 
     def left_s(self, now: float, limits: RunLimits, most_s: float) -> float:

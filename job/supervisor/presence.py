@@ -21,7 +21,9 @@ T = TypeVar("T")
 
 
 class Lookout:
-    """One node's view of the others. `look` asks the store, in its own thread (LookoutThread); the rest uses it."""
+    """One node's view of the others. `look` asks the store, in its own thread (LookoutThread); the other methods use
+    what it saw.
+    """
 
     def __init__(self, store: Store, own: Presence, clock: Callable[[], float], say: Callable[[str], None]) -> None:
         self._store, self._clock, self._say = store, clock, say
@@ -86,7 +88,7 @@ class Lookout:
             self._complaint = ""
             self._seen, self._reached_at = seen, self._clock()
             self._took.append(self._reached_at - began)
-            with self._lock:  # the next look sends it
+            with self._lock:  # the next look sends the presence
                 self._own = replace(self._own, look_s=round(min(self._took)) if len(self._took) == SLOW_LOOKS else 0.0)
 
     def propose(self, generation: GangGeneration) -> None:
@@ -135,7 +137,7 @@ class Lookout:
         )
 
     def _object(self, entry: Entry, kind: Callable[[dict[str, Any]], T]) -> T | None:
-        """The object; None if it is gone or damaged."""
+        """The object of `entry`; None if the object is gone or damaged."""
         etag, at, content = self._bodies.get(entry.key, ("", 0.0, b""))
         if (etag, at) != (entry.etag, entry.at):
             content = self._store.get_bytes(entry.key) or b""
@@ -176,9 +178,9 @@ def newest_generation(store: Store) -> int:
 
 class ConditionalStore:
     """The run's store for one of several nodes. A leader that froze and wakes up overwrites nothing: a leader's object
-    (metrics, outputs, the run's end) replaces the one that existed when it certainly led, or the put fails. Objects
-    that only one node writes need no condition, and neither do the files of a generation's checkpoints. A manifest that
-    still arrives too late is skipped (gang.timely), or set aside if its files are gone.
+    (metrics, outputs, the run's end) replaces only the object that existed when the leader certainly led, else the put
+    fails. Objects that only one node writes need no condition, nor do the files of a generation's checkpoints. A
+    manifest that still arrives too late is skipped (gang.timely), or set aside if its files are gone.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -197,7 +199,7 @@ class ConditionalStore:
         if bucket.has_one_writer(key):
             return over
         found = next((entry.etag for entry in self._inner.entries(key) if entry.key == key), ABSENT)
-        # checked afterwards, so that whatever a later leader puts has another etag
+        # leadership is checked after this read, so that whatever a later leader puts has another etag
         if (newest := newest_generation(self._inner)) > self.generation:
             raise SupersededError(f"{key} is not written: generation {newest} has taken over")
         return found if over == ANY else over

@@ -6,7 +6,8 @@ of a published checkpoint is overwritten or deleted for another of the same step
 removed only after the newer manifest.
 
 If each of several nodes writes a part of a checkpoint, each sends its part, and then the list of its files. The
-leader's manifest waits for all lists and includes them: a checkpoint that lacks a part does not exist either.
+leader's manifest waits for the lists of all nodes and includes them: a checkpoint that lacks a part does not exist
+either.
 
 Finished results of stages are sent too: <workdir>/stages/*.jsonl, mirrored to <run>/stages/. A stage appends one JSON
 object per line and never changes a line, so a line that is in the store is work that no later attempt repeats. S3
@@ -58,8 +59,9 @@ def commits(workdir: Path) -> list[Commit]:
 
 @contextmanager
 def upload_mark(folder: Path) -> Iterator[None]:
-    """Marks a checkpoint as being uploaded, so that the trainer, which prunes at the same time, leaves it alone.
-    Without the mark an upload slower than two saves would lose its files each time, and none would ever be published.
+    """Marks a checkpoint as being uploaded, so that the trainer, which prunes at the same time, leaves that folder
+    alone. Without the mark an upload slower than two saves would lose its files each time, and no checkpoint would ever
+    be published.
     """
     mark = folder / HELD
     try:
@@ -100,7 +102,7 @@ class Mirror:
         return lines
 
     def send(self) -> None:
-        """Sends every file that grew since the last call. Any thread may call it: an older reading never replaces a
+        """Sends every file that grew since the last call. Any thread may call this: an older reading never replaces a
         newer one. Raises StoreError, also if a file cannot be read; the caller tries again.
         """
         with self._sending:
@@ -123,7 +125,7 @@ def whole_lines(content: bytes) -> bytes:
 
 
 class LackingError(StoreError):
-    """A checkpoint lacks nothing but the parts of these nodes."""
+    """A checkpoint lacks nothing but the parts of the named nodes."""
 
     def __init__(self, step: int, nodes: Iterable[int]) -> None:
         self.nodes = tuple(nodes)
@@ -132,7 +134,7 @@ class LackingError(StoreError):
 
 PARALLEL = 8
 FREE_FACTOR = 1.2  # times the predicted size must be free before a save
-MOST_SCALARS = 1024**3  # the largest TensorBoard file, which is sent again as a whole whenever it has grown
+MOST_SCALARS = 1024**3  # the largest TensorBoard file: a file that has grown is sent again as a whole
 
 
 class Publisher:
@@ -141,10 +143,8 @@ class Publisher:
     def __init__(
         self, *, run: str, store: Store, workdir: Path, published: Callable[[], Published], say: Callable[[str], None]
     ) -> None:
-        self.newest = CheckpointPlace(
-            -1
-        )  # the highest step in the store, as far as this attempt put it there or resumed from it
-        # With several nodes: this one's generation, its rank there, and how many nodes leave parts.
+        self.newest = CheckpointPlace(-1)  # the highest step in the store that this attempt published or resumed from
+        # With several nodes: this node's generation, its rank there, and how many nodes leave parts.
         self.generation, self.node, self.parts = 0, 0, 1
         self.newest_wanted: int | None = None  # while parts are waited for: the step of the newest commit to send
         self.measured: tuple[int, float] | None = None  # bytes and seconds of the last publication
@@ -153,25 +153,25 @@ class Publisher:
         self._best: Best | None = None
         self._told: tuple[Any, ...] = ()  # the changeable fields of the newest manifest
         self._given_up: set[int] = set()
-        self._sent: dict[str, int] = {}  # exports, with their time of writing
+        self._sent: dict[str, int] = {}  # exports that were sent, with their time of writing
         self._scalars: dict[str, int] = {}  # TensorBoard's files, with the bytes sent
         self._place = CheckpointPlace(-1)  # the place of the commit being sent, or sent last
-        self._arrived: dict[str, tuple[int, str]] = {}  # those of its files that were sent: time of writing and sha256
-        self._began: float | None = None  # when their sending began, if nothing has failed since
+        self._arrived: dict[str, tuple[int, str]] = {}  # files of it that were sent: time of writing and sha256
+        self._began: float | None = None  # when the sending of these files began, if nothing has failed since
         self._cancel = threading.Event()
         self.stages = Mirror(store, workdir)
         self._reading = threading.Lock()
 
     def resumed(self, manifest: Manifest | None) -> None:
-        """Takes this manifest as the store's newest good checkpoint, and forgets a best one of a later step, or one
-        that is gone. With None training begins from nothing.
+        """Takes this manifest as the store's newest good checkpoint, and forgets a best checkpoint of a later step, or
+        one that is gone. With None training begins from nothing.
         """
         self.newest = self._place = CheckpointPlace(-1) if manifest is None else manifest.place
         self._told = () if manifest is None else manifest.commit.changing
         self._given_up, self._arrived, self._best = set(), {}, None
         if self.node or manifest is None:
             return
-        self._arrived = self._staged(manifest)  # if only its evaluation is new, no file is sent again
+        self._arrived = self._staged(manifest)  # if only the checkpoint's evaluation is new, no file is sent again
         best = Best.from_bytes(self._store.get_bytes(BEST))
         there = best is not None and best.place <= self.newest and self._store.size(best.place.manifest) is not None
         self._best = best if there else None
@@ -183,14 +183,14 @@ class Publisher:
         self._offer(manifest.commit, manifest.place)
 
     def join(self, generation: int, node: int, parts: int) -> None:
-        """Makes this node publish for the generation, and forget everything about another."""
+        """Makes this node publish for the generation, and forget everything about earlier generations."""
         self.generation, self.node, self.parts = generation, node, parts
         self.newest_wanted = -1 if parts > 1 else None
         self._place, self._arrived = CheckpointPlace(-1), {}
 
     def pending(self) -> list[Commit]:
-        """Commits to publish, lowest step first. Of commits by time only the newest counts. The newest published one is
-        listed again if its evaluation was added later, or the run resumes from it once more.
+        """Commits to publish, lowest step first. Of commits by time only the newest counts. The newest published commit
+        is listed again if its evaluation was added later, or the run resumes from it once more.
         """
         most = self.newest_wanted
         waiting = [
@@ -241,10 +241,10 @@ class Publisher:
             self._say(f"node {self.node}'s part of step {commit.step} is sent, {commit.bytes / 1e6:.1f} MB")
             return
         parts = self._read_parts()
-        self.stages.send()  # a later phase's checkpoint relies on them
+        self.stages.send()  # a later phase's checkpoint relies on the stages' lines
         try:
             self.metrics(patience_s=5.0)
-        except OSError as error:  # every heartbeat sends the log again; the checkpoint must not wait for it
+        except OSError as error:  # every heartbeat sends the log again; the checkpoint must not wait for the log
             self._say(f"metrics not sent: {error}")
         made = Manifest(commit=commit, run=self._run, files=files, parts=parts, generation=self.generation)
         manifest = made.to_json(self._published(), required)
@@ -270,11 +270,13 @@ class Publisher:
         return tuple(inputs.files(Fields(reading.parse(content))) for content in lists)
 
     def _send_all(self, commit: Commit) -> dict[str, str]:
-        """Sends the commit's files, except those that arrived in an earlier try. Returns their sha256 by name."""
+        """Sends the commit's files, except those that arrived in an earlier try. Returns the sha256 of all files by
+        name.
+        """
         paths = {name: self._path(commit) / name for name, _ in commit.files}
         written = {name: self._own.stat(path).st_mtime_ns for name, path in paths.items()}
         there = {entry.key for entry in self._store.entries(CheckpointPlace(commit.step).prefix)}
-        # If two nodes overlap, the other may have removed files that looked like a torn upload.
+        # If two nodes overlap, the other node may have removed files that looked like a torn upload.
         self._arrived = {
             name: kept
             for name, kept in self._arrived.items()
@@ -285,7 +287,7 @@ class Publisher:
             self._place, self._arrived = self._new_place(commit.step, there), {}
         if len(self._arrived) < len(paths):
             self._began = None if self._arrived else time.monotonic()
-        with ThreadPoolExecutor(2 * PARALLEL) as pool:  # files are hashed while others are sent
+        with ThreadPoolExecutor(2 * PARALLEL) as pool:  # some files are hashed while other files are sent
             waiting = [
                 (name, pool.submit(self._hash, path), pool.submit(self._send, path, self._key(name)))
                 for name, path in paths.items()
@@ -304,7 +306,9 @@ class Publisher:
         return self._place.part_prefix(self.node) + name
 
     def _new_place(self, step: int, there: Iterable[str]) -> CheckpointPlace:
-        """A place without a manifest. Raises FileExistsError if this generation has published another of the step."""
+        """A place without a manifest. Raises FileExistsError if this generation has published another checkpoint of the
+        step.
+        """
         published = [place.generation for place in bucket.published(there)]
         if not self.generation:
             return CheckpointPlace(step, max(published, default=-1) + 1)
@@ -316,9 +320,7 @@ class Publisher:
         return self._workdir / CHECKPOINTS / commit.folder
 
     def _staged(self, manifest: Manifest) -> dict[str, tuple[int, str]]:
-        """Time of writing and hash, by name, of those files of the manifest that were downloaded to this disk and
-        verified.
-        """
+        """By name, time of writing and hash of the manifest's files that were downloaded to this disk and verified."""
         paths = {file: self._path(manifest.commit) / file.name for file in manifest.files}
         return {file.name: (path.stat().st_mtime_ns, file.sha256) for file, path in paths.items() if path.is_file()}
 
@@ -344,8 +346,8 @@ class Publisher:
             self._prune_disk({place.step for place in self._needed()})
 
     def metrics(self, patience_s: float = -1) -> None:
-        """Sends the stages' new lines, and metrics.jsonl as it is now, up to its last whole line. If another thread
-        does so already for `patience_s`, this one returns; -1 waits.
+        """Sends the stages' new lines, and metrics.jsonl as it is now, up to its last whole line. If another thread is
+        still sending after `patience_s`, this thread returns; -1 waits.
         """
         self.stages.send()
         if not self._reading.acquire(timeout=patience_s):
@@ -399,14 +401,14 @@ class Publisher:
         return found
 
     def _export(self, path: Path) -> None:
-        """Sends a file once, and again after a change, whatever an earlier attempt put in its place."""
+        """Sends a file once, and again after a change, whatever an earlier attempt put under the file's key."""
         if not self._is_sent(path):
             key, written = path.relative_to(self._workdir).as_posix(), self._own.stat(path).st_mtime_ns
             self._send(path, key)
             self._sent[key] = written
 
     def _is_sent(self, path: Path) -> bool:
-        """Whether the file is sent, or has gone since it was listed because its export is being replaced."""
+        """Whether the file has been sent, or has gone since it was listed because its export is being replaced."""
         try:
             written = self._own.stat(path).st_mtime_ns
         except FileNotFoundError:
@@ -426,7 +428,7 @@ class Publisher:
             return atomic.sha256(held)
 
     def _send_scalars(self, own: ForeignFolder, path: Path) -> None:
-        """Sends the written part of a TensorBoard file, if it has grown."""
+        """Sends the written part of a TensorBoard file, if the file has grown."""
         name = path.name
         try:
             size = own.stat(path).st_size
@@ -453,7 +455,7 @@ class Publisher:
         return commit.val_loss < best.val_loss if commit.phase == best.phase else commit.step > best.step
 
     def _offer(self, commit: Commit, place: CheckpointPlace) -> None:
-        """Makes best.json name this published checkpoint, if it is better than the one there."""
+        """Makes best.json name this published checkpoint, if it is better than the checkpoint that best.json names."""
         if self._improves(commit):
             best = Best(place=place, phase=commit.phase, val_loss=commit.val_loss)
             self._store.put_bytes(atomic.json_bytes(best.to_json()), BEST)

@@ -1,9 +1,10 @@
-"""The receipt: what the run cost, line by line next to its bill, and why the two differ.
+"""The receipt: what the run cost, line by line next to its bill, and why cost and bill differ.
 
 Actual cost is metered time at the hours' prices, and the objects in the run's prefix at its end: stored as long as the
-bill says, downloaded once, the logs sent once. Requests are taken from the bill; AWS reports them a day later. A first
-hour that AWS interrupted has no compute charge; the receipt deducts it and says so. If the owner ended the node, by a
-change of the fleet, the hour is charged; it also counts if nobody knows who ended it.
+bill says, downloaded once, the logs sent once. Requests are taken from the bill, because AWS reports them only a day
+later. A first hour that AWS interrupted has no compute charge; the receipt deducts that charge and says so. If the
+owner ended the node, by a change of the fleet, the hour is charged; the hour also counts if nobody knows who ended the
+node.
 
 Causes, which add up to the difference exactly: *price*: the hours used, at another price than estimated;
 *interruptions*: restarts, repeated steps, idling because of AWS and the minimum charge of each start, minus the free
@@ -43,9 +44,9 @@ def build(
     objects: Mapping[str, int] | None = None,
     measurement: Mapping[str, Any] | None = None,
 ) -> Receipt:
-    """The content of receipt.json. `attempts` has the oldest first; the last one ends the run. `done` says how it ended
-    and until when costs count; `objects`: bytes of the run's objects by key, None if not known; `measurement` is what
-    `measure` returns.
+    """The content of receipt.json. `attempts` has the oldest first; the last attempt ends the run. `done` says how it
+    ended and until when costs count; `objects`: bytes of the run's objects by key, None if not known; `measurement` is
+    what `measure` returns.
     """
     estimate, lines = run.estimate, _lines(run, attempts, objects)
     actual = _total(line.actual for line in lines)
@@ -77,9 +78,8 @@ def build(
 def measure(
     run: RunFile, attempts: Sequence[Attempt], workdir: Path, node: AttemptRecord, *, at: str
 ) -> dict[str, Any] | None:
-    """`node` is the one that ends the run.
-
-    None if they say nothing, or come from more than one type of node.
+    """The run's own speed, from `attempts` and the work folder. `node`: the record of the node that ends the run. None
+    if metrics.jsonl has no figures, or the attempts ran on more than one type of node.
     """
     try:
         lines = (workdir / METRICS).read_bytes()
@@ -168,7 +168,7 @@ def _lines(run: RunFile, attempts: Sequence[Attempt], objects: Mapping[str, int]
     found = [_line(line.name, line.amount, compute, note) for line in run.estimate.of_kind("compute")]
     hourly = run.estimate.of_kind("hourly")
     actual = {line.name: (used * run.hourly[line.name]).quantize(CENT_100) for line in hourly}
-    if hourly:  # the meter rounds each node's sum; the first line takes the remainder
+    if hourly:  # the meter rounds each node's sum; the first hourly line takes the remainder
         first = hourly[0].name
         actual[first] += _total(each.usd - each.compute_usd for each in attempts) - _total(actual.values())
     found += [_line(line.name, line.amount, actual[line.name]) for line in hourly]
@@ -223,7 +223,7 @@ def _lost(attempts: Sequence[Attempt]) -> Decimal:
         total += min(seconds, attempt.lived_s)
     lived = _total(attempt.lived_s for attempt in attempts)
     billed = _total(attempt.seconds for attempt in attempts)
-    return total + billed - max(lived, MINIMUM_S)  # an uninterrupted start has its minimum too
+    return total + billed - max(lived, MINIMUM_S)  # a start that nothing interrupts has its minimum charge too
 
 
 # fields that the node writes

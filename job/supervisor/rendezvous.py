@@ -37,7 +37,7 @@ class Rendezvous:
 
     @property
     def torchrun(self) -> list[str]:
-        """torchrun's options for a static rendezvous: it waits for named nodes only, and restarts none."""
+        """torchrun's options for a static rendezvous: torchrun waits for named nodes only, and restarts no node."""
         meeting = ["--master-addr", self.master, "--master-port", str(self.port)]
         return ["--nnodes", str(self.nodes), "--node-rank", str(self.rank), *meeting, "--max-restarts", "0"]
 

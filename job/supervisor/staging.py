@@ -37,7 +37,9 @@ TRIES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """Where files come from and go. The thread of the caller calls `check` often; it may raise to abandon the work."""
+    """Where files come from and go. The thread of the caller calls `check` often; `check` may raise to abandon the
+    work.
+    """
 
     store: Store
     run: RunFile
@@ -46,11 +48,11 @@ class Stage:
     check: Callable[[], None] = lambda: None
     pause: Callable[[float], None] = lambda seconds: None
     doubts: Callable[[str], bool] = lambda key: False  # whether wrong bytes of a key are blamed on this node
-    node: int = 0  # its rank, if there are several
+    node: int = 0  # the node's rank, if there are several nodes
 
 
 class MismatchError(Exception):
-    """Bytes differ from their promised hash."""
+    """Bytes that arrived differ from their promised hash."""
 
     def __init__(self, key: str, found: str, promised: str) -> None:
         super().__init__(f"{key}: sha256 is {found}, expected {promised}")
@@ -70,7 +72,7 @@ def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
     """Fills <workdir>/data with the dataset, and <workdir>/inputs with the run's base weights; for a command,
     <workdir>/user with its code and its inputs.
 
-    Raises ValueError if they are not those that the run names, MismatchError if bytes arrive wrong.
+    Raises ValueError if these are not the inputs that the run names, MismatchError if bytes arrive wrong.
     """
     if stage.run.dataset is not None:
         _fill(stage, "dataset", stage.run.dataset, DATASET, stage.workdir / DATA, opened)
@@ -84,14 +86,14 @@ def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
         _fill(stage, "code", stage.run.code, "", stage.workdir / INPUTS, opened)
         with tarfile.open(stage.workdir / INPUTS / bucket.CODE) as packed:
             packed.extractall(user / CODE, filter="data")
-        ForeignFolder(user).open_to_all(user / CODE)  # its container may have any user
+        ForeignFolder(user).open_to_all(user / CODE)  # the command's container may have any user
 
 
 def _fill(
     stage: Stage, what: str, wanted: InputData, manifest: str, folder: Path, opened: Callable[[str], Store]
 ) -> None:
-    """Downloads an input's files into `folder`; if run.json does not name them, the input's own `manifest` does, or
-    without one the listing of its place.
+    """Downloads an input's files into `folder`. If run.json does not name the files, the input's own `manifest` does;
+    without a manifest, the listing of the input's place.
     """
     place = opened(wanted.uri or f"{parent(stage.store.uri)}/{bucket.INPUTS}/{wanted.sha256}")
     files = wanted.files
@@ -118,7 +120,7 @@ def _listed(place: Store, path: Path, wanted: InputData, what: str) -> tuple[Inp
 
 
 def _as_listed(entries: Sequence[Entry], wanted: InputData, what: str) -> tuple[InputFile, ...]:
-    """The listed files, if they are those that `gpufleet prepare` found there. Nobody hashed them, so the listing alone
+    """The listed files, if `gpufleet prepare` found the same files there. Nobody hashed the files, so the listing alone
     shows whether they are the same.
     """
     files = [(each.key, each.bytes, each.etag) for each in entries if listing.is_file(each.key)]
@@ -178,7 +180,9 @@ def _reject(stage: Stage, place: CheckpointPlace, why: str) -> None:
 
 
 def best_too(stage: Stage, newest: CheckpointPlace) -> bool:
-    """Downloads the best checkpoint beside a newer one, for a job that exports it. Returns False if it is lost."""
+    """Downloads the best checkpoint beside a newer one, for a job that exports it. Returns False if the best checkpoint
+    is lost.
+    """
     if not stage.run.config.delivers_best:
         return True
     best = Best.from_bytes(retried(stage, lambda: stage.store.get_bytes(BEST), BEST))
@@ -203,7 +207,9 @@ def _sizes(stage: Stage) -> dict[str, int]:
 
 
 def _fit(stage: Stage, place: CheckpointPlace, sizes: dict[str, int]) -> Manifest:
-    """The manifest at `place`. Raises DoubtError if it must not be resumed from, as far as seen without a download."""
+    """The manifest at `place`. Raises DoubtError if the run must not resume from it, as far as that shows without a
+    download.
+    """
     content = retried(stage, lambda: stage.store.get_bytes(place.manifest), place.manifest)
     found = Manifest.from_json(reading.parse(content or b""), place.generation)
     if found.place != place:
@@ -294,7 +300,9 @@ def _verified(store: Store, key: str, file: InputFile, path: Path) -> None:
 
 
 def retried(stage: Stage, act: Callable[[], T], what: str) -> T:
-    """The result of `act`, tried again shortly after the store refuses: a node that gives up costs another boot."""
+    """The result of `act`, which is tried again shortly after the store refuses: a node that gives up costs another
+    boot.
+    """
     for attempt in range(1, TRIES + 1):
         try:
             return act()

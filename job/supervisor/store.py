@@ -1,7 +1,8 @@
-"""Stores a run's files beyond its node's life, in an S3 prefix or a folder. Objects appear whole or not at all in both.
+"""Stores a run's files beyond the life of its node, in an S3 prefix or a folder. In S3 and in a folder, objects appear
+whole or not at all.
 
-`open_store("s3://bucket/run")` or `open_store("/a/folder")` opens one. Keys are relative to it. Every failure is a
-StoreError; the store itself retries only what its client calls transient. The caller decides what follows.
+`open_store("s3://bucket/run")` or `open_store("/a/folder")` opens a store. Keys are relative to this place. Every
+failure is a StoreError; the store itself retries only what its client calls transient. The caller decides what follows.
 
 A put has a condition, which the store checks against the object there at that moment: ANY, ABSENT, or the etag that the
 object must have. TakenError says that another object is there.
@@ -41,7 +42,9 @@ class RefusedError(StoreError):
 
 
 class TakenError(StoreError):
-    """A put found another object than its condition allows, or somebody else is putting it at this moment."""
+    """A put found another object than its condition allows, or somebody else is putting an object there at
+    this moment.
+    """
 
 
 class SupersededError(StoreError):
@@ -59,7 +62,7 @@ class Entry:
     key: str
     bytes: int
     etag: str = ""  # changes with the content
-    at: float = 0.0  # when it was put, by the store's clock
+    at: float = 0.0  # when the object was put, by the store's clock
 
 
 class Store(Protocol):
@@ -83,7 +86,7 @@ def open_store(uri: str) -> Store:
 
 
 def create(store: Store, content: bytes, key: str) -> bool:
-    """Puts an object only if there is none; returns whether it did. Raises StoreError."""
+    """Puts an object only if there is none at `key`; returns whether the object was put. Raises StoreError."""
     try:
         store.put_bytes(content, key, over=ABSENT)
     except TakenError:
@@ -181,7 +184,9 @@ def _etag(path: Path) -> str:
 
 
 class S3Store:
-    """A store below a prefix of a bucket. Large files go in parallel parts; `cancel` gives up those not yet sent."""
+    """A store below a prefix of a bucket. Large files go in parallel parts; `cancel` gives up the parts not
+    yet sent.
+    """
 
     def __init__(self, uri: str, client: Any = None) -> None:
         from boto3.s3.transfer import TransferConfig, create_transfer_manager
@@ -274,7 +279,9 @@ class S3Store:
 
     @contextmanager
     def _told_apart(self, key: str) -> Iterator[None]:
-        """Tells a missing object from a refusal by listing: both are 403 if only a prefix may be listed."""
+        """Tells a missing object from a refusal by listing: the answer is 403 for both if only a prefix may
+        be listed.
+        """
         try:
             yield
         except RefusedError:
@@ -324,7 +331,7 @@ def session() -> Any:
     return boto3.Session(botocore_session=core)
 
 
-@functools.cache  # reading its description takes half a second
+@functools.cache  # botocore takes half a second to read EC2's description
 def ec2() -> Any:
     """An EC2 client that gives up soon: training needs none of its answers."""
     from botocore.config import Config

@@ -2,7 +2,7 @@
 
 The node's own program pushes AWS's schedule to that hour (job/node/fallback.py). The remaining work is the bill's work
 on demand minus the finished training, scaled if this node's steps are slower. How much of a stage after training is
-done is not known. All of it counts as remaining, so the hour comes early there, never late.
+done is not known. The whole stage counts as remaining, so during a stage the hour comes early, never late.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Switch:
 def find_switch(
     terms: Terms, *, done_share: float, slower: float, stop_s: float, spent_usd: Decimal, spent_s: Decimal
 ) -> Switch:
-    """`done_share` is the finished share of training, `slower` how many times as long as in the bill it takes;
+    """`done_share` is the finished share of training, `slower` how many times as long as in the bill training takes;
     `stop_s`: seconds of a stop at a limit; `spent_usd` and `spent_s`: the whole run's spending so far.
     """
     found, limits = terms.fallback, terms.limits

@@ -62,12 +62,12 @@ class Uploader:
 
     def hurry(self, until: float) -> None:
         """Call it when the machine goes away: from now on the newest commit is sent first and at once, whatever failed
-        before. An older one under way is abandoned for a newer one that can still arrive by `until`.
+        before. An older commit under way is abandoned for a newer commit that can still arrive by `until`.
         """
         self._until, self._pause_s, self._not_before = until, BACKOFF_S[0], 0.0
 
     def abandon(self, wait: Callable[[], None]) -> None:
-        """Abandons what is under way; `wait` is called until it has ended."""
+        """Abandons the upload under way; `wait` is called until this upload has ended."""
         while self._running is not None and not self._running[1].done():
             self.publisher.cancel()
             wait()
@@ -84,8 +84,8 @@ class Uploader:
         return not running and not self.publisher.pending()
 
     def _make_way(self, running: Commit | None) -> None:
-        """In a hurry, abandons what is under way for a newer commit, and for nothing else, because it would have to
-        begin again.
+        """In a hurry, abandons the upload under way for a newer commit, and for nothing else, because the upload would
+        have to begin again.
         """
         if self._until is None:
             return
@@ -115,14 +115,14 @@ class Uploader:
                 self._not_before = self._clock() + self._pause_s
             else:
                 self.publisher.give_up(commit)
-        else:  # the store, or nothing foreseen: no threads, say
+        else:  # the store failed, or something unforeseen did, such as a lack of threads
             self._say(f"{what} not published: {error}; again in {self._pause_s:.0f} s")
             self._not_before = self._clock() + self._pause_s
             self._pause_s = BACKOFF_S[0] if self._until is not None else min(2 * self._pause_s, BACKOFF_S[1])
 
 
 def send_log(store: Store, log: Path, key: str) -> None:
-    """Sends the written part of job.log from the disk, because it may be larger than memory. Raises StoreError."""
+    """Sends the written part of job.log from the disk, because the log may be larger than memory. Raises StoreError."""
     try:
         with ForeignFolder(log.parent).hold(log) as held:
             store.put_file(held, key)
@@ -146,12 +146,14 @@ class Pulse:
     ) -> None:
         self._store, self._instance, self._log, self._publisher = store, instance, log, publisher
         self._executor, self._also, self._say = executor, also, say
-        self.leads = True  # of several nodes: what others print is no log of the run's
+        self.leads = True  # with several nodes: the output of nodes that do not lead is not the run's log
         self._beats: list[str] = []
         self._running: Future[None] | None = None
 
     def beat(self, beat: Beat) -> None:
-        """Adds a heartbeat and sends it; if the last sending is still under way, the next one includes it."""
+        """Adds a heartbeat and sends it; if the last sending is still under way, the next one includes this
+        heartbeat.
+        """
         self._beats.append(json.dumps(beat.to_json(), sort_keys=True))
         if self._running is not None:
             if not self._running.done():

@@ -1,4 +1,4 @@
-"""What the supervisor takes from outside its process, which tests replace; and why training stops."""
+"""What the supervisor takes from outside its process, which tests replace; and the causes for which training stops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpufleet.job.supervisor.store import Store
 
 
 class Trainer(Protocol):
-    """A started trainer. `output_at`: when it last printed anything."""
+    """A started trainer. `output_at`: when the trainer last printed anything."""
 
     output_at: float
 
@@ -32,7 +32,7 @@ class Outside:
 
     store: Store
     metadata: Metadata
-    start: Callable[..., Trainer]  # at a rung of the ladder; of several nodes with its rendezvous.Rendezvous
+    start: Callable[..., Trainer]  # at a rung of the ladder; with several nodes, also with a rendezvous.Rendezvous
     terminated: Callable[[], float | None]  # when SIGTERM came
     uploads: Executor
     pulse: Executor
@@ -55,5 +55,5 @@ class Cause:
 
     @property
     def ends(self) -> bool:
-        """Whether the run ends with it, not only this attempt."""
+        """Whether this cause ends the run, not only this attempt."""
         return self.deadline is None

@@ -15,7 +15,7 @@ _WORDS = ("required", "optional", "replaces", "computed", "volatile", "only_ours
 
 
 def _handler(kind: str, row: dict[str, Any]) -> ResourceHandler:
-    """The handler from a type's row of resources.yaml and its module's own calls."""
+    """The handler of a type, from its row of resources.yaml and the calls that its module defines."""
     service = row.get("service") or {"vpc": "ec2"}.get(name := kind[4:].partition("/")[0], name)
     words: dict[str, Any] = {key: fields(row[key]) for key in _WORDS if key in row}
     own = _OWN.get(kind, OwnCalls())

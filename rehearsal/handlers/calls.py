@@ -4,11 +4,11 @@ types in the same way.
 `create`, `read` and `delete` name the operation to `do`. A create sends the properties in `send`, and puts those in
 `hold` `inside` one parameter; `ours=Theirs` is written if AWS's name is not ours with a capital; `else` holds
 constants. `give` names the id in the answer, or `id` the properties of which it is made. `by` is the parameter for that
-id: a list if it ends with Ids, two for an id of two parts. The object is `in` the answer; `gone` lists the error codes
-for a missing one; `named` lists properties with other names in the answer. `update` is the create again, or another
-operation with the same parameters. `tag` is its kind in EC2, its name in IAM's operations, its ARN elsewhere.
-
-Calls of another form are functions of its module, in its OwnCalls.
+id: its value is a list if the name ends with Ids; there are two parameters for an id of two parts. The object is `in`
+the answer; `gone` lists the error codes for a missing one; `named` lists properties with other names in the answer.
+`update` is the create again, or another operation with the same parameters. `tag` is the type's kind in EC2, the type's
+name in IAM's operations, the resource's ARN elsewhere. Calls of another form are functions of the type's module, in
+that module's OwnCalls.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OwnCalls(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SharedCalls:
-    """A type's row together with its own calls."""
+    """A type's row together with the calls that its module defines."""
 
     service: str
     row: Mapping[str, Any]
@@ -135,7 +135,7 @@ class SharedCalls:
             add(**target, **{self._spelled("Tags"): self._tags(changed)})
 
     def _listed(self, aws: Aws, arn: str) -> list[dict[str, str]]:
-        """The tags, as most services list them."""
+        """A resource's tags, in the form in which most services list them."""
         tags = aws.client(self.service).list_tags_for_resource(**self._target(arn))[self._spelled("Tags")]
         return [{key.capitalize(): value for key, value in each.items()} for each in tags]
 
@@ -143,7 +143,7 @@ class SharedCalls:
         return {"ResourceARN" if self.service == "events" else self._spelled("ResourceArn"): arn}
 
     def _spelled(self, name: str) -> str:
-        """A parameter about tags, as the service spells it."""
+        """A parameter about tags, in the service's spelling."""
         return name[0].lower() + name[1:] if self.service in ("logs", "stepfunctions") else name
 
     def _tags(self, tags: dict[str, str]) -> Any:
@@ -153,13 +153,13 @@ class SharedCalls:
 
 
 def _named(words: str, inputs: Properties) -> dict[str, Any]:
-    """The properties of these names, by AWS's names."""
+    """The properties that `words` names, by AWS's names."""
     pairs = (word.partition("=") for word in words.split())
     return {theirs or table.api(ours): table.to_api(inputs[ours], ours) for ours, _, theirs in pairs if ours in inputs}
 
 
 def _named_by(parameter: str, resource_id: str) -> dict[str, Any]:
-    """The parameters that name a resource by its id."""
+    """The parameters with which a call names a resource by its id."""
     mark = next((each for each in ":/" if each in parameter), None)
     if mark:
         return dict(zip(parameter.split(mark), resource_id.split(mark, 1), strict=True))

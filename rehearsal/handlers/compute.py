@@ -18,7 +18,8 @@ from gpufleet.rehearsal.handlers.calls import OwnCalls
 from gpufleet.rehearsal.handlers.table import Aws, Properties, UnsupportedError, tagged
 
 _POLL_S = 0.05
-# How long the provider waits for `deleted`; no instant fleet reaches it in that time (docs/decisions, capacity block).
+# How long the provider waits for `deleted`; no instant fleet reaches that state in this time (docs/decisions, capacity
+# block).
 _DELETE_S = {"maintain": 1800.0, "instant": 600.0}
 _GONE_STATES = ("deleted", "deleted_running", "deleted_terminating")
 # Inputs that are part of the template's data.

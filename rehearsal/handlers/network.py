@@ -1,6 +1,6 @@
 """Where nodes run: VPC, subnets, gateway, S3 endpoint, routes, the security group; and how EC2 resources are tagged.
 
-A security group's rules are separate resources, so it starts with none.
+A security group's rules are separate resources, so a group starts without rules.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _rule(inputs: Properties) -> dict[str, Any]:
 
 def _peer(aws: Aws, like: Properties, live: Properties, found: Mapping[str, Any]) -> Properties:
     group = (live.get("referencedGroupInfo") or {}).get("groupId")
-    text = live.get("description") or (like.get("description") if group else None)  # moto drops it if there is a group
+    text = live.get("description") or (like.get("description") if group else None)  # a group makes moto drop it
     return {"referencedSecurityGroupId": group, "description": text}
 
 

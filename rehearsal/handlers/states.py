@@ -1,4 +1,4 @@
-"""State machine of Step Functions, whose id is its ARN."""
+"""A state machine of Step Functions, whose id is its ARN."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from gpufleet.rehearsal.handlers.table import Aws, Properties, UnsupportedError
 
 
 def _validate(aws: Aws, inputs: Properties) -> None:
-    """Validates the definition, once it is known, as the provider does before it makes or changes a machine."""
+    """Validates the machine's definition, once that is known, as the provider does before it makes or changes a
+    machine.
+    """
     answer = aws.client("stepfunctions").validate_state_machine_definition(definition=inputs["definition"])
     if answer["result"] != "OK":
         raise UnsupportedError(f"invalid Amazon States Language: {answer['diagnostics'][0]['message']}")

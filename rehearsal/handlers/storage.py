@@ -44,7 +44,8 @@ def _read_bucket(aws: Aws, resource_id: str, like: Properties) -> Properties | N
 
 def _delete_bucket(aws: Aws, resource_id: str, state: Properties) -> None:
     if state.get("forceDestroy"):
-        # All pages first: moto continues from the name at which it stopped, which would be deleted by then.
+        # All pages are read first: moto continues a listing from the name at which it stopped, which would be deleted
+        # by then.
         for page in list(aws.s3.get_paginator("list_object_versions").paginate(Bucket=resource_id)):
             keys = [
                 {"Key": item["Key"], "VersionId": item["VersionId"]}

@@ -1,7 +1,8 @@
 """The class of a resource handler, and what all handlers share: checks, names, differences, the form of a state.
 
 Properties are plain JSON values in the provider's own spelling (cidrBlock, tagsAll). A state is the inputs as AWS now
-has them, plus what only AWS knows. Nothing here knows the engine: the gRPC provider and the in-process runner call it.
+has them, plus what only AWS knows. Nothing here knows the engine: the gRPC provider and the in-process runner call this
+module.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class UnsupportedError(Exception):
 
 @dataclass(slots=True)
 class Aws:
-    """boto3 clients of one account and region, each made once. `environment` is what a shell would export."""
+    """The boto3 clients of one account and region, each made once. `environment` is what a shell would export."""
 
     environment: Mapping[str, str]
     region: str
@@ -80,7 +81,7 @@ Read = Callable[[Aws, str, Properties], Properties | None]  # id, inputs or stat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResourceHandler:
-    """One resource type over boto3. Only what our program declares is accepted; anything else is an error."""
+    """One resource type over boto3. It accepts only what our program declares; anything else is an error."""
 
     # the source of `replaces`: the ForceNew fields in terraform-provider-aws internal/service/, read 2026-11-21
     source: str
@@ -93,8 +94,8 @@ class ResourceHandler:
     # properties (dotted paths for nested ones) whose change needs a new resource
     replaces: frozenset[str] = frozenset()
     computed: frozenset[str] = frozenset()  # properties that only AWS knows
-    volatile: frozenset[str] = frozenset({"tagsAll"})  # those of them that an update changes
-    only_ours: frozenset[str] = frozenset()  # inputs that AWS does not keep: they stay as declared
+    volatile: frozenset[str] = frozenset({"tagsAll"})  # computed properties that an update changes
+    only_ours: frozenset[str] = frozenset()  # inputs that AWS does not keep: the state has them as declared
     answered: frozenset[str] = frozenset()  # never declared here, but the provider takes them from AWS's answer
     allowed: Mapping[str, frozenset[str]] = field(default_factory=dict)  # enums, by property
     name: str | None = None  # the property that gets a unique name when the program gives none
@@ -121,7 +122,7 @@ def check(
 
 
 def diff(handler: ResourceHandler, state: Properties, new: Properties) -> dict[str, bool]:
-    """Changed properties, each with whether the change needs a new resource. Nested ones as dotted paths."""
+    """Changed properties, each with whether the change needs a new resource. Nested properties are dotted paths."""
     changed: dict[str, bool] = {}
     known = handler.required | handler.optional | handler.answered
     for key in sorted(known & (set(state) | set(new))):
@@ -137,9 +138,8 @@ def diff(handler: ResourceHandler, state: Properties, new: Properties) -> dict[s
 
 
 def state(handler: ResourceHandler, aws: Aws, resource_id: str, like: Properties) -> Properties | None:
-    """AWS's present values for the keys of `like`, in their form, and the provider's own.
-
-    Returns None if the resource is gone.
+    """AWS's present values for the keys of `like`, in the form of `like`, and the provider's own properties. None if
+    the resource is gone.
     """
     live = handler.read(aws, resource_id, like)
     if live is None:
@@ -154,8 +154,8 @@ def state(handler: ResourceHandler, aws: Aws, resource_id: str, like: Properties
 
 
 def written(kind: str, handler: ResourceHandler, aws: Aws, resource_id: str, inputs: Properties) -> Properties:
-    """The state right after the inputs were written. Raises RefusedError if AWS lacks one of them: a nested property
-    that a handler ignores must not look done.
+    """The state right after the inputs were written. Raises RefusedError if AWS lacks an input: a nested property that
+    a handler ignores must not look done.
     """
     found = state(handler, aws, resource_id, inputs)
     if found is None:
@@ -173,7 +173,7 @@ def expected(handler: ResourceHandler, old: Properties, new: Properties) -> Prop
 
 
 def shaped(live: Any, like: Any) -> Any:
-    """The part of `live` that `like` has: AWS answers with more than was asked for, and in another spelling."""
+    """The part of `live` that `like` has: AWS's answer has more than the inputs, in another spelling."""
     if isinstance(like, Mapping) and isinstance(live, Mapping):
         return {key: shaped(live[key], like[key]) for key in like if live.get(key) is not None}
     if isinstance(like, list) and isinstance(live, list) and len(like) == len(live):
@@ -198,12 +198,12 @@ def fields(names: str) -> frozenset[str]:
 
 
 def api(name: str) -> str:
-    """A property's name as AWS spells it: cidrBlock is CidrBlock."""
+    """A property's name in AWS's spelling: cidrBlock is CidrBlock."""
     return SPELLED.get(name) or name[0].upper() + name[1:]
 
 
 def to_api(value: Any, key: str = "") -> Any:
-    """Properties as AWS spells them."""
+    """Properties in AWS's spelling."""
     if key == "tags":
         return tag_list(value)
     if isinstance(value, dict):
@@ -249,7 +249,7 @@ def tagged(tags: list[dict[str, str]] | None) -> Properties:
 
 
 def tag_map(tags: list[dict[str, str]] | None) -> dict[str, str]:
-    """The tags without AWS's own, as the provider shows them."""
+    """The tags without AWS's own, in the provider's form."""
     return {tag["Key"]: tag["Value"] for tag in tags or [] if not tag["Key"].startswith("aws:")}
 
 

@@ -2,9 +2,9 @@
 
 The command runs with the project's Python in the node's process group. Host folders stand in for mounts: a container
 path at the start of an argument or of an environment value becomes the host's. The environment is the container's own,
-so that nothing leaks in from the laptop. A container off the machine's network, or named like one, is a training
-container: orphans there stay below its first process. One with an entry point runs a command of the user's own: its
-PATH begins with the user's programs and has none of gpufleet's.
+so that nothing leaks in from the laptop. A container off the machine's network, or with the name of a training
+container, is a training container: orphans there stay below the container's first process. A container with an entry
+point runs a command of the user's own: its PATH begins with the user's programs and has none of gpufleet's.
 
 With GPUFLEET_DOCKER (`gpufleet rehearse --image`) the machine's own docker does everything except the log driver.
 
@@ -83,7 +83,7 @@ def run(words: list[str]) -> int:
         "HOME": str(ROOT / "root"),
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",  # the code is mounted read-only
-        # One thread: the model is tiny, and two that wait for each other on a busy laptop are 100 times slower.
+        # One thread: the model is tiny, and two threads that wait for each other on a busy laptop are 100 times slower.
         "OMP_NUM_THREADS": "1",
         "GPUFLEET_NODE": os.environ.get("GPUFLEET_NODE", ""),  # the runner finds the processes to kill by this
         **({} if trains else {name: os.environ[name] for name in os.environ if name.startswith(SECRET)}),
@@ -154,7 +154,7 @@ def _first_process(name: str) -> int:
 
 
 def remove(words: list[str]) -> int:
-    """`rm -f NAME`: all of its processes are ended at once."""
+    """`rm -f NAME`: ends all of the container's processes at once."""
     record = CONTAINERS / words[-1]
     try:
         pid = int(record.read_text())
@@ -199,8 +199,8 @@ def _without_awslogs(words: list[str], options: argparse.Namespace) -> list[str]
 
 
 class CloudWatchLogs:
-    """The awslogs driver, non-blocking: it makes its stream while the container starts, again and again until that
-    works; it drops what cannot be sent, and never waits. It behaves like moby's (daemon/logger/awslogs, 2026-08-23).
+    """The awslogs driver, non-blocking. It tries to make its stream while the container starts, until that works; it
+    drops what cannot be sent, and never waits. It behaves like moby's (daemon/logger/awslogs, 2026-08-23).
     """
 
     def __init__(self, region: str, group: str, stream: str) -> None:

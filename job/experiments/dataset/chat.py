@@ -22,7 +22,7 @@ from gpufleet.job.experiments.dataset.encodings import foreign, not_utf8
 from gpufleet.job.text import counted
 
 ROLES = ("system", "user", "assistant")
-LEARNED = ("weight", "train", "training")  # keys of the assistant's messages, as OpenAI and axolotl call them
+LEARNED = ("weight", "train", "training")  # keys of the assistant's messages, by the names of OpenAI and axolotl
 OTHERS = {  # other tools' names for these keys
     "instruction": ("prompt", "question", "query", "input"),
     "response": ("completion", "answer", "output"),
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Turn(NamedTuple):
-    """One message. `learned` False: the file excludes it from the loss."""
+    """One message. `learned` False: the file excludes this message from the loss."""
 
     role: str
     text: str
@@ -45,7 +45,7 @@ Conversation = Sequence[Turn]  # a bad character that the decoder reports is no 
 
 
 class Chats(Protocol):
-    """Conversations, and a name that says everything they depend on."""
+    """Conversations, and a name that says everything on which the conversations depend."""
 
     @property
     def name(self) -> str: ...
@@ -57,8 +57,8 @@ class JsonlChats:
     """One JSON object a line: `instruction` and `response`, perhaps `system`; or `messages` with `role` and `content`,
     perhaps `weight`.
 
-    Other keys are ignored, and once the file is read to its end, `left_out` counts the lines in which each has a value.
-    Blank lines are skipped.
+    Other keys are ignored, and once the file is read to its end, `left_out` has for each of them the number of lines
+    with a value. Blank lines are skipped.
     """
 
     path: Path
@@ -117,8 +117,8 @@ def hashed(path: Path) -> str:
 
 
 def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]:
-    """The result of `read` for each line that is not blank; after a mistake it reads on, and raises ValueError with all
-    mistakes and their lines. `wanted`: the keys of a line.
+    """The result of `read` for each line that is not blank. After a mistake the reading goes on, and ends with a
+    ValueError that has all mistakes and their lines. `wanted`: the keys of a line.
     """
     require_lines(path)
     problems: dict[str, list[int]] = {}
@@ -166,11 +166,11 @@ def require_lines(path: Path) -> None:
         file.seek(0)
         lines = (line.removeprefix(codecs.BOM_UTF8) for line in file if not is_blank(line))
         first, more = next(lines), next(lines, None)
-    ends = False  # the first line ends before its object does
+    ends = False  # the first line ends before its JSON object does
     if more is not None:
         try:
             json.loads(first)
-            return  # the object ends on its own line, so the mistake is on it
+            return  # the object ends on its own line, so the mistake is on this line
         except json.JSONDecodeError as error:
             ends = error.pos >= len(error.doc.rstrip())
         except (ValueError, RecursionError):
@@ -230,7 +230,7 @@ def _conversation(tree: dict[str, Any]) -> Conversation:
 
 
 def _left_out(tree: dict[str, Any]) -> list[str]:
-    """Ignored keys of a line that have a value, each once and printable; a message's own begin with `messages.`."""
+    """Ignored keys of a line that have a value, each once and printable; keys of a message begin with `messages.`."""
     read = ("messages",) if "messages" in tree else ("system", "instruction", "response")
     entries = [(key, value) for key, value in tree.items() if key not in read]
     for message in tree.get("messages", ()):

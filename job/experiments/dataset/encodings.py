@@ -7,7 +7,7 @@ from pathlib import Path
 _UTF16 = "convert the file first: iconv -f UTF-16 -t UTF-8 OLD > NEW"
 _BEGINS = {
     b"\xff\xfe\0\0": "convert the file first: iconv -f UTF-32 -t UTF-8 OLD > NEW",
-    b"\xff\xfe": _UTF16,  # as PowerShell's > writes it
+    b"\xff\xfe": _UTF16,  # what PowerShell's > writes
     b"\xfe\xff": _UTF16,
     b"\x1f\x8b": "it is compressed; unpack it first: gunzip",
     b"(\xb5/\xfd": "it is compressed; unpack it first: unzstd",
@@ -21,19 +21,19 @@ _BEGINS = {
     b"\xff\xff\xff\xff": "it is an Arrow stream, as `datasets` keeps one; write it as text first: Dataset.to_json",
     b"\0\x05\x16\x07": "it is what macOS keeps beside a file: name the file without ._ before its name",
 }
-_NOT_TEXT = frozenset(range(32)) - set(b"\t\n\f\r\x1b")  # control characters, except those of texts and terminals
+_NOT_TEXT = frozenset(range(32)) - set(b"\t\n\f\r\x1b")  # control characters, but not those of texts and terminals
 LOOKED_AT = 1 << 16  # characters
-NOISE = 0.01  # a larger share of control characters (also Unicode's, 0x80 to 0x9f) means that it is no text
+NOISE = 0.01  # a larger share of control characters (also Unicode's, 0x80 to 0x9f) means that a file is no text
 
 
 def foreign(content: bytes) -> str:
-    """What to do with a file that begins like `content`; empty if it may be text."""
+    """What to do with a file that begins like `content`; empty if the file may be text."""
     return next((todo for begin, todo in _BEGINS.items() if content.startswith(begin)), "")
 
 
 def not_utf8(content: bytes, error: UnicodeDecodeError) -> str:
-    """Why `content`, a file or its first line, cannot be read, and what to do. iconv needs the file's encoding: else it
-    takes the terminal's, mostly UTF-8, and stops at the same byte.
+    """Why `content`, a file or its first line, cannot be read, and what to do. iconv needs the file's encoding: without
+    it, iconv takes the terminal's, mostly UTF-8, and stops at the same byte.
     """
     todo = "convert the file first, e.g. iconv -f LATIN1 -t UTF-8 OLD > NEW"
     if odd := next((byte for byte in content if byte in _NOT_TEXT), None):

@@ -1,8 +1,8 @@
 """The facts that dataset.json must have for each kind of dataset, because some code needs them. Other facts are for
 people.
 
-Windows have, beside the files: tokenizer {kind, vocab, id}, tokens {train, validation}, stories {train, validation}.
-Packed rows, characters and rankings have theirs in their own sections.
+A dataset of windows has, beside the files: tokenizer {kind, vocab, id}, tokens {train, validation}, stories {train,
+validation}. The facts of packed rows, characters and rankings are in their own sections below.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from gpufleet.job.text import counted
 PROMPTS, TEXTS = "prompts.jsonl", "texts.jsonl"
 BATCH = 1000  # conversations tokenised at once
 RENDERED = 2  # raised when the same file gives other tokens: an older dataset is then prepared again
-UNCLOSED = 0.1  # the largest share of examples without a closing token: above it the model learns not to stop
+UNCLOSED = 0.1  # the largest share of examples without a closing token: above this share the model learns not to stop
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ def prepare_packed(
 
 
 def cut(rendered: Rendered, loss_on: str, longest: int) -> Example:
-    """The first `longest` tokens, and which of them the loss counts: never the first, which nothing predicts."""
+    """The first `longest` tokens, and which of these the loss counts: never the first token, which nothing predicts."""
     tokens = np.array(rendered.tokens[:longest], dtype=np.uint32)
     counted = np.array(rendered.answered if loss_on == "response" else rendered.left, dtype=np.bool_)[:longest]
     counted ^= loss_on == "all"  # everything except excluded answers
@@ -254,8 +254,8 @@ def _write_rows(
 
 
 def _prompts(chats: Chats, held_out: Sequence[int], renderer: Renderer, how: Packing) -> list[str]:
-    """A line for each of the first held-out questions no longer than a training example: answers are generated side by
-    side, and one whole conversation would take all the memory.
+    """A line for each of the first held-out questions that are no longer than a training example: answers are generated
+    side by side, and a single whole conversation would take all the memory.
     """
     lines: list[str] = []
     left = set(held_out)

@@ -1,6 +1,6 @@
 """Packs whole examples into rows, draws rows in an order, and reads them back. No torch.
 
-Packing is first-fit decreasing: the longest example first, each into the first row with room; then rows of very many
+Packing is first-fit decreasing: examples go, the longest first, into the first row with room; then rows of very many
 short examples trade with rows of few. The files are described in packed.py.
 """
 
@@ -57,7 +57,7 @@ def held_out_of(count: int, share: float) -> int:
 
 
 def pack(examples: list[Example], how: Packing) -> list[NDArray[np.int64]]:
-    """Rows, each as indices into `examples`."""
+    """The rows; each is a list of indices into `examples`."""
     lengths = np.array([len(example.tokens) for example in examples], dtype=np.int64)
     row_of = evened(lengths, first_fit_decreasing(lengths, how.row)) if how.packing else np.arange(len(lengths))
     order = np.argsort(row_of, kind="stable")
@@ -68,9 +68,8 @@ def pack(examples: list[Example], how: Packing) -> list[NDArray[np.int64]]:
 
 
 def first_fit_decreasing(lengths: NDArray[np.int64], row: int) -> NDArray[np.int64]:
-    """The row of each example: longest first, each into the first row that has room for it.
-
-    Examples of one length are placed together, since the first of them leaves every earlier row as full as it was.
+    """The row of each example. The longest example comes first, and each goes into the first row that has room for it.
+    Examples of one length are placed together, since the first of them leaves every earlier row unchanged.
     """
     row_of = np.empty(len(lengths), dtype=np.int64)
     room = np.empty(0, dtype=np.int64)
@@ -94,11 +93,10 @@ def first_fit_decreasing(lengths: NDArray[np.int64], row: int) -> NDArray[np.int
 
 def evened(lengths: NDArray[np.int64], row_of: NDArray[np.int64]) -> NDArray[np.int64]:
     """The row of each example after exchanges that keep each row's length, and leave few rows with many more examples
-    than the mean. The fullest row sets how much attention launches for all of them, and first-fit decreasing puts the
-    shortest examples together in the last rows.
-
-    A crowded row trades a run of its shortest for one example with exactly as many tokens, from a row with room for
-    more examples; without such an example it stays crowded. Without crowded rows nothing moves.
+    than the mean. The row with the most examples sets how much attention launches for all rows, and first-fit
+    decreasing puts the shortest examples together in the last rows. A crowded row trades a run of its shortest examples
+    for one example with exactly as many tokens, from a row with room for more examples; without such an example the row
+    stays crowded. Without crowded rows nothing moves.
     """
     counts = np.bincount(row_of)
     most = max(CROWDED, math.ceil(CROWDED_MEANS * len(lengths) / len(counts)))
@@ -110,7 +108,7 @@ def evened(lengths: NDArray[np.int64], row_of: NDArray[np.int64]) -> NDArray[np.
     members = [by_row[ends[row] - counts[row] : ends[row]] for row in crowded]  # shortest first
     alike = np.argsort(lengths, kind="stable")
     edges = np.searchsorted(lengths[alike], np.arange(int(lengths.max()) + 2))
-    asked = edges[:-1].copy()  # for each length, the next in `alike`; none is used twice
+    asked = edges[:-1].copy()  # for each length, the next example in `alike`; no example is used twice
     for row, own in zip(crowded, members, strict=True):
         gone, upto = 0, np.concatenate([[0], np.cumsum(lengths[own])])
         run = int(counts[row]) - most + 1

@@ -1,14 +1,14 @@
 """Prepares a dataset from text: a folder of token shards, the tokenizer's files, and `dataset.json`.
 
-    dataset.json     as job/contract/inputs.py has it; facts.py says what of each kind
+    dataset.json as job/contract/inputs.py has it; facts.py has the facts of each kind
     train_00000.bin, validation_00000.bin
     tokenizer.json   (gpt2) or vocab.json (words)
 
 `publish` and `read_manifest` serve every kind: windows (here), packed, characters and ranking (in modules of their
 own).
 
-The same input gives the same bytes; it contains no time and no path. User mistakes raise ValueError with the choice to
-make.
+The same input gives the same bytes; a dataset contains no time and no path. User mistakes raise ValueError with the
+choice to make.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ BATCH = 1000  # stories tokenised at once
 
 
 def read_manifest(folder: Path) -> DatasetManifest:
-    """The content of dataset.json in `folder`. Raises ValueError if it is missing or damaged. Hashes no other file."""
+    """The content of dataset.json in `folder`. Raises ValueError if dataset.json is missing or damaged. No other file
+    is hashed.
+    """
     return inputs.read_dataset(folder, FACTS)
 
 
 def checked(folder: Path) -> DatasetManifest:
-    """The dataset in `folder`, with every file checked. Raises ValueError if there is none, or it is damaged."""
+    """The dataset in `folder`, with every file checked. Raises ValueError if there is no dataset, or a damaged one."""
     manifest = _read_existing(folder)
     inputs.verify(folder, manifest)
     return manifest
@@ -81,9 +83,10 @@ def publish(
     validation: tuple[str, ...] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> DatasetManifest:
-    """A prepared dataset of any kind in `folder`: the files that `write` puts into the temporary folder that it gets,
-    and a dataset.json that lists every file with its hash. It appears whole or not at all; an identical one that exists
-    stays. `facts` (JSON) is read after `write` has run. Raises ValueError when `folder` holds something else.
+    """A prepared dataset of any kind in `folder`: the files that `write` puts into the temporary folder passed to it,
+    and a dataset.json that lists every file with its hash. The dataset appears whole or not at all; an identical
+    dataset that exists stays. `facts` (JSON) is read after `write` has run. Raises ValueError when `folder` holds
+    something else.
     """
     existing_dataset(folder)
 
@@ -113,7 +116,9 @@ def describe(manifest: DatasetManifest) -> str:
 
 
 def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[[str], None]) -> DatasetManifest:
-    """Fills a temporary folder, writes dataset.json from the fields that `fill` returns, and moves it to its place."""
+    """Fills a temporary folder, writes dataset.json from the fields that `fill` returns, and moves the folder to its
+    place.
+    """
     place = folder.resolve()  # a link, perhaps to a larger disk, stays one
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as scratch:
@@ -138,8 +143,8 @@ def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[
 
 
 def existing_dataset(folder: Path) -> DatasetManifest | None:
-    """The dataset in `folder`; None if there is none, or a file of it is damaged, so that it is made again. Raises
-    ValueError if the folder has other content too, or its dataset.json is unreadable.
+    """The dataset in `folder`; None if there is none, or if a file of it is damaged, so that the caller makes the
+    dataset again. Raises ValueError if the folder has other content too, or its dataset.json is unreadable.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
@@ -159,7 +164,7 @@ def existing_dataset(folder: Path) -> DatasetManifest | None:
 
 
 def _read_existing(folder: Path) -> DatasetManifest:
-    """The manifest in `folder`. Raises read_manifest's ValueError, without its advice to prepare again."""
+    """The manifest in `folder`. Raises the ValueError of `read_manifest`, without the advice to prepare again."""
     try:
         return read_manifest(folder)
     except ValueError as error:

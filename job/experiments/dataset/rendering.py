@@ -1,10 +1,10 @@
-"""Turns conversations into token ids: chat templates, and the tokenizers that fit them.
+"""Turns conversations into token ids: chat templates, and the tokenizers that fit these templates.
 
 A template is data: the special tokens that open and close a turn. Contents are tokenised on their own, so that text can
-never become a special token (tokens that a tokenizer only adds, like Qwen3's `<think>`, are read as they are); because
-the pieces around them end or begin with a line break or a special token, byte-level BPEs give the same ids as for the
-joined text (unless ChatML's content begins with a line break: then the ids are as in a generated answer that begins
-so). Nothing is added to the data: no default system prompt, no date, no empty thoughts.
+never become a special token (added tokens that are not special, like Qwen3's `<think>`, are read as such); because the
+pieces around a content end or begin with a line break or a special token, byte-level BPEs give the same ids as for the
+joined text (unless ChatML's content begins with a line break: then the ids are those of a generated answer that begins
+with a line break). Nothing is added to the data: no default system prompt, no date, no empty thoughts.
 
 `tokenizers` is imported only for a tokenizer.json. User mistakes raise ValueError.
 """
@@ -36,7 +36,7 @@ class Template:
 
     @property
     def specials(self) -> tuple[str, ...]:
-        """Its special tokens, each once."""
+        """The template's special tokens, each once."""
         pieces = (*self.begin, *self.header, self.end)
         return tuple(dict.fromkeys(piece for piece in pieces if piece.startswith("<|")))
 
@@ -78,14 +78,14 @@ def chat_template(folder: Path) -> str:
 
 
 def foreign(template: Template, folder: Path) -> bool:
-    """Whether the weights in `folder` have another form of chat template, without this one's closing token."""
+    """Whether the weights in `folder` have another form of chat template, without the closing token of `template`."""
     theirs = chat_template(folder)
     return theirs != "" and template.end not in theirs
 
 
 def tokenizer_of(weights: Path | None, given: Path | None = None) -> Path | None:
     """The tokenizer.json beside the base weights in the folder `weights`, else the `given` one, if any. Raises
-    ValueError if both exist and differ.
+    ValueError if the two files exist and differ.
     """
     beside = None if weights is None else weights / FileTokenizer.kind
     if beside is None or not beside.is_file():
@@ -144,7 +144,9 @@ class FileTokenizer:
         return {"tokenizer.json": self._content}
 
     def special(self, name: str) -> int:
-        """The special token's id; raises ValueError if the tokenizer lacks it, because it is another family's."""
+        """The special token's id; raises ValueError if the tokenizer lacks this token, because the tokenizer is another
+        family's.
+        """
         found = self._bpe.token_to_id(name)
         if found is None:
             raise ValueError(f"{self.file}: no token {name}, which the chat template needs; is model.family right?")
@@ -170,7 +172,7 @@ def own_tokenizer(file: Path | None) -> FileTokenizer:
 
 
 class WordTokenizer:
-    """One id per word, the special tokens of a template before them."""
+    """One id for each of a template's special tokens, then one for each word."""
 
     kind = "words"
 
@@ -203,7 +205,7 @@ class WordTokenizer:
 
 
 def open_chat_tokenizer(kind: str, folder: Path) -> ChatTokenizer:
-    """The tokenizer with which a dataset was prepared, from its folder."""
+    """The tokenizer with which a dataset was prepared, from the dataset's folder."""
     if kind == WordTokenizer.kind:
         tree = json.loads((folder / "words.json").read_text(encoding="utf-8"))
         return WordTokenizer(Words(tuple(tree["words"])), tuple(tree["specials"]))
@@ -211,7 +213,9 @@ def open_chat_tokenizer(kind: str, folder: Path) -> ChatTokenizer:
 
 
 class Rendered(NamedTuple):
-    """A conversation in ids; the answers to learn (with their closing token), and those excluded from the loss."""
+    """A conversation in ids; the places of answers to learn (with their closing token), and of answers excluded from
+    the loss.
+    """
 
     tokens: list[int]
     answered: list[bool]

@@ -1,6 +1,6 @@
 """The sources of a dataset's stories, each with its tokenizer: a text file, TinyStories, or a seed.
 
-A source's `name` contains everything that its stories depend on, so that a prepared folder can be recognised. Public
+A source's `name` contains everything on which its stories depend, so that a prepared folder can be recognised. Public
 files are downloaded over HTTPS as far as needed, and a download continues where an earlier one stopped.
 """
 
@@ -46,14 +46,13 @@ class FetchError(ValueError):
 
 
 def fetch(url: str, path: Path, *, first_bytes: int | None = None, total_bytes: int | None = None) -> Path:
-    """Makes `path` hold the file, or at least its first `first_bytes` (all of it if it is shorter).
-
-    `total_bytes` is the size the whole file must have on the server. One path is fetched either whole or by its
-    beginning, never both. Raises FetchError.
+    """Makes `path` hold the file, or at least its first `first_bytes` (the whole file if that is shorter).
+    `total_bytes` is the size that the whole file must have on the server. A path is fetched either always whole or
+    always by its beginning. Raises FetchError.
     """
     if path.exists() and (first_bytes is None or path.stat().st_size >= first_bytes):
         return path
-    import http.client  # imported here: it takes 20 ms, and a bill, which imports this module, downloads nothing
+    import http.client  # imported here: this takes 20 ms, and a bill, which imports this module, downloads nothing
     import urllib.error
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +85,7 @@ def _continue(url: str, part: Path, note: Path, first_bytes: int | None, total_b
     if have:
         headers["If-Range"] = known["etag"]
     with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_S) as answer:
-        if answer.status != 206:  # the whole file: the server has no ranges, or it changed since
+        if answer.status != 206:  # the whole file: the server has no ranges, or the file has changed since
             have = 0
         size, wanted = _sizes(answer, first_bytes)
         if total_bytes is not None and size is not None and size != total_bytes:
@@ -123,7 +122,9 @@ Named = tuple[Tokenizer, str, str]  # tokenizer, kind, id
 
 
 class Source(Protocol):
-    """At least two stories, and their tokenizer. Both may download, and raise ValueError."""
+    """At least two stories, and their tokenizer. Reading stories and choosing the tokenizer may download, and raise
+    ValueError.
+    """
 
     @property
     def name(self) -> str: ...
@@ -152,8 +153,8 @@ class Generated:
 
 @dataclass(frozen=True, kw_only=True)
 class TextTokenizer:
-    """GPT-2's BPE if the model's vocabulary holds it, else bytes. A missing file never leads to bytes: with 257 ids
-    instead of 50,257 it would be another job than the bill's.
+    """GPT-2's BPE if the model's vocabulary is large enough, else bytes. A missing file never leads to bytes: with 257
+    ids instead of 50,257 the job would not be that of the bill.
     """
 
     model_vocab: int
@@ -163,7 +164,9 @@ class TextTokenizer:
     say: Callable[[str], None] = field(default=lambda line: None)
 
     def choose(self) -> Named:
-        """The tokenizer; raises ValueError if it, or its package, cannot be had, or the user's file is not GPT-2's."""
+        """The tokenizer; raises ValueError if the tokenizer or its package is not available, or if the user's file is
+        not GPT-2's.
+        """
         if self.file is not None:
             return self._gpt2(self.file)
         if self.model_vocab < GPT2_VOCAB:
@@ -223,7 +226,7 @@ class TextFile:
         return found
 
     def tokenizer(self) -> Named:
-        self.stories()  # reports a wrong text before it downloads anything for it
+        self.stories()  # a wrong text is reported before anything is downloaded for it
         return self.text_tokenizer.choose()
 
     def _content(self) -> bytes:
@@ -277,7 +280,7 @@ class TinyStories:
 
 
 def split(text: str) -> list[str]:
-    """The stories of a text, stripped, without empty ones."""
+    """The stories of a text without surrounding blanks, and without empty stories."""
     parts = text.split(END_OF_TEXT) if END_OF_TEXT in text else re.split(r"\n\s*\n", text)
     return [story for part in parts if (story := part.strip())]
 

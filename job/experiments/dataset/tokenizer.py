@@ -1,7 +1,7 @@
 """Text to token ids and back: GPT-2's BPE, plain bytes, or the words of the generated stories.
 
 A prepared dataset carries what its tokenizer needs, so that the job can print samples without a network. The
-`tokenizers` package is imported only for GPT-2; everything else is standard library.
+`tokenizers` package is imported only for GPT-2; everything else needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Words:
-    """One id per word or punctuation mark; unknown ones are `<unk>`. Id 0 ends a story."""
+    """One id per word or punctuation mark; unknown words are `<unk>`. Id 0 ends a story."""
 
     words: tuple[str, ...]
 

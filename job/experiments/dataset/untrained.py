@@ -1,8 +1,8 @@
-"""Whether the base weights know the tokens of the chat template: a base model has often never trained the rows of these
-tokens.
+"""Finds whether the base weights know the tokens of the chat template: the rows of these tokens were often never
+trained.
 
 An adapter trains neither embedding nor head. So rows of zeros (Llama-3's base), equal rows of two tokens, or rows far
-shorter than words' stay as they are, and the tuned model cannot stop. numpy is imported only here.
+shorter than those of words stay unchanged, and the tuned model cannot stop. numpy is imported only here.
 """
 
 from __future__ import annotations

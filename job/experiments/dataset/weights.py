@@ -1,4 +1,4 @@
-"""Base weights as a run's input: a downloaded folder, and in it `weights.json`, which lists its files.
+"""Base weights as a run's input: a downloaded folder with a `weights.json`, which lists the folder's files.
 
 Only files that the trainer or the delivery needs are listed. Repositories hold more, Llama's every weight again below
 `original/`, which would be hashed, uploaded and billed.
@@ -29,7 +29,7 @@ _PUBLISHED = {  # by the folder that a file of stacks/ names
     "qwen3-1.7b": "Qwen/Qwen3-1.7B",
     "qwen3-8b": "Qwen/Qwen3-8B",
 }
-_DTYPES = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}  # as safetensors and numpy call them; numpy has no bfloat16
+_DTYPES = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}  # by safetensors' and numpy's names; numpy has no bfloat16
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # the two tables' published names
 _COMPARED = 4096  # rows of two matrices that are compared at once
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
@@ -45,7 +45,7 @@ class Stored(NamedTuple):
     start: int
 
     def rows(self, wanted: slice | list[int]) -> Any:
-        """These rows of a matrix, fp32 [rows, columns]; it reads no others."""
+        """The `wanted` rows of a matrix, fp32 [rows, columns]; no other rows are read."""
         found = self._mapped()[wanted]
         return (found.astype("<u4") << 16).view("<f4") if self.dtype == "BF16" else found.astype("<f4")
 
@@ -63,7 +63,7 @@ class Stored(NamedTuple):
 
 
 def paths(folder: Path) -> list[Path]:
-    """Every file to list. Raises ValueError for a folder without weights, or without one of their files."""
+    """Every file to list. Raises ValueError for a folder without weights, or with an incomplete set of files."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; download the base weights into it, once: {_download(folder)}")
     top = {path.name: path for path in folder.iterdir() if path.is_file() and not _hidden(path, folder)}
@@ -112,7 +112,9 @@ def check(folder: Path) -> dict[str, Stored]:
 
 
 def left_out(folder: Path) -> dict[str, int]:
-    """Bytes of everything that `paths` omits, by its name at the top of the folder; a folder's ends with a slash."""
+    """The bytes of everything that `paths` omits, by names at the top of the folder; the name of a folder ends with a
+    slash.
+    """
     taken, found = set(paths(folder)), dict[str, int]()
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path not in taken and not _hidden(path, folder):
@@ -143,8 +145,8 @@ def describe(folder: Path) -> WeightsManifest:
 
 
 def tensor_files(folder: Path) -> list[str]:
-    """The files of one copy of the weights, those that `transformers` would take: some folders hold two. Raises
-    ValueError if there is none.
+    """The files of one copy of the weights, the copy that `transformers` would take: some folders hold two copies.
+    Raises ValueError if there are no weights.
     """
     if (folder / _WHOLE).is_file():
         return [_WHOLE]
@@ -173,6 +175,6 @@ def _download(folder: Path) -> str:
 
 
 def _hidden(path: Path, folder: Path) -> bool:
-    """Whether it is a download tool's cache, or weights.json."""
+    """Whether the file is in a download tool's cache, or is weights.json."""
     inside = path.relative_to(folder)
     return any(part.startswith(".") for part in inside.parts) or inside.as_posix() == MANIFEST

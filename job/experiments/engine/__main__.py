@@ -1,7 +1,7 @@
 """`python -m gpufleet.job.experiments.engine WORKDIR --rung N`: trains as WORKDIR/run.json says, from the newest
 checkpoint in WORKDIR/ckpt.
 
-With --wait it imports what it needs, and begins when start.json exists, which names the rung.
+With --wait the program imports what it needs, and begins when start.json exists, which names the rung.
 
 Exit codes: 0 finished; 75 stopped on request; 69 out of memory (rung.json names the next rung); 65 cannot succeed, the
 reason in fatal.json; 71 this node is refused, the reason in preflight.json; 72 the newest checkpoint cannot be read
@@ -46,9 +46,9 @@ from gpufleet.job.text import printable
 SHORT_OF_MEMORY = (  # parts of libraries' messages, in small letters
     ("cuda", "out of memory"),  # the driver, Triton
     ("cublas_status_alloc_failed",),
-    ("cublas_status_not_initialized", "create("),  # for a handle; the backward pass makes its own
+    ("cublas_status_not_initialized", "create("),  # for a handle; the backward pass makes another handle
     ("device_allocation_failed",),  # cuDNN 9
-    ("failed to cuda malloc",),  # NCCL, whose last error names the call, not its reason; it allocates
+    ("failed to cuda malloc",),  # NCCL, whose last error names the call, not its reason; this call allocates
     ("failed to cuda calloc",),  # when the first collective runs, within a step
 )
 
@@ -81,7 +81,7 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
             world = parallel.join(run.config.device)
             experiment, session = start(run, workdir, rung, requests, world)
             while not Loop(session, experiment).run():
-                del experiment  # frees its weights before the next are made
+                del experiment  # frees the experiment's weights before the next experiment makes new ones
                 session.device.tidy()
                 checkpoints = Checkpoints(workdir / CHECKPOINTS, config_sha256=run.digest, world=world)
                 session = dataclasses.replace(session, checkpoints=checkpoints)
@@ -104,7 +104,7 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
             say(traceback.format_exc())
         say(f"this node is refused: {error}")
         code = TrainerExit.REFUSED
-        if (workdir / ACCEPT).exists():  # other nodes were refused before it, so the node is not the cause
+        if (workdir / ACCEPT).exists():  # other nodes were refused before, so this node is not the cause
             note(workdir, Fatal(error=type(error).__name__, detail=str(error)))
             code = TrainerExit.FATAL
         elif not (Preflight.read(workdir) or Preflight()).problems:
@@ -113,7 +113,7 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
         note(workdir, Unreadable(step=error.step, problem=str(error)))
         say(f"{error}; another start takes the one before it, if there is one")
         code = TrainerExit.UNREADABLE
-    # what a library cannot read or write here, it cannot on another node
+    # what a library cannot read or write here, it cannot read or write on another node
     except (ValueError, SafetensorError) as error:
         say(f"fatal: {error}")
         if workdir.is_dir():
@@ -132,7 +132,7 @@ class WorkdirBusyError(Exception):
 
 @contextmanager
 def workdir_lock(workdir: Path) -> Iterator[None]:
-    """Within the block no other trainer starts in this folder. A node's first rank holds it for all. Raises
+    """Within the block no other trainer starts in this folder. A node's first rank holds the lock for all ranks. Raises
     WorkdirBusyError.
     """
     if not parallel.expected().first_here:

@@ -25,7 +25,9 @@ class Stall:
         self._busy, self._blocked_s, self._beside = True, blocked_s, [0.0, 0]
 
     def see(self, step_s: float | None, steps: int, *, busy: bool) -> None:
-        """Notes the end of `steps` steps, each of `step_s` (None: not timed). `busy`: a save is on its way."""
+        """Notes the end of `steps` steps, each of which took `step_s` (None: not timed). `busy`: a save is on
+        its way.
+        """
         stretch = self._beside if self._busy else self._alone
         stretch[0] += steps * (step_s or 0.0)
         stretch[1] += steps
@@ -38,18 +40,21 @@ class Stall:
         return self._blocked_s + (max(0.0, beside_s - beside * alone_s / alone) if alone else 0.0)
 
 
-STALL = 0.01  # the share of the time since the last save that it may have cost, if an improvement asks for the next
+STALL = 0.01  # an improvement is saved if the last save cost at most this share of the time since
 
 
 class Cadence:
     """Decides once per optimizer step; rank 0's answer counts. One save runs at a time.
 
-    An improvement is saved at exactly its step, unless the last save cost more than STALL of the time since: then the
-    next improvement or the interval is saved, so that frequent evaluations never lead to a run that only saves.
+    An improvement is saved at exactly its step, unless the last save cost more than STALL of the time since then: if
+    so, the save waits for the next improvement or the interval, so that frequent evaluations never lead to a run that
+    only saves.
     """
 
     def __init__(self, session: Session, *, improvements: bool, event: Callable[[str], None]) -> None:
-        """`improvements`: whether these are saved. `event`: gets a line about each improvement not saved, and why."""
+        """`improvements`: whether improvements are saved. `event`: gets a line for each improvement that is not saved,
+        with the reason.
+        """
         self._session, self._improvements, self._event = session, improvements, event
         self._keeps_best = session.config.delivers_best
         self._phase = ""
@@ -87,12 +92,12 @@ class Cadence:
         self._best = min(self._to_beat, math.inf if saved is None or saved.val_loss is None else saved.val_loss)
 
     def due(self, val_loss: float | None) -> Reason | None:
-        """Why this step is to be saved; None if it is not. `val_loss`: of its evaluation, if any."""
+        """Why this step is to be saved; None if it is not. `val_loss`: from the step's evaluation, if any."""
         since = time.monotonic() - self._saved_at
         improved = self._improvements and val_loss is not None and val_loss < self._best
         self._wished |= self._session.requests.save()
         if improved and self._keeps_best:
-            return "best"  # the run exports these very weights: worth waiting for the save under way
+            return "best"  # the run exports these weights: waiting for the save under way is worthwhile
         if self._session.checkpoints.busy:
             if self._wished:
                 self._event("a save is on its way already")

@@ -3,9 +3,10 @@
 A save copies the tensors to host memory (training waits only for that), then a thread writes a
 torch.distributed.checkpoint folder, syncs it and commits it (committed.py). The supervisor uploads it.
 
-With several ranks each one's thread writes its own part (one rank writes a replicated tensor); they meet on a gloo
-group of their own, and rank 0 writes the commit when all are done. Any number of ranks can read what another number
-saved. Of several nodes only the first has checkpoints: its ranks write and read them, and pass them on to the others'.
+With several ranks each rank's thread writes its own part (one rank writes a replicated tensor); these threads meet on a
+gloo group of their own, and rank 0 writes the commit when all are done. Any number of ranks can read what another
+number saved. Of several nodes only the first has checkpoints: its ranks write and read them, and pass what they read on
+to the ranks of the other nodes.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from gpufleet.job.experiments.engine.parallel import World, hand_on, local, on_h
 
 State = Mapping[str, Mapping[str, Tensor]]  # kind (model, exp_avg, exp_avg_sq) -> parameter name -> tensor
 FREE_FACTOR = 1.2  # free space before a save, in sizes of the save
-KEEP = 2  # newest ones to keep, besides the best
+KEEP = 2  # newest checkpoints to keep, besides the best
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """A save that ended. `problem` None: it was committed."""
+    """A save that ended. `problem` None: the save was committed."""
 
     step: int
     reason: Reason
@@ -96,8 +97,8 @@ class Checkpoints:
     def load(self, found: Found, state: State) -> None:
         """Reads this rank's part of every tensor into `state`. Any number of ranks may have written it.
 
-        Raises CheckpointDamagedError on every rank if one of them cannot read it; `newest` then gives the one before,
-        if any. Errors of this node (memory, disk, GPU) are raised unchanged.
+        Raises CheckpointDamagedError on every rank if one of them cannot read its part; `newest` then gives the
+        checkpoint before, if any. Errors of this node (memory, disk, GPU) are raised unchanged.
         """
         problem: str | None = None
         if self._world.is_saving and (cause := _failure(found.path, state)) is not None:
@@ -124,8 +125,9 @@ class Checkpoints:
         return self._future is not None and not self._future.done()
 
     def save(self, state: State, commit: Commit, progress: dict[str, Any]) -> list[Saved]:
-        """Starts a save, after the one on its way. Returns the saves that ended meanwhile, and this one if it cannot
-        even begin. The caller may go on training once this returns. Every rank calls it at the same step.
+        """Starts a save, after the save on its way has ended. Returns the saves that ended meanwhile, and this save if
+        it cannot even begin. The caller may go on training once the method returns. Every rank calls it at the same
+        step.
         """
         ended = self.wait()
         began = time.perf_counter()
@@ -152,7 +154,7 @@ class Checkpoints:
         return [] if self._future is None or self.busy else self.wait()
 
     def wait(self) -> list[Saved]:
-        """Waits until no save is on its way; returns those that ended."""
+        """Waits until no save is on its way; returns the saves that ended."""
         if self._future is None:
             return []
         future, self._future = self._future, None
@@ -168,7 +170,7 @@ class Checkpoints:
         self._host = {}
 
     def close(self) -> None:
-        """Ends the thread once its write is done."""
+        """Ends the saving thread once its write is done."""
         self._thread.shutdown(wait=True)
 
     def _stage(self, state: State) -> None:
@@ -204,8 +206,9 @@ class Checkpoints:
             with _without_crc32():
                 save(
                     dict(host),
-                    # Otherwise it waits for a CUDA stream, although all of this is in host memory: training's own on
-                    # one GPU; on other ranks the first GPU's, where each would get a context.
+                    # Without this the writer waits for a CUDA stream, although all tensors are in host memory: on one
+                    # GPU for training's own stream; on other ranks for the first GPU's, where each rank would get a
+                    # context.
                     storage_writer=FileSystemWriter(path, per_thread_copy_ahead=0),
                     process_group=self._world.saves,
                     no_dist=self._world.size == 1,
@@ -228,7 +231,7 @@ class Checkpoints:
 
     def _make_way(self, path: Path, size: int) -> str | None:
         """Why there is no room for a save of `size` bytes; None if there is, after pruning if needed. Removes an
-        earlier attempt's torn folder at `path` now: later, ranks would be writing in it.
+        earlier attempt's torn folder at `path` now, because later ranks would be writing in this folder.
         """
         shutil.rmtree(path, ignore_errors=True)
         for keep in (KEEP, 1):
@@ -243,7 +246,9 @@ class Checkpoints:
 
 
 def all_finite(state: State) -> Tensor:
-    """Whether all numbers of this rank's part are finite: a scalar bool on its device, which nothing waits for."""
+    """Whether all numbers of this rank's part are finite: a scalar bool on the rank's device. Nothing waits for the
+    result here.
+    """
     parts = [local(tensor) for tensors in state.values() for tensor in tensors.values()]
     ends = [end for part in parts if part.is_floating_point() and part.numel() for end in part.aminmax()]
     return torch.stack([end.float() for end in ends]).isfinite().all()  # a NaN is both minimum and maximum
@@ -251,8 +256,8 @@ def all_finite(state: State) -> Tensor:
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """torch.save spends a third of its CPU time on checksums of its own (300 MB: 0.29 s with, 0.19 s without, 2 cores,
-    2026-11-21). Uploads are hashed, and sizes are compared before a checkpoint is used.
+    """Within the block torch.save computes no checksums, on which it spends a third of its CPU time (300 MB: 0.29 s
+    with, 0.19 s without, 2 cores, 2026-11-21). Uploads are hashed, and sizes are compared before a checkpoint is used.
     """
     before = get_crc32_options()
     set_crc32_options(False)

@@ -1,6 +1,7 @@
 """Checkpoints in a folder of the local disk: which are whole, which is the best, which are removed.
 
-`commit.json` is written last, by an atomic rename. A folder without it, or with files of other sizes, does not count.
+`commit.json` is written last, by an atomic rename. A folder without this file, or with files of other sizes, does not
+count.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ class Found:
 
     @property
     def val_loss(self) -> float | None:
-        """The validation loss of exactly this step; None if it was not evaluated."""
+        """The validation loss of exactly this step; None if this step was not evaluated."""
         return self.commit.val_loss
 
 
 class Committed:
-    """The whole checkpoints of one config, oldest first. Another config's stay until one of this step replaces them."""
+    """The whole checkpoints of one config, oldest first. Another config's checkpoint stays until one of this config
+    replaces it at the same step.
+    """
 
     def __init__(self, folder: Path, config_sha256: str) -> None:
         self._folder, self._config_sha256 = folder, config_sha256
@@ -62,26 +65,28 @@ class Committed:
         return _best(self, phase)
 
     def add(self, path: Path, commit: Commit, progress: dict[str, Any]) -> None:
-        """Commits a checkpoint whose tensors are on the disk. From here on it exists."""
+        """Commits a checkpoint whose tensors are on the disk. From here on the checkpoint exists."""
         atomic.write_json(path / PROGRESS, progress)
         files = tuple((file.name, file.stat().st_size) for file in sorted(path.iterdir()))
         atomic.write_json(path / COMMIT, replace(commit, files=files).to_json())
         atomic.sync_folder(self._folder)  # a run on one's own machine resumes from its disk
 
     def evaluated(self, step: int, val_loss: float) -> None:
-        """Adds a validation loss to the checkpoint of `step` that was not known when it was saved. Raises OSError."""
+        """Adds to the checkpoint of `step` a validation loss that was not known when the checkpoint was saved. Raises
+        OSError.
+        """
         for found in self:
             if found.step == step:
                 atomic.write_json(found.path / COMMIT, replace(found.commit, val_loss=val_loss).to_json())
 
     def set_aside(self, found: Found) -> None:
-        """Rejects a checkpoint that is damaged or has diverged, unless it is the only one."""
+        """Rejects a checkpoint that is damaged or has diverged, unless there is no other."""
         if len(list(self)) > 1:
             (found.path / COMMIT).replace(found.path / DAMAGED)
 
     def go_back(self, step: int, lost_at: int, reason: str) -> Found | None:
-        """Makes the newest checkpoint up to `step` the newest of all, with the retry in its commit. None if there is
-        none. Raises OSError; then do not resume from it, because the retries would not be counted.
+        """Makes the newest checkpoint up to `step` the newest of all, with the retry in its commit. None if there is no
+        such checkpoint. Raises OSError; then do not resume, because the retries would not be counted.
         """
         good = max((found for found in self if found.step <= step), key=lambda found: found.step, default=None)
         if good is not None:
@@ -93,8 +98,9 @@ class Committed:
         return good
 
     def prune(self, keep: int) -> None:
-        """Removes all but the newest `keep`, the best of the newest's phase and one being uploaded. A checkpoint that
-        has lost a file does not count any more; those that the disk cannot remove stay.
+        """Removes all checkpoints except the newest `keep`, the best of the newest checkpoint's phase, and a checkpoint
+        being uploaded. A checkpoint that has lost a file does not count any more; checkpoints that the disk cannot
+        remove stay.
         """
         there = list(self)
         best = _best(there, there[-1].commit.phase) if there else None
@@ -122,7 +128,7 @@ ENDS = 1 << 20  # bytes read at either end of a file
 
 def weights_identity(folder: Path) -> str:
     """One sha256 over each file's name, size, first and last MiB: reading tens of gigabytes would take too long.
-    Fine-tunings of one model differ in it, because their first and last tensors do.
+    Fine-tunings of one model have different identities, because their first and last tensors differ.
     """
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("[!.]*") if path.is_file()):

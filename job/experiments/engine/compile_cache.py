@@ -2,7 +2,7 @@
 
 One file per phase, rung, rank and kind of device: what `torch.compiler.save_cache_artifacts` returns (Inductor's graphs
 with their Triton kernels, AOTAutograd's, autotuning's choices) after its sha256. The supervisor downloads such files
-before the trainer starts, and uploads new ones.
+before the trainer starts, and uploads new files.
 
 torch looks a graph up by a hash of the graph itself, torch, Triton, settings and device: a file of other graphs is
 useless, but never wrong. The device is cuda:3, not cuda, so each rank has a file of its own (torch 2.13's source, read
@@ -32,7 +32,9 @@ HIT, MISS, UNCACHEABLE = "fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cac
 
 
 class CompileCache:
-    """The compiled graphs of one phase. Make it before the phase's first step: it loads an earlier start's graphs."""
+    """The compiled graphs of one phase. Make this object before the phase's first step, because it loads an earlier
+    start's graphs.
+    """
 
     def __init__(self, session: Session, phase: Phase, rung: Rung) -> None:
         self._session, self._phase = session, phase
@@ -40,7 +42,7 @@ class CompileCache:
         self._held: set[tuple[str, str]] = set()  # the file's content, by torch's kinds and keys
         self._graphs, self._cached, self._total_s = 0, 0, 0.0
         CacheArtifactManager.clear()  # removes other phases' graphs; torch has no public way
-        # A growth's check sets "highest", a start sets nothing: both give the same products, but torch hashes them
+        # A growth's check sets "highest", a start sets nothing: the two give the same products, but torch hashes them
         # differently.
         torch.set_float32_matmul_precision(torch.get_float32_matmul_precision())
         began = time.perf_counter()
@@ -48,8 +50,8 @@ class CompileCache:
         self._counts, self._compiled_s = _counts(), _compiled_s() - (time.perf_counter() - began)
 
     def keep(self) -> str | None:
-        """A line about graphs compiled since the last call; None without any. Writes new ones into the file; a full
-        disk only loses the file. It is cheap enough for every step.
+        """A line about graphs compiled since the last call; None without any. Writes new graphs into the file; a full
+        disk only loses the file. The call is cheap enough for every step.
         """
         new = _counts() - self._counts
         if not new:

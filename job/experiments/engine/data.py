@@ -1,9 +1,7 @@
-"""The order of data, for every experiment, and windows of ids on the training device. It has no loader, no workers and
-no state.
-
-The rows of step s are a pure function of (seed, s): those of the whole global batch are drawn first (`draw`, or in
-turn, `in_epochs`), then split over ranks and micro-batches by position (`split`). A resume needs only the step. Legend:
-B windows, T sequence.
+"""The order of data, for every experiment, and windows of ids on the training device. There is no loader, no worker and
+no state. The rows of step s are a pure function of (seed, s): the rows of the whole global batch are drawn first
+(`draw`, or in turn, `in_epochs`), then split over ranks and micro-batches by position (`split`). A resume needs only
+the step. Legend: B windows, T sequence.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ class Part(NamedTuple):
     """One micro-batch of this rank."""
 
     rows: range  # places in the global batch
-    missing: int  # rows without targets to add after them
+    missing: int  # how many rows without targets to add after the part's own rows
 
 
 def split(total: int, world: World, micro: int) -> list[Part]:
     """This rank's micro-batches of a global batch of `total` rows: consecutive, at most `micro` rows each.
 
-    All ranks get equally many of equal size, because sharded ones pass through the model together: rows without targets
-    fill the gaps.
+    All ranks get equally many micro-batches of equal size, because sharded ranks pass through the model together: rows
+    without targets fill the gaps.
     """
     share = -(-total // world.size)
     first = world.rank * share
@@ -53,7 +51,7 @@ def split(total: int, world: World, micro: int) -> list[Part]:
 
 
 class Windows:
-    """One split's ids as one stream on the training device, and windows of `sequence` of them."""
+    """One split's ids as one stream on the training device, and windows of `sequence` ids."""
 
     def __init__(self, ids: NDArray[Any], sequence: int, device: torch.device) -> None:
         """`ids`: unsigned, one, two or four bytes each."""
@@ -93,7 +91,7 @@ class Windows:
 
 
 class TokenDataset:
-    """A prepared dataset of tokens on the training device. Raises ValueError when it does not fit the run."""
+    """A prepared dataset of tokens on the training device. Raises ValueError if the dataset does not fit the run."""
 
     def __init__(self, folder: Path, *, vocab: int, sequence: int, device: torch.device) -> None:
         self.manifest: DatasetManifest = read_manifest(folder)

@@ -42,7 +42,7 @@ class DeviceRefusedError(ValueError):
 
 
 class NodeRefusedError(Exception):
-    """This node is not as rented, or not worth its price."""
+    """This node is not what was rented, or not worth its price."""
 
 
 class PeerRefusedError(Exception):
@@ -72,7 +72,9 @@ class Device:
         return min(self.memory_gb, DATA_SHEETS[self.name][2] if self.name in DATA_SHEETS else self.memory_gb)
 
     def seed(self, seed: int) -> None:
-        """Seeds the random numbers of a model. torch.manual_seed seeds all kinds of devices: 0.4 ms of each step."""
+        """Seeds a model's random numbers on the CPU and on this device. torch.manual_seed seeds all kinds of devices,
+        which takes 0.4 ms of each step.
+        """
         torch.default_generator.manual_seed(seed)
         if self.is_cuda:
             torch.cuda.default_generators[self.torch.index].manual_seed(seed)
@@ -192,7 +194,7 @@ def settings(device: Device) -> Iterator[None]:
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(not device.is_cuda)
-    memory.fill_uninitialized_memory = False  # it costs time and reveals nothing: every value is written
+    memory.fill_uninitialized_memory = False  # filling costs time and reveals nothing: every value is written
     try:
         yield
     finally:
@@ -203,11 +205,11 @@ def settings(device: Device) -> Iterator[None]:
 def _keep_freed_memory() -> None:
     """Keeps freed memory in the process for the next step. glibc returns large tensors to the kernel, which hands out
     new zeroed pages, one fault each: 0.2 of 2.2 CPU-seconds of a joint step of two-tower's twenty members (torch
-    2.13.0, glibc 2.36, 2026-11-22). It does nothing with another C library.
+    2.13.0, glibc 2.36, 2026-11-22). With another C library the function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(M_MMAP_MAX, 0)  # no tensor gets its own mapping, which would be unmapped with it
+        mallopt(M_MMAP_MAX, 0)  # no tensor gets its own mapping, which would be unmapped with the tensor
         mallopt(M_TRIM_THRESHOLD, -1)  # the heap never shrinks
 
 

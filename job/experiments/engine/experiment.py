@@ -62,9 +62,9 @@ class ForwardOutput(Protocol):
 class Micro(NamedTuple):
     """One forward and backward pass: `module(*inputs)`."""
 
-    inputs: tuple[Any, ...]  # tensors, and constants: each value has its own graph
+    inputs: tuple[Any, ...]  # tensors, and constants, of which each value has its own graph
     tokens: int  # over which the loss is summed
-    place: int = 0  # of its first row in the global batch; (seed, step, place) seeds dropout
+    place: int = 0  # the place of the micro-batch's first row in the global batch; (seed, step, place) seeds dropout
 
 
 class Work(NamedTuple):
@@ -78,7 +78,9 @@ class Work(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The weights after `step` steps. `val_loss`: of exactly these, None if not evaluated."""
+    """The weights after `step` steps. `val_loss`: the loss of exactly these weights, None if they were not
+    evaluated.
+    """
 
     step: int
     val_loss: float | None
@@ -86,7 +88,7 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """At most `steps` optimizer steps with one model. `first` is the number of steps before it."""
+    """At most `steps` optimizer steps with one model. `first` is the number of steps before the phase."""
 
     index: int
     name: str
@@ -119,7 +121,7 @@ class Phase:
 
     @property
     def last(self) -> int:
-        """The number of steps after it."""
+        """The number of steps at the phase's end."""
         return self.first + self.steps
 
 
@@ -176,7 +178,7 @@ class Experiment(ABC):
     progress: dict[str, Any]
     outcome: Mapping[str, Any] = MappingProxyType({})  # the loop's result, for results.json and final/meta.json
     aux_weight: float = 0.0  # the weight of aux_loss in the objective
-    saves_improvements: bool = True  # each at exactly its step; False: only by cadence and stops
+    saves_improvements: bool = True  # each improvement at exactly its step; False: only by cadence and stops
 
     @abstractmethod
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
@@ -200,7 +202,7 @@ class Experiment(ABC):
 
     @abstractmethod
     def validation(self, phase: Phase, rung: Rung) -> Work:
-        """This rank's part of the validation batches, the same ones every time."""
+        """This rank's part of the validation batches, which are the same every time."""
 
     def evaluated(self, phase: Phase, step: int) -> bool:
         """Whether the loop evaluates after `step` steps: every config.eval.every steps, and at the end of a phase."""
@@ -215,9 +217,9 @@ class Experiment(ABC):
 
     @torch.no_grad()
     def measure(self, phase: Phase, module: nn.Module, rung: Rung) -> float | None:
-        """The validation loss, lower is better, the same on every rank; it has no side effect. The default is the mean
-        loss in nats per token. None if the phase holds no data out. Raises Stopped on all ranks together if a stop
-        comes first.
+        """The validation loss, lower is better, the same on every rank. The method has no side effect. The default is
+        the mean loss in nats per token. None if the phase holds no data out. Raises Stopped on all ranks together if a
+        stop comes first.
         """
         module.eval()
         work = self.validation(phase, rung)
@@ -242,7 +244,7 @@ class Experiment(ABC):
         return {name: [round(x, 4) for x in tensor.flatten().tolist()] for name, tensor in aux.items()}
 
     def stop_early(self, phase: Phase, step: int, val_loss: float | None) -> str | None:
-        """Called after each evaluation: why the phase is done now; None if it goes on."""
+        """Called after each evaluation: why the phase is done now; None if the phase goes on."""
         return None
 
     def requires(self, phase: Phase) -> tuple[str, ...]:

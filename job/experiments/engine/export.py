@@ -31,13 +31,15 @@ def export(folder: Path, module: nn.Module, meta: dict[str, Any]) -> None:
 
 
 def begin(folder: Path) -> None:
-    """Makes room for an export. Removes meta.json first: new weights must never lie beside old ones' meta file."""
+    """Makes room for an export. Removes meta.json first: new weights must never lie beside the meta file of old
+    weights.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / META).unlink(missing_ok=True)
 
 
 def describe(folder: Path, meta: dict[str, Any]) -> None:
-    """Writes meta.json for weights that exist already, with their size and hash."""
+    """Writes meta.json, with the weights' size and hash, for weights that exist already."""
     atomic.write_json(folder / META, {"schema": 1, **meta, "files": [entry(folder, WEIGHTS)]})
 
 
@@ -61,9 +63,9 @@ def copy(source: Path, folder: Path) -> None:
 
 
 def deliver(experiment: Experiment, phase: Phase, module: nn.Module, last: Weights, lowest: Weights | None) -> Weights:
-    """Puts the weights to export into the module and returns them. They are its `last`, or those of the best evaluation
-    with a checkpoint on this disk. The log, and the experiment's `outcome` under `delivered`, tell which. `lowest`: the
-    best evaluation, with or without a checkpoint.
+    """Puts the weights to export into the module and returns them. These are the `last` weights, or the weights of the
+    best evaluation with a checkpoint on this disk. The log, and the experiment's `outcome` under `delivered`, name the
+    choice. `lowest`: the best evaluation, with or without a checkpoint.
     """
     session = experiment.session
     checkpoints, asked = session.checkpoints, session.config.delivers_best

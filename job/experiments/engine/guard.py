@@ -1,7 +1,7 @@
 """Detects that a run diverges, or is slower than predicted.
 
-A run has diverged if the logged losses have risen and stay high, and the validation loss confirms it. Hard batches
-among easy ones do neither, however hard they are. NaN and infinity fail at once, in the loop.
+A run has diverged if the logged losses have risen and stay high, and the validation loss confirms that. Hard batches
+among easy batches cause neither, however hard they are. NaN and infinity fail at once, in the loop.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from gpufleet.job.kind import Guard
 UPPER, LEAST = 0.9, 20
 WORSE = 1.1  # times the phase's best evaluation: a loss below is in range, even a phase's second
 
-# Thresholds for warnings: beyond these a run costs more than its bill predicts, or is about to fail.
+# Thresholds for warnings: beyond a threshold a run costs more than its bill predicts, or is about to fail.
 UTILIZATION, MEMORY, PACE, MFU = 80.0, 0.95, 0.6, 0.6
 
 
 class LossSpikeError(LostError):
-    """The loss left its range and did not come back, and the validation loss confirms it."""
+    """The loss left its range and did not come back, and the validation loss confirms that."""
 
 
 class SpikeGuard:
-    """Watches one phase's logged losses, in order. Every rank sees the same ones, so all of them stop together.
+    """Watches one phase's logged losses, in order. Every rank sees the same losses, so all ranks stop together.
 
     `known`: an earlier start's state, so that an interruption forgets nothing. `first`: the steps before the phase.
     """
@@ -63,8 +63,8 @@ class SpikeGuard:
         return self._above > 0
 
     def see(self, loss: float, step: int, val_loss: float | None = None) -> bool:
-        """A logged loss, with the evaluation of the same step if there was one. True if it has been out of range for so
-        long that `judge` needs the validation loss.
+        """Takes a logged loss, with the evaluation of the same step if there was one. True if losses have been out of
+        range for so long that `judge` needs the validation loss.
         """
         above = self._level is not None and loss > self._level + self._config.rise
         self._window.append(loss)
@@ -104,8 +104,8 @@ class SpikeGuard:
         self._highest = val_loss if self._highest is None else max(self._highest, val_loss)
 
     def _in_range(self, val_loss: float) -> bool:
-        """Whether the loss is nearer to the phase's best evaluation than to its worst. Before the first evaluation it
-        is judged like training losses.
+        """Whether the validation loss is nearer to the phase's best evaluation than to its worst. Before the first
+        evaluation, it is judged like training losses.
         """
         if self._lowest is None or self._highest is None:
             return self._level is None or val_loss <= self._level + self._config.rise
@@ -116,7 +116,7 @@ class SpikeGuard:
 
 
 class Thresholds:
-    """Warnings about one phase, each at most once, with the reason."""
+    """Warnings about one phase. Each warning comes at most once, with the reason."""
 
     def __init__(self, predicted: Mapping[str, Any], device: Device) -> None:
         """`predicted`: the bill's figures of the phase; may be empty."""

@@ -33,7 +33,7 @@ class Journal:
         self.left_out = 0  # tokens of steps that phases skipped by ending early
         wanted = session.device.is_cuda and session.world.first
         self._gpus = Sampler(gpus=session.world.ranks_per_node) if wanted else None
-        self._events: list[str] = []  # these three are for the next line
+        self._events: list[str] = []  # this and the two below are for the next line
         self._saves: list[Save] = []
         self._resumed: int | None = None
         self._thresholds: dict[str, Thresholds] = {}
@@ -41,7 +41,7 @@ class Journal:
         self._lost: set[str] = set()  # files whose lines could not be written, which was reported
 
     def open(self, step: int) -> None:
-        """Continues after `step`; lines beyond it will be repeated. Raises ValueError."""
+        """Continues after `step`; lines of later steps will be repeated. Raises ValueError."""
         if not self._session.world.first:
             return
         with self._on_any_disk(METRICS):
@@ -93,7 +93,8 @@ class Journal:
         over: bool,
     ) -> None:
         """Writes one logged step. `values`: loss, val_loss (None unless evaluated now), grad_norm, the experiment's own
-        figures. `shown_val_loss`: the newest. `over`: whether it is the phase's last, perhaps early.
+        figures. `shown_val_loss`: the newest validation loss. `over`: whether this is the phase's last step, perhaps an
+        early one.
         """
         session = self._session
         memory_gb = session.device.used_gb()

@@ -1,11 +1,11 @@
 """The training loop, one for every experiment: phases of steps, evaluation, checkpoints, stopping, the log.
 
-An experiment defines its phases, each one's model, and the files at its end. The loop does the rest and knows nothing
-of models except their output. The checkpoint at the end of a phase holds that phase's model without moments: a resume
-from it repeats the step to the next phase, which has new moments, or what follows training.
+An experiment defines its phases, the model of each phase, and the files at its end. The loop does the rest and knows
+nothing of models except their output. The checkpoint at the end of a phase holds that phase's model without moments: a
+resume from it repeats the step to the next phase, which has new moments, or what follows training.
 
-Every rank runs this loop. Rank 0 makes every decision that depends on time, supervisor or disk, and all agree on it
-once per optimizer step, so no rank ever stops or saves alone.
+Every rank runs this loop. Rank 0 makes every decision that depends on time, supervisor or disk, and all ranks agree on
+the decision once per optimizer step, so no rank ever stops or saves alone.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Loop:
         self.val_loss: float | None = None  # the newest
         self._lowest: Weights | None = None  # among this phase's evaluations
         self._at: tuple[Phase, nn.Module] | None = None  # the phase and model being trained
-        self._delivered: Weights | None = None  # the module's weights once its training is over
+        self._delivered: Weights | None = None  # the module's weights once the module's training is over
         self._ended: str | None = None  # why this phase ends before its last step
         self._unevaluated = False  # whether a stop came before this step's evaluation was over
         self._manifest = read_manifest(session.data)
@@ -116,7 +116,7 @@ class Loop:
 
     def _go_back(self, lost: LostError) -> None:
         """Makes the last good checkpoint the newest, for another try at a lower rate. Raises `lost` with the earlier
-        tries if there is none, or enough were made.
+        tries if there is no such checkpoint, or if enough tries were made.
         """
         guard, checkpoints = self.config.guard, self.session.checkpoints
         self._note(checkpoints.wait())
@@ -147,14 +147,14 @@ class Loop:
             self.experiment.cut(self.step, weights)
 
     def _deliver(self, phase: Phase, module: nn.Module, last: Weights) -> Weights:
-        """Puts the weights to export into the module, and logs which they are."""
+        """Puts the weights to export into the module, and logs which weights these are."""
         self._note(self.session.checkpoints.wait())
         self._delivered = export.deliver(self.experiment, phase, module, last, self._lowest)
         self.experiment.outcome = {**self.experiment.outcome, "retries": [asdict(each) for each in self._retries]}
         return self._delivered
 
     def _resume(self, found: Found) -> list[Phase]:
-        """Takes over the checkpoint's state; the phases still to do, its own included."""
+        """Takes over the checkpoint's state; returns the phases still to do, with the checkpoint's own phase."""
         self._retries = found.commit.retries
         self.step, self.val_loss = found.step, found.progress["val_loss"]
         self._ended = found.progress.get("ended")
@@ -221,7 +221,7 @@ class Loop:
                             self._note(self.session.checkpoints.wait())
                 self._handle_stop(phase, state, stop, val_loss)
                 if self.step == started + 1:
-                    gc.freeze()  # objects alive now live to the phase's end: later collections skip them
+                    gc.freeze()  # objects alive now live to the phase's end: later collections skip these objects
         self._journal.compare(phase)
         self._save(phase, state, "final" if phase is self.experiment.phases[-1] else "boundary", self.val_loss)
         gc.unfreeze()
@@ -278,7 +278,7 @@ class Loop:
         try:
             asked = self.experiment.measure(phase, module, rung) if val_loss is None else val_loss
         except Stopped:
-            return  # it stops after this step; the next start checks again
+            return  # the run stops after this step; the next start checks again
         self._require_finite(asked)
         if (remark := self._guard.judge(asked, self.step)) is not None:
             self._journal.event(remark, aloud=True)
@@ -334,9 +334,9 @@ class Loop:
         }
 
     def _due(self, phase: Phase, val_loss: float | None) -> Reason | None:
-        """Why this step is to be saved; None if it is not. A step without a logged loss waits for the next logged one:
-        a save within a divergence would push out the earlier ones. An improvement does not wait: its weights are
-        better.
+        """Why this step is to be saved; None if it is not. A step without a logged loss waits for the next step with
+        one: a save within a divergence would push out earlier checkpoints. An improvement does not wait: its weights
+        are better.
         """
         if not self.world.first or self._phase_ended(phase):
             return None
@@ -344,9 +344,9 @@ class Loop:
         return None if self._guard.suspicious else due
 
     def _save(self, phase: Phase, state: State, reason: Reason, val_loss: float | None) -> None:
-        """Starts a save of this step, unless it is saved already."""
+        """Starts a save of this step, unless the step is saved already."""
         checkpoints = self.session.checkpoints
-        self._note(checkpoints.wait())  # the one on its way, perhaps of this step, may fail
+        self._note(checkpoints.wait())  # the save on its way, perhaps of this step, may fail
         if self.world.agree(checkpoints.saved_step == self.step):
             return
         self._finite &= all_finite(state)  # this step's update: its loss was computed with the weights before
@@ -397,7 +397,7 @@ class Loop:
                 self._cadence.recall()
 
     def _stop(self) -> tuple[str, bool, bool] | None:
-        """The stop request, as rank 0 sees it."""
+        """The stop request that rank 0 sees: (reason, whether to save, whether the run ends)."""
         stop = self.session.requests.stop() if self.world.first else None
         return None if stop is None else (stop.reason, stop.save, stop.ends)
 
@@ -425,6 +425,6 @@ class Loop:
             what = f"the validation loss is {val_loss}, which is"
         saved = self.session.checkpoints.saved_step
         before = f"the checkpoint of step {saved} is from before, and finite" if saved >= 0 else "nothing is saved yet"
-        if saved == self.step:  # its repeated evaluation comes late: the weights are saved already
+        if saved == self.step:  # the repeated evaluation comes late: the weights are saved already
             before = f"the checkpoint of step {saved} holds these very weights, finite themselves"
         raise LossNotFiniteError(f"{what} not finite at step {self.step}; {before}")

@@ -1,4 +1,4 @@
-"""A run's console line and JSON line per logged step. And the clocks for both."""
+"""A run's console line and JSON line per logged step, and the clocks whose times stand in these lines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StepClock:
         self._warm = 0
         self._seconds = 0.0
         self.steps = 0  # steps in the mean of the next reading
-        self.full = 0.0  # the same, with a step of fewer rows counted as its share
+        self.full = 0.0  # the same, but a step of fewer rows counts only as its share of a whole step
         self._began = 0.0
 
     def restart(self) -> None:
@@ -54,7 +54,9 @@ class StepClock:
         self.full += full
 
     def settle(self) -> None:
-        """Waits for the device before something other than a step does: the steps' unfinished work is their time."""
+        """Waits for the device before something other than a step waits for it, so that unfinished work of the steps
+        counts as theirs.
+        """
         began = self._clock()
         self._synchronize()
         if self.steps:
@@ -68,9 +70,9 @@ class StepClock:
 
 
 class OwnTime:
-    """How long a step takes a node before it needs the others, which reveals a slow node: from its batch to its last
-    backward pass, in which gradients cross the network. On a GPU the time is known once it has come so far; nothing
-    waits for that.
+    """How long a node works on a step before it needs the other nodes, which reveals a slow node: from the step's batch
+    to the last backward pass, in which gradients cross the network. On a GPU the time is known once the GPU has reached
+    that pass; nothing waits for it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,7 +102,7 @@ class OwnTime:
 
 
 class MetricsFile:
-    """metrics.jsonl: whole lines only, flushed at once. A resume cuts off the lines that it will repeat."""
+    """metrics.jsonl: whole lines only, flushed at once. A resume cuts off the lines of steps that it will repeat."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -127,13 +129,13 @@ class MetricsFile:
         """Adds the loss to the line of `step`, if any, after a resume repeated a stopped evaluation. Raises OSError."""
         records = self.records()
         for record in records:
-            if record["step"] == step and record["val_loss"] != val_loss:  # another start may have written it already
+            if record["step"] == step and record["val_loss"] != val_loss:  # another start may have written it
                 record.update(val_loss=val_loss, resumed=step)
         atomic.write_bytes(self.path, b"".join(map(lines_of.write, records)))
 
     def records(self, phase: str | None = None) -> list[dict[str, Any]]:
-        """Every line, or those of one phase. It skips a torn line that a kill left and `resume` could not remove from a
-        full disk: that must not fail the run at a phase's end.
+        """Every line, or the lines of one phase. A torn line that a kill left, and that `resume` could not remove from
+        a full disk, is skipped: it must not fail the run at a phase's end.
         """
         if not self.path.exists():
             return []

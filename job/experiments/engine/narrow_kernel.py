@@ -1,7 +1,7 @@
 """The update of NarrowAdamW on a GPU: one launch for all parameters of a group, whatever their number and size.
 
-A row of the table holds the addresses of a parameter and its tensors; each program takes TILE elements of one of them.
-`optimizer.update_plainly` is the same arithmetic in torch operations, and draws the same random bits.
+A row of the table holds the addresses of a parameter and its tensors; each program of the launch takes TILE elements of
+one parameter. `optimizer.update_plainly` is the same arithmetic in torch operations, and draws the same random bits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Launch:
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        """Does one update. `counters`: where the random bits of each parameter begin."""
+        """Launches one update. `counters`: where the random bits of each parameter begin."""
         assert all(gradient.is_contiguous() for gradient in gradients)
         self.table[:, 1] = torch.tensor([gradient.data_ptr() for gradient in gradients])
         self.table[:, 6] = torch.tensor(counters)
@@ -70,7 +70,7 @@ class Launch:
 
 
 def _aligned(tensor: Tensor) -> bool:
-    """Whether a thread may read eight of its numbers, 16 bytes, at once."""
+    """Whether a thread may read eight numbers of the tensor, 16 bytes, at once."""
     return tensor.data_ptr() % 16 == 0 and tensor.numel() % 8 == 0
 
 
@@ -78,7 +78,7 @@ def _aligned(tensor: Tensor) -> bool:
 def _update(table, owner, scale, decay, rate, root, toward1, toward2, eps, ALIGNED: tl.constexpr, TILE: tl.constexpr):
     tile = tl.program_id(0)
     row = table + tl.load(owner + tile) * COLUMNS
-    count = tl.multiple_of(tl.load(row + 4), 8) if ALIGNED else tl.load(row + 4)  # else the mask forbids a wide read
+    count = tl.multiple_of(tl.load(row + 4), 8) if ALIGNED else tl.load(row + 4)  # else the mask forbids wide reads
     at = (tile - tl.load(row + 5)) * TILE + tl.arange(0, TILE)
     inside = at < count
     weights = _tensor(row, ALIGNED) + at

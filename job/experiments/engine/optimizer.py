@@ -1,7 +1,7 @@
 """AdamW in two forms: in fp32 (torch's fused one), and entirely in bf16 with 8 bytes per parameter, gradient included.
 
 In bf16 a step of lr 8e-5 is often smaller than the distance to the next number, and rounding to nearest would lose it.
-`NarrowAdamW` computes in fp32 and rounds weights and moments stochastically, so that they are right on average
+`NarrowAdamW` computes in fp32 and rounds weights and moments stochastically, so that their values are right on average
 (Connolly, Higham, Mary 2021). Its random bits are a hash of (seed, step, parameter, element): no generator, no state,
 the same on every device, so a resumed run continues bit for bit.
 
@@ -36,7 +36,9 @@ class Moments(Protocol):
 
 
 def make(groups: Iterable[dict[str, Any]], config: Moments, *, seed: int) -> Optimizer:
-    """The optimizer for these parameters, chosen by their dtype. Its moments exist from the start, as zeros."""
+    """The optimizer for the parameters of `groups`, chosen by their dtype. Its moments exist from the start,
+    as zeros.
+    """
     groups = [group for group in groups if group["params"]]
     betas = (config.betas[0], config.betas[1])
     dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
@@ -95,8 +97,8 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 @torch.no_grad()
 def clip(optimizer: Optimizer, max_norm: float) -> Tensor:
     """Scales the parameters' gradients down to a global norm of `max_norm` (0: only measures); NarrowAdamW scales them
-    when its next step reads them. Returns the norm before, fp32, on the device. Unlike torch's it sums bf16 gradients
-    in fp32.
+    when its next step reads them. Returns the norm before, fp32, on the device. Unlike torch's function, this one sums
+    bf16 gradients in fp32.
     """
     gradients = [p.grad for p in parameters(optimizer) if p.grad is not None]
     total = parallel.norm(gradients)
@@ -110,9 +112,9 @@ def clip(optimizer: Optimizer, max_norm: float) -> Tensor:
 
 
 class NarrowAdamW(Optimizer):
-    """AdamW whose weights and moments are bf16, stochastically rounded. On CUDA it uses one launch per group
-    (narrow_kernel.py) with fixed addresses: read a checkpoint into these very tensors, because replaced ones are not
-    seen.
+    """AdamW whose weights and moments are bf16, stochastically rounded. On CUDA each group takes one launch
+    (narrow_kernel.py) with fixed addresses: read a checkpoint into the existing tensors, because the launch does not
+    see tensors that replace them.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, betas: tuple[float, float], eps: float, seed: int) -> None:
@@ -147,13 +149,13 @@ class NarrowAdamW(Optimizer):
         self.scale = None
 
     def _tensors(self, group: dict[str, Any]) -> Tensors:
-        """The weights of a group and both moments."""
+        """The weights of a group, their first and their second moments."""
         states = [self.state[parameter] for parameter in group["params"]]
         return group["params"], [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
 
 
 def _updater(tensors: Tensors) -> Callable[..., None]:
-    """A function that updates all of these tensors once."""
+    """A function that updates all `tensors` once."""
     if tensors[0][0].device.type == "cuda":
         from gpufleet.job.experiments.engine.narrow_kernel import Launch  # Triton exists only on Linux
 
@@ -187,7 +189,7 @@ def update_plainly(
 
 def stochastic_bf16(x: Tensor, bits: Tensor) -> Tensor:
     """Rounds fp32 to one of its two bf16 neighbours, up with the probability of the part that is cut off. `bits` is
-    int64 with uniform lowest 16 bits. Infinities and NaN stay what they are.
+    int64 with uniform lowest 16 bits. Infinities and NaN stay unchanged.
     """
     raw = x.view(torch.int32)
     rounded = ((raw + (bits & 0xFFFF).to(torch.int32)) & -0x10000).view(torch.float32)
@@ -207,10 +209,12 @@ def _shift(x: Tensor, by: int) -> Tensor:
 
 
 def _key(seed: int, step: int, index: int) -> int:
-    """Where this parameter's counters begin at this step: far from others, positive, within int64."""
+    """Where a parameter's counters begin at a step: far from other parameters' counters, positive, within int64."""
     return (((seed * 1_000_003 + step) * 1_000_003 + index) * 0x9E3779B97F4A7C15) & KEYS
 
 
 def parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All parameters that it updates. Walking through the module would take the host longer, at every step."""
+    """All parameters that the optimizer updates. Walking through the module would take the host longer, at
+    every step.
+    """
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

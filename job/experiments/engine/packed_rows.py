@@ -1,8 +1,8 @@
 """Packed rows as micro-batches: every row once per epoch, in an order from (seed, epoch).
 
-Every rank knows all rows of the global batch, so it knows the number of tokens that count without communication. Rows
-stay in host memory: a step needs some hundred kilobytes. Legend: R rows, T tokens of a row, N = R x T, K at most the
-examples of a micro-batch plus one.
+Every rank knows all rows of the global batch, and so, without communication, the number of tokens that the loss counts.
+Rows stay in host memory: a step needs some hundred kilobytes. Legend: R rows, T tokens of a row, N = R x T, K at most
+the examples of a micro-batch plus one.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from gpufleet.job.experiments.engine.parallel import World
 
 
 class PackedBatches:
-    """Both splits of a packed dataset. `waited_s` adds up the seconds spent on making batches.
+    """The training and the validation split of a packed dataset. `waited_s` adds up the seconds spent on making
+    batches.
 
-    With a `renderer` it tokenises training rows from their texts at every step: that measures the cost of doing so,
-    with the same result.
+    With a `renderer`, training rows are tokenised from their texts at every step, with the same result, to measure what
+    that costs.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class PackedBatches:
         return in_epochs(places, count, lambda epoch: self._order(seed, epoch, count))
 
     def fixed(self, rows: int) -> Ids:
-        """`rows` validation rows, always the same, evenly spread; all of them if there are fewer."""
+        """`rows` validation rows, always the same, evenly spread; all validation rows if there are fewer."""
         count = len(self.splits["validation"])
         wanted = min(rows, count)
         return np.arange(wanted, dtype=np.int64) * count // wanted
@@ -109,7 +110,7 @@ class PackedBatches:
         return Micro((*inputs, self.longest), int((marks & 1).sum()), part.rows.start)
 
     def _tokenise(self, row: int, tokens_T: Ids, marks_T: Ids) -> None:
-        """Fills one row from its conversations."""
+        """Fills one row with the tokens of its conversations."""
         assert self._renderer is not None
         turns = [[Turn(*turn) for turn in conversation] for conversation in json.loads(self._texts[row])]
         at = 0

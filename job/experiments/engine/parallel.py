@@ -1,14 +1,14 @@
 """The processes of a run: their ranks, their common decisions, and how a module is spread over them.
 
 There are two ways to spread: `shard` (FSDP2: each rank holds a part of every weight, gradient and moment) for models
-that are too large or trained whole, `replicate` for small trainable sets (an adapter). Both sum gradients over ranks
-and never average: the loss of each rank is divided by the tokens of the whole global batch already.
+that are too large or trained whole, `replicate` for small trainable sets (an adapter). Both ways sum gradients over
+ranks and never average: the loss of each rank is divided by the tokens of the whole global batch already.
 
-With several nodes, each holds all of it, split over its own GPUs alone (HSDP), so that one node's disk has a whole
-checkpoint and only one sum of gradients per step crosses the network. Node 0 saves; the other nodes' ranks get what it
-reads.
+With several nodes, each node holds the whole module, split over its own GPUs alone (HSDP), so that one node's disk has
+a whole checkpoint and only one sum of gradients per step crosses the network. Node 0 saves; the other nodes' ranks get
+what node 0 reads.
 
-Decisions use a CPU gloo group of their own, and so do saves, because they run beside training.
+Decisions use a CPU gloo group of their own, and so do saves, because saves run beside training.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gpufleet.job.experiments.engine.device import require_cuda
 
-MESSAGE_BYTES, LENGTH_BYTES = 512, 4  # for a decision: one broadcast of a fixed size, which begins with its length
-PATIENCE = timedelta(minutes=60)  # one rank may read or write gigabytes while the others wait for its tensors
-LONG_PATIENCE = timedelta(days=2)  # for rank 0's decision: what follows training may be its work alone, for hours
+MESSAGE_BYTES, LENGTH_BYTES = 512, 4  # for a decision: one broadcast of a fixed size, the message's length first
+PATIENCE = timedelta(minutes=60)  # a rank may read or write gigabytes while the others wait for its tensors
+LONG_PATIENCE = timedelta(days=2)  # for rank 0's decision: what follows training may be rank 0's work alone, for hours
 JSON = TypeVar("JSON")
 
 
@@ -45,7 +45,7 @@ class World:
     node: int = 0
     nodes: int = 1
     control: dist.ProcessGroup | None = None  # gloo, for decisions
-    saves: dist.ProcessGroup | None = None  # gloo, for checkpoints, from their own thread; for node 0's ranks
+    saves: dist.ProcessGroup | None = None  # gloo, for checkpoints of node 0's ranks, used by the saving thread
     mesh: DeviceMesh | None = None  # on the training device
     host_mesh: DeviceMesh | None = None  # the same ranks on the CPU, for copies there
 
@@ -141,7 +141,8 @@ def join(kind: str) -> World:
         require_cuda()
         torch.cuda.set_device(named.local_rank)
         if not named.spans_nodes:
-            # AWS's image has an NCCL plugin for EFA, which a single node lacks: it would fail, or tune NCCL for it.
+            # AWS's image has an NCCL plugin for EFA, which a single node lacks: the plugin would fail, or tune NCCL for
+            # EFA.
             os.environ.setdefault("NCCL_NET_PLUGIN", "none")
             # Its container has no other interface, and that image's nccl.conf excludes this one.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -150,7 +151,9 @@ def join(kind: str) -> World:
 
 
 def meet(kind: str, *, local_rank: int, nodes: int = 1) -> World:
-    """The world of the default process group, which must exist: as many ranks on each node, those of node 0 first."""
+    """The world of the default process group, which must exist: equally many ranks on each node, the ranks of node 0
+    first.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     here = size // nodes
     shape, names = ((size,), None) if nodes == 1 else ((nodes, here), ("node", "gpu"))
@@ -205,7 +208,7 @@ def shard(
 
 @torch.no_grad()
 def fill(parameter: Tensor, whole: Tensor) -> None:
-    """Writes a whole tensor into a parameter; of a sharded one each rank takes its own part."""
+    """Writes a whole tensor into a parameter; each rank of a sharded parameter takes its own part."""
     whole = whole.to(parameter.device)
     if isinstance(parameter, DTensor):
         whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -220,7 +223,7 @@ def reduce_between(module: nn.Module, world: World, *, wanted: bool) -> None:
 
 @torch.no_grad()
 def hand_on(tensors: Iterable[Tensor], world: World) -> None:
-    """Copies the tensors of node 0's ranks to those of other nodes, in place. Every rank calls it."""
+    """Copies the tensors of node 0's ranks to the ranks of other nodes, in place. Every rank calls it."""
     if not world.spans_nodes:
         return
     assert world.mesh is not None
@@ -230,7 +233,7 @@ def hand_on(tensors: Iterable[Tensor], world: World) -> None:
 
 
 def replicate(module: nn.Module, world: World) -> nn.Module:
-    """The module with rank 0's trained weights on every rank; frozen ones come from each rank's own file. Its gradients
+    """The module with rank 0's trained weights on every rank; frozen weights come from each rank's own file. Gradients
     are summed once per optimizer step (`reduce`).
     """
     if world.size > 1:
@@ -242,7 +245,9 @@ def replicate(module: nn.Module, world: World) -> nn.Module:
 
 
 def reduce(parameters: Iterable[nn.Parameter], world: World) -> None:
-    """Sums the gradients of replicated parameters over ranks; FSDP2 has done its own. One message per dtype."""
+    """Sums the gradients of replicated parameters over ranks, with one message per dtype; FSDP2 has summed those of its
+    parameters.
+    """
     if world.size == 1:
         return
     gradients: dict[torch.dtype, list[Tensor]] = {}
@@ -262,7 +267,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def gather(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Whole tensors in host memory on rank 0, one at a time; nothing on the others. Every rank calls it."""
+    """Whole tensors in host memory on rank 0, gathered one at a time; an empty result on other ranks. Every rank calls
+    it.
+    """
     found = {}
     for name, tensor in tensors.items():
         full = full_tensor(tensor)

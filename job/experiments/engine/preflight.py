@@ -1,5 +1,5 @@
-"""Checks that this node is as it was rented. This takes some seconds before an attempt's first step, on each rank's own
-GPU.
+"""Checks that this node is what was rented. The checks take some seconds before an attempt's first step, on each rank's
+own GPU.
 
 A GPU that is slow, throttled or missing costs its full price, and hours pass before anybody looks. A node that fails is
 refused: the attempt ends, and the fleet starts another one. After some refusals the supervisor lets a run go on with a
@@ -26,15 +26,16 @@ from gpufleet.job.experiments.engine.device import Device, NodeRefusedError, Pee
 from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.gpus import ask
 
-# A GPU below these is refused. A sound one reaches 60 to 90 % of either data sheet figure in a plain product or copy;
-# one that has lost its clocks or a memory stack stays far below. They are estimates, 2026-11. An L4 at its 72 W falls
-# to its base clock, 795 of 2040 MHz, in long products (a 70 W T4, likewise sound: 24 of 65 TFLOP/s; NVIDIA's forum,
-# thread 264462).
+# A GPU below these shares is refused. A sound GPU reaches 60 to 90 % of either data sheet figure in a plain product or
+# copy; a GPU that has lost its clocks or a memory stack stays far below. The shares are estimates, 2026-11. An L4 at
+# its 72 W falls to its base clock, 795 of 2040 MHz, in long products (a 70 W T4, likewise sound: 24 of 65 TFLOP/s;
+# NVIDIA's forum, thread 264462).
 MATMUL_SHARE, BANDWIDTH_SHARE = 0.4, 0.4
 POWER_LIMITED = {"NVIDIA L4": 0.2}  # instead of MATMUL_SHARE
 TO_HOST_GB_S = 1.5  # pinned; PCIe 4.0 x8 has 16. below it a checkpoint of 10 GB delays training by 7 s and more
 
-# Causes, without hw_slowdown: that is also set while clocks change (NVML reference, 2026-11), as they do just then.
+# Causes, without hw_slowdown: that is also set while clocks change (NVML reference, 2026-11), as they do during this
+# check.
 CLOCKS = "clocks_event_reasons.hw_power_brake_slowdown,clocks_event_reasons.hw_thermal_slowdown,clocks.sm,clocks.max.sm"
 SMI_S = 20.0
 LIMIT_S = 60.0  # for one rank's measurements, which take some seconds
@@ -50,7 +51,7 @@ class Measured:
     memory_gb_s: float
     to_host_gb_s: float | None
     matmul_share: float | None = None  # of the data sheet
-    matmul_least: float = MATMUL_SHARE  # of the data sheet: below it this kind of GPU is refused
+    matmul_least: float = MATMUL_SHARE  # share of the data sheet's figure below which this kind of GPU is refused
     memory_share: float | None = None
     clock_mhz: int | None = None  # right after the products
     clock_max_mhz: int | None = None
@@ -67,8 +68,8 @@ def run(
     hung: Callable[[str], object],
 ) -> None:
     """Measures once per attempt; every rank calls it. `gpus`: the number that the run config asks for, None: any.
-    `hung` is called from a thread, with the reason, when this rank's GPU has not answered within LIMIT_S; it ends the
-    process, because nothing else can.
+    `hung` is called from a thread, with the reason, when this rank's GPU has not answered within LIMIT_S; `hung` ends
+    the process, because nothing else can.
 
     Writes preflight.json. Raises NodeRefusedError on every rank of a node if one of them is refused, and
     PeerRefusedError on other nodes, unless the supervisor has written accept.json.
@@ -79,7 +80,7 @@ def run(
 
     def give_up() -> None:
         problem = f"rank {world.rank}: no answer from {device.name} within {LIMIT_S:.0f} s: it hangs"
-        with suppress(OSError):  # the log has it anyway
+        with suppress(OSError):  # the log has the figures anyway
             Preflight(problems=(problem,)).write(workdir)
         hung(problem)
 
@@ -176,7 +177,9 @@ def _limited(give_up: Callable[[], None]) -> Iterator[None]:
 
 
 def parse_clocks(answer: Sequence[Sequence[str]]) -> tuple[int | None, int | None, bool | None]:
-    """(MHz now, MHz at most, slowed down by the hardware) from nvidia-smi's answer; None for what it does not tell."""
+    """(MHz now, MHz at most, slowed down by the hardware) from nvidia-smi's answer; None for a value that the answer
+    lacks.
+    """
     words = answer[0] if answer else ()
     if len(words) != 4:
         return None, None, None
@@ -191,8 +194,8 @@ def _clocks(device: Device) -> tuple[int | None, int | None, bool | None]:
 
 
 def _seconds(device: Device, act: Callable[[], object], times: int) -> float:
-    """Seconds of one `act`, the best of several rounds. The first round warms a sound node up, and others may disturb
-    it; a bad one has no good round.
+    """Seconds of one `act`, the best of several rounds. The first round warms a sound node up, and other processes may
+    disturb a round; a bad node has no good round.
     """
     best = float("inf")
     for _ in range(BEST_OF):

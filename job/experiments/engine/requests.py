@@ -25,7 +25,7 @@ class Requests:
     def stop(self) -> Stop | None:
         """The stop request, if there is one."""
         if (self._workdir / STOP).exists():
-            return Stop.read(self._workdir) or Stop()  # even if it is unreadable, somebody wants a stop
+            return Stop.read(self._workdir) or Stop()  # even if the request is unreadable, somebody wants a stop
         return None if self._signal is None else Stop(reason=self._signal, save=True)
 
     def save(self) -> bool:

@@ -13,9 +13,8 @@ from gpufleet.job.kind.common import Rung
 
 
 def choose(session: Session, phase: Phase) -> Rung:
-    """The rung asked for, or the first lower one that is predicted to fit this GPU. Writes it to rung.json.
-
-    Raises ValueError if none fits.
+    """The requested rung, or the first lower rung that is predicted to fit this GPU. Writes the result to rung.json.
+    Raises ValueError if no rung fits.
     """
     config, ranks = session.config.with_facts(read_manifest(session.data).facts), session.world.size
     ladder = config.ladder(ranks)

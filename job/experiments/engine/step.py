@@ -39,10 +39,10 @@ def update(
 ) -> StepResult:
     """Forward and backward over the micro-batches of the global batch after `step` steps, then one update.
 
-    Loss and gradient are means over the tokens of the whole batch, so its split over micro-batches and ranks does not
-    change them (an auxiliary term, itself a mean, is weighted by each micro-batch's share). Random numbers drawn within
-    the model are a function of (seed, step, place of the micro-batch). `before_exchange` is called before the last
-    backward pass, in which several nodes sum their gradients.
+    Loss and gradient are means over the tokens of the whole batch, so the batch's split over micro-batches and ranks
+    changes neither (an auxiliary term, itself a mean, is weighted by each micro-batch's share). Random numbers drawn
+    within the model are a function of (seed, step, place of the micro-batch). `before_exchange` is called before the
+    last backward pass, in which several nodes sum their gradients.
     """
     loss: Tensor | None = None
     aux: dict[str, Tensor] = {}
@@ -72,7 +72,7 @@ def update(
 
 
 def _with_last(micros: Iterable[Micro]) -> Iterator[tuple[Micro, bool]]:
-    """Each item, and whether it is the last one."""
+    """Each micro-batch, and whether it is the last."""
     before: Micro | None = None
     for micro in micros:
         if before is not None:
@@ -85,7 +85,7 @@ def _with_last(micros: Iterable[Micro]) -> Iterator[tuple[Micro, bool]]:
 @contextlib.contextmanager
 def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) -> Iterator[bool]:
     """Within the block each block's forward runs compiled on CUDA, if wanted: one graph for all blocks, static shapes,
-    without FSDP2's hooks, which no graph can hold. The module's own `loss` is compiled too, so that its passes over the
+    without FSDP2's hooks, which no graph can hold. The module's own `loss` is compiled too, so that the passes over the
     logits become one. Outside, and on a CPU, the module runs as written. Yields whether anything is compiled.
     """
     blocks = list(getattr(module, "blocks", ())) if device.type == "cuda" and wanted else []

@@ -1,9 +1,8 @@
-"""Proves that a growth kept the function: the numbers of each boundary, and an error if one is out of its limit.
-
-All of it runs in eval mode with every product in the weights' own dtype (fp32 or fp64), TF32 off, one attention backend
-for both models and no dropped token. bf16 is useless here: routing flips alone move logits by about 2. The limits were
-measured on this experiment (2026-11): rounding gives 2e-6 to 7e-6 in fp32, every wrong variant at least 1e-2, or 1e-9
-in fp64 where fp32 hides it.
+"""Proves that a growth kept the function: measures each boundary, and raises an error if a number is out of its limit.
+Everything runs in eval mode with every product in the weights' own dtype (fp32 or fp64), TF32 off, one attention
+backend for both models and no dropped token. bf16 is useless here: routing flips alone move logits by about 2. The
+limits were measured on this experiment (2026-11): rounding gives 2e-6 to 7e-6 in fp32, every wrong variant at least
+1e-2, or 1e-9 in fp64 where fp32 hides the mistake.
 
 A token whose second and third expert tie to within rounding may be routed either way by the same function. A window is
 left out and counted if the first layer that routes differently does so only at such ties; more than a few fail.
@@ -68,13 +67,13 @@ class BoundaryReport:
     after_round_trip: Difference
     experts_used: tuple[int, ...]  # number per layer, on the probe
     load_max_over_mean: tuple[float, ...]
-    capacity: float | None  # of the padded product from here on, on GPUs that use it
+    capacity: float | None  # the capacity of the padded product from here on, on GPUs that use the product
     padded_loss_difference: float | None
     cast_loss_difference: float | None  # loss of bf16 weights minus loss of fp32; None without a cast
     problems: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values. JSON has no NaN and no infinity: they become words."""
+        """Plain values. JSON has no NaN and no infinity: these values become words."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=str)
         return found
 
@@ -185,7 +184,9 @@ def compare(old: Growth, new: Growth, probe_BT: Tensor) -> Difference:
 
 
 def round_trip(module: Growth, path: Path) -> bool:
-    """Saves the weights, reads them back into the module tensor by tensor; returns whether every bit is the same."""
+    """Saves the weights, reads them back into the module tensor by tensor, and returns whether every bit is
+    the same.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     state = module.state_dict()
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
@@ -231,7 +232,7 @@ def fit_capacity(module: Growth, probe_BT: Tensor) -> tuple[float | None, float 
 
 
 def cast_difference(config: GrowthConfig, phase_index: int, module: Growth, probe_BT: Tensor) -> float | None:
-    """Loss of the weights cast to bf16 and computed in it, minus the loss in fp32; None without a cast."""
+    """The loss of the weights cast to bf16, computed in bf16, minus the loss in fp32; None without a cast."""
     if state_dtype(config, phase_index) == _dtype(module) or _dtype(module) == torch.float64:
         return None
     with exact(module):
@@ -243,7 +244,7 @@ def cast_difference(config: GrowthConfig, phase_index: int, module: Growth, prob
 
 
 def halves_difference(module: Growth, probe_BT: Tensor) -> float:
-    """How far the two copies of a widened stream have parted, where it enters the final norm: |left - right| over
+    """How far the two copies of a widened stream have parted where it enters the final norm: |left - right| over
     |left + right| / 2, root mean squares. 0 for ever without noise; about 1e-3 after 20 steps of phase 3 with 0.1.
     Computed in fp32 at least: products in bf16 part them by 3e-3 alone, and a cast of the weights by 1e-3.
     """
@@ -303,7 +304,9 @@ def flipped(old: ExpertChoice, new: ExpertChoice) -> Tensor:
 
 
 def tied(layers: list[tuple[ExpertChoice, ExpertChoice]], limit: float) -> bool:
-    """Whether the first layer that routes differently does so only where its logits tie; others follow from it."""
+    """Whether the first layer that routes differently does so only where its logits tie; differences in later layers
+    follow from that.
+    """
     for old, new in layers:
         flipped_N = flipped(old, new)
         if flipped_N.any():

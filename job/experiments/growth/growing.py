@@ -1,10 +1,11 @@
 """Turns one phase's weights into the next one's, keeping the function: pure functions, state dict -> state dict.
 
-They are exact in real arithmetic, and keep the dtype. Only rounding remains, which check.py measures. New numbers are
-drawn on the CPU in fp32 from the given generator, in the order of the state dict, so a growth can be repeated anywhere.
+The functions are exact in real arithmetic, and keep the dtype. Only rounding remains, which check.py measures. New
+numbers are drawn on the CPU in fp32 from the given generator, in the order of the state dict, so a growth can be
+repeated anywhere.
 
-Three mistakes that look right and are silent: writing E/2 into a tied table (it also halves the input), zero-padding a
-normalised stream (it changes the statistics), copying a layer (it is applied twice).
+Three mistakes that look right and are silent: writing E/2 into a tied table (which also halves the input), zero-padding
+a normalised stream (which changes the statistics), copying a layer (which is then applied twice).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def grow(config: GrowthConfig, phase_index: int, state: State, generator: torch.
 
 
 def upcycle(state: State, *, experts: int, router_std: float, generator: torch.Generator) -> State:
-    """Every expert is the dense FFN. Weights over the chosen experts sum to 1, so any router keeps the function; it is
-    random, because zero logits tie and send every token to the same two experts.
+    """Every expert is the dense FFN. Weights over the chosen experts sum to 1, so any router keeps the function; the
+    router is random, because zero logits tie and send every token to the same two experts.
     """
     grown: State = {}
     for name, tensor in state.items():
@@ -48,8 +49,9 @@ def upcycle(state: State, *, experts: int, router_std: float, generator: torch.G
 def widen(state: State, *, noise: float, generator: torch.Generator) -> State:
     """Twice as wide, activations x -> [x; x]: heads doubled in block order (head_dim stays), FFN units duplicated.
 
-    A matrix's inputs arrive twice, so it is halved: exact in binary. `noise` x its own standard deviation is added to
-    one input half and subtracted from the other: it cancels now and lets the copies part in training.
+    A matrix's inputs arrive twice, so the matrix is halved, which is exact in binary. `noise` x the matrix's own
+    standard deviation is added to one input half and subtracted from the other: the noise cancels now and lets the
+    copies part in training.
     """
     grown: State = {}
     for name, tensor in state.items():
@@ -59,7 +61,7 @@ def widen(state: State, *, noise: float, generator: torch.Generator) -> State:
             # the tied head [E, E] doubles every logit; halving its input once corrects that
             grown[name] = torch.cat([tensor, tensor]) / 2
         elif name.endswith("router.weight"):
-            grown[name] = _widened(tensor, 1, noise, generator)  # keeps the number of outputs, and with it the choice
+            grown[name] = _widened(tensor, 1, noise, generator)  # keeps the outputs, and so the choice of experts
         elif name.endswith("weight") and tensor.ndim > 1:
             grown[name] = _widened(tensor, 2, noise, generator)
         else:  # layer norms' gains and biases, Linear biases: one value per output
@@ -89,7 +91,7 @@ def deepen(state: State, *, new_layers: int, router_std: float, generator: torch
 
 def _widened(matrix: Tensor, copies: int, noise: float, generator: torch.Generator) -> Tensor:
     """[W/2 + N, W/2 - N], with a fresh N for each copy of the outputs. N's scale is each matrix's own, also among
-    stacked experts. It is written in place: at full size every temporary takes a third of a gigabyte.
+    stacked experts. The result is written in place: at full size every temporary takes a third of a gigabyte.
     """
     rows, columns = matrix.shape[-2:]
     wide = matrix.new_empty(*matrix.shape[:-2], copies * rows, 2 * columns)

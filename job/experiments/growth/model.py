@@ -1,13 +1,13 @@
 """The model of tinystories-growth: a GPT-2-style decoder whose FFN is dense (phase 0) or a mixture of experts (1, 2).
 
 Unusual here:
-- the head is the embedding table (tied): `embed.weight` is stored once; no buffers, so a state dict is weights only;
+- the head is the embedding table (tied): `embed.weight` is stored once; no buffers: a state dict has only weights;
 - master weights may be wider than the compute dtype: each product casts its own weight to the activations' dtype,
   there is no autocast; router, softmax and loss are at least fp32;
 - on GPUs other than sm_90 training may drop (token, expert) pairs beyond a static capacity; evaluation never does.
 
-Knows nothing of training: no optimizer, no schedule, no accumulation. Legend: B batch, T sequence, V vocabulary,
-L layers, E experts, d width. The layers are in blocks.py, the experts' products in routing.py.
+The module knows nothing of training: no optimizer, no schedule, no accumulation. Legend: B batch, T sequence, V
+vocabulary, L layers, E experts, d width. The layers are in blocks.py, the experts' products in routing.py.
 
 | parameter                                      | initialisation                          | group    |
 | ---------------------------------------------- | --------------------------------------- | -------- |
@@ -40,13 +40,13 @@ INIT_STD = 0.02
 
 class GrowthOutput(NamedTuple):
     """The result of a forward pass. The trainer divides `loss_sum` by the tokens of the whole global batch, and weights
-    `aux_loss` by this micro-batch's share of it.
+    `aux_loss` by this micro-batch's share of these tokens.
     """
 
     logits: Tensor | None  # [B, T, V] in the compute dtype; only without targets
     loss_sum: Tensor | None  # scalar, fp32 or wider: cross-entropy summed over tokens; only with targets
     aux_loss: Tensor | None  # scalar: load balance, mean over layers, 1 when even, coefficient left out; dense: None
-    expert_load: Tensor | None  # [L, E] int64: (token, choice) pairs sent to each expert; dense: None
+    expert_load: Tensor | None  # [L, E] int64: (token, choice) pairs sent to each expert; None in a dense model
     router_entropy: Tensor | None  # [L] nats, mean over tokens; dense: None
 
     @property
@@ -67,8 +67,8 @@ def build(
 ) -> Growth:
     """A freshly initialised model of a phase. `dtype` of the parameters: by default the phase's state dtype.
 
-    Values are drawn on the CPU from `generator` (default: seeded with config.seed), so they are the same on every
-    device. On device "meta" nothing is drawn.
+    Values are drawn on the CPU from `generator` (default: seeded with config.seed), so each device gets the same
+    values. On device "meta" nothing is drawn.
     """
     with torch.device("meta"):
         module = Growth(config, phase_index)
@@ -83,7 +83,9 @@ def build(
 def load(
     config: GrowthConfig, phase_index: int, state: dict[str, Tensor], *, device: torch.device | str = "cpu"
 ) -> Growth:
-    """A model with `state`'s own tensors (moved to `device`, dtype kept). Raises ValueError if they do not fit."""
+    """A model with `state`'s own tensors (moved to `device`, dtype kept). Raises ValueError if the tensors do
+    not fit.
+    """
     module = build(config, phase_index, device="meta")
     try:
         module.load_state_dict({name: tensor.to(device) for name, tensor in state.items()}, assign=True)
@@ -118,7 +120,7 @@ class Growth(Checkpointed):
         self.norm = Norm(s.width)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> GrowthOutput:
-        """Logits without targets, the summed loss with them. Tokens and targets are int64."""
+        """Logits if there are no targets, otherwise the summed loss. Tokens and targets are int64."""
         x_BTd = self.look_up(tokens_BT).to(self.compute_dtype)
         cos_TP, sin_TP = rotations(tokens_BT.shape[1], self.shape.width // self.shape.heads, x_BTd)
         routings: list[Routing] = []
@@ -143,17 +145,17 @@ class Growth(Checkpointed):
         )
 
     def look_up(self, tokens_BT: Tensor) -> Tensor:
-        """The tokens' rows of the table. On a CPU their gradient is sparse and added row by row into the last
-        product's, which saves 1 % of a step; not in bf16, which would round each row, nor on a GPU, which adds in no
-        fixed order.
+        """The tokens' rows of the table. On a CPU the table's gradient is sparse here, and added row by row into the
+        gradient of the last product, which saves 1 % of a step; not in bf16, which would round each row, nor on a GPU,
+        which adds in no fixed order.
         """
         table = self.embed.weight
         sparse = table.device.type == "cpu" and table.dtype != torch.bfloat16
         return F.embedding(tokens_BT, table, sparse=sparse)
 
     def loss(self, x_BTd: Tensor, targets_BT: Tensor) -> Tensor:
-        """Cross-entropy summed over tokens. Not F.linear_cross_entropy, which holds no logits: it rounds the sum to
-        the compute dtype (bf16: 3200.0 for 3198.3), does not compile, and 24 GB suffice without it.
+        """Cross-entropy summed over tokens. F.linear_cross_entropy, which holds no logits, is not used: it rounds the
+        sum to the compute dtype (bf16: 3200.0 for 3198.3) and does not compile, and 24 GB suffice for the logits.
         """
         logits = F.linear(x_BTd, self.embed.weight.to(x_BTd.dtype)).flatten(0, 1)
         return F.cross_entropy(logits.to(at_least_fp32(logits.dtype)), targets_BT.flatten(), reduction="sum")
@@ -194,8 +196,9 @@ def initial_std(name: str, layers: int, router_std: float) -> float | None:
 
 
 def _choose_dispatch(module: Growth, device: torch.device) -> None:
-    """grouped_mm is fast on CPU, sm_90 and sm_100; elsewhere it loops and waits for the host (torch 2.11 to 2.15). On
-    sm_100 an expert without tokens gets a gradient that is not 0 (pytorch issues 172439, 193633, open in 2026-11).
+    """Chooses the experts' product for `device`. grouped_mm is fast on CPU, sm_90 and sm_100; on other devices it loops
+    and waits for the host (torch 2.11 to 2.15). On sm_100 an expert without tokens gets a gradient that is not 0
+    (pytorch issues 172439, 193633, open in 2026-11).
     """
     grouped = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
     module.set_dispatch("grouped" if grouped else "padded")

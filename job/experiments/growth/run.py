@@ -1,7 +1,7 @@
 """tinystories-growth: a dense model, turned into a mixture of experts, then made twice as wide and deeper.
 
-At each growth the new model is checked against the old one in fp32 before a step is taken (check.py). Every
-phase starts with fresh moments and re-warms up. Leaves weights at each phase's start and end, `growth_report.json`,
+At each growth the new model is checked against the old one in fp32 before a step is taken (check.py). Every phase
+starts with fresh moments and a new warm-up. The run leaves weights at each phase's start and end, `growth_report.json`,
 `results.json`, `loss.csv` and `final/`.
 """
 
@@ -33,7 +33,9 @@ PROBE = 8  # windows of held-out text on which old and new model must agree
 
 
 class TinystoriesGrowth(Experiment):
-    """The experiment as the training loop asks it. One process: its ladder cuts the batch, not the model."""
+    """The experiment with the methods that the training loop calls. It runs in one process: its ladder splits the
+    batch, not the model.
+    """
 
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, GrowthConfig)
@@ -49,7 +51,9 @@ class TinystoriesGrowth(Experiment):
         self.probe_BT = next(iter(self.dataset.fixed(PROBE, PROBE, session.world).micros)).inputs[0]
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
-        """Fresh weights, or grown and verified ones. Raises GrowthCheckFailed, its numbers in growth_report.json."""
+        """Fresh weights, or grown and verified weights. Raises GrowthCheckFailed; its numbers are in
+        growth_report.json.
+        """
         device = self.session.device.torch
         self._announce(phase)
         if previous is None:
@@ -174,7 +178,7 @@ class TinystoriesGrowth(Experiment):
         )
 
     def cut(self, step: int, weights: Weights) -> None:
-        """Writes final/ with the model, whatever its phase."""
+        """Writes final/ with the model of the present phase."""
         if self._at is not None:
             phase, module = self._at
             export.export(self.session.workdir / FINAL, module, self._meta(phase, module, weights))

@@ -20,10 +20,10 @@ LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabi
 # Measured on compiled steps with an H100 and an H200 (bench/results/gpu.md): the share of a layer's activations that
 # remains, and bytes per logit. At 16, 32 and 128 windows all three phases come within 7 % of the peaks measured there.
 COMPILED_KEEPS, COMPILED_LOGIT_BYTES = 0.8, 5
-# Host ms to launch a compiled step: per layer of each micro-batch, dense and with experts; then embedding, loss,
-# clipping and AdamW. At 16 windows an H100 and an H200 waited for their hosts: 15.6 and 17.6 ms of a step in the first
-# phase, of 7 layers, 24.4 and 25.5 in the second (bench/results/gpu.md); empty launches take 26 us each on a core of
-# 2.8 GHz, these take 36.
+# The host's ms to launch a compiled step: per layer of each micro-batch, dense and with experts; then for embedding,
+# loss, clipping and AdamW. At 16 windows an H100 and an H200 waited for their hosts: 15.6 and 17.6 ms of a step in the
+# first phase, of 7 layers, 24.4 and 25.5 in the second (bench/results/gpu.md); an empty launch takes 26 us on a core of
+# 2.8 GHz, a launch of these steps 36.
 LAYER_LAUNCH_MS, LAUNCH_MS = (1.9, 3.1), 3.0
 GROWTH_PASSES = 5  # passes over the new fp32 weights at 1 GB/s: grow, check before and after, export, read back
 COMPILE_S = 40.0  # per grown phase, on CUDA only; the first phase compiles within the set-up minutes
@@ -44,7 +44,7 @@ class GrowthModel:
     top_k: int = common.bounded(2, 1, 64)
     new_layers: int = common.bounded(4, 0, 200)  # appended in phase 3
     router_std: float = common.bounded(0.02, 1e-6, 1.0)  # with 0 every token would tie to the same experts
-    symmetry_noise: float = common.bounded(0.1, 0.0, 1.0)  # x each matrix's std, antisymmetric over the input halves
+    symmetry_noise: float = common.bounded(0.1, 0.0, 1.0)  # times a matrix's std, antisymmetric over the input halves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,8 +185,8 @@ class GrowthConfig(ExperimentConfig):
         micro, checkpointing = min(rung.micro, self.batch.sequences), rung.checkpointing
         tokens = micro * self.data.sequence
 
-        # Products cast the weights to their own dtype, and always join q, k and v; both copies stay until backward.
-        # With checkpointing both copies are freed with their layer and made again.
+        # Products cast the weights to their own dtype, and always join q, k and v; cast and joined copies stay until
+        # backward. With checkpointing these copies are freed with their layer and made again.
         table, cast = s.vocab * s.width, compute != state
         made = (total - table) / s.layers if cast else 3 * s.width * (s.width + 1)
         made *= 1 if checkpointing else s.layers
@@ -197,7 +197,7 @@ class GrowthConfig(ExperimentConfig):
         layer = tokens * _layer_bytes(s, compute, checkpointing=checkpointing) * (COMPILED_KEEPS if fused else 1)
         activations = s.layers * layer + tokens * 2 * s.width * compute  # + the final norm's input and output
         logits = tokens * s.vocab * (COMPILED_LOGIT_BYTES if fused else LOGIT_BYTES)
-        # The first micro-batch allocates the gradients; later ones, the last maybe smaller, add to them.
+        # The first micro-batch allocates the gradients; later micro-batches, the last perhaps smaller, add to them.
         head = s.vocab * s.width * state  # the tied table's gradient comes first, beside all activations
         first = max(activations + max(logits, head), gradients + layer)
         second = min(micro, self.batch.sequences - micro) / micro
@@ -238,7 +238,7 @@ class GrowthConfig(ExperimentConfig):
     @common.remembered
     def sizes(self) -> common.Sizes:
         """A checkpoint has weights and two moments: 12 B per parameter in fp32, 6 in bf16. A phase's start is exported
-        as the verified fp32 file, whatever dtype training casts it to; its end in the training dtype.
+        as the verified fp32 file, whatever dtype training casts it to; a phase's end is exported in the training dtype.
         """
         totals = [parameters(shape(self.model, i))[0] for i in range(len(_PHASES))]
         widths = [2 if self.state_dtype(i) == "bf16" else 4 for i in range(len(_PHASES))]

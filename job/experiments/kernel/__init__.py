@@ -1,1 +1,1 @@
-"""kernel-sft: a decoder that writes Triton kernels, and the judge of them."""
+"""kernel-sft: a decoder that writes Triton kernels, and the judge of these kernels."""

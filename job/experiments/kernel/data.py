@@ -21,8 +21,8 @@ class KernelPairs(PackedData[KernelConfig]):
         return prepare_kernels(folder, self.config, text=given.text, tokenizer=own, say=given.say)
 
     def differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
-        """Also reports a dataset that is too short for a curriculum: it acts between two epochs, so between two steps,
-        and the trainer would refuse it.
+        """Also reports a dataset that is too short for a curriculum: a curriculum acts between two epochs, so between
+        two steps, and the trainer would refuse such a dataset.
         """
         if differs := super().differs(manifest, weights):
             return differs

@@ -1,4 +1,4 @@
-"""kernel-sft's pairs of a PyTorch program and a Triton one, packed into rows as packed.py writes them.
+"""kernel-sft's pairs of a PyTorch program and a Triton program, packed into rows as packed.py writes them.
 
 A JSONL file has {prompt, answer} per line, into which KernelBook's pairs are easily converted; the seed chooses
 `data.samples` of them. Generated pairs are seeded kernels of the twenty tasks, with a tokenizer of bytes: any program
@@ -28,8 +28,8 @@ from gpufleet.job.experiments.kernel.judge.curriculum import require_practice, t
 from gpufleet.job.experiments.kernel.spec import KernelConfig
 
 HELD_OUT = 0.02  # share of the pairs for a validation loss; at least one
-LOOKED_AT = 1000  # the most answers to check: the longest take a second each
-FEW = 0.5  # share of the answers: a model that learns from fewer writes mostly refused ones
+LOOKED_AT = 1000  # the most answers to check: the check of a very long answer takes a second
+FEW = 0.5  # share of accepted answers: a model that learns from a smaller share writes mostly refused programs
 BLOCKS = (128, 256, 512, 1024, 2048)
 WANTED = "prompt and answer"  # keys of a line
 
@@ -66,8 +66,8 @@ def prepare_kernels(
 
 
 def admitted(pairs: PairsFile) -> str:
-    """How many answers the funnel's rules would accept, and why they refuse the others: a model writes what it was
-    shown.
+    """A sentence on how many answers the funnel's rules would accept, and why they refuse the others: a model writes
+    what it was shown.
     """
     first = itertools.islice(pairs.conversations(), LOOKED_AT)
     found = [rules.problem(answers.program(answer.text)) for _, answer in first]
@@ -82,7 +82,7 @@ def admitted(pairs: PairsFile) -> str:
 
 @dataclass(frozen=True)
 class GeneratedKernels:
-    """`count` seeded kernels, task after task; they differ in their block size."""
+    """`count` seeded kernels, task after task, with different block sizes."""
 
     count: int
     seed: int
@@ -100,7 +100,7 @@ class GeneratedKernels:
 
 @dataclass(frozen=True)
 class PairsFile:
-    """`samples` of the file's pairs, chosen by the seed, in the file's order; all of them if there are fewer."""
+    """`samples` of the file's pairs, chosen by the seed, in the file's order; all pairs if there are fewer."""
 
     path: Path
     samples: int

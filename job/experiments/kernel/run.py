@@ -1,11 +1,11 @@
 """kernel-sft: trains all weights of a code model on kernel pairs, generates candidates, and judges them in the funnel.
 
-Training is FSDP2. stages.py does what follows; each stage appends finished results to stages/*.jsonl, so a restart
-repeats no finished candidate. With `data.curriculum: on` the model is tried at the end of each epoch, and the next
-epoch draws more from tasks that it half masters (judge/curriculum.py). With `compare` there are two phases of equally
-many steps, each from the base: the first without the curriculum, the second with it; the first's candidates are written
-at its end. It leaves `final/` (the last phase's bf16 weights in the published layout, the tokenizer),
-`stages/candidates.jsonl`, `stages/verdicts.jsonl` and `results.json`.
+Training is FSDP2. stages.py does what follows training; each stage appends finished results to stages/*.jsonl, so a
+restart repeats no finished candidate. With `data.curriculum: on` the model is tried at the end of each epoch, and the
+next epoch draws more from tasks that the model half masters (judge/curriculum.py). With `compare` there are two phases
+of equally many steps, each from the base: the first without the curriculum, the second with it. The first phase's
+candidates are written at the end of that phase. The run leaves `final/` (the last phase's bf16 weights in the published
+layout, the tokenizer), `stages/candidates.jsonl`, `stages/verdicts.jsonl` and `results.json`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from gpufleet.job.kind.job import require
 class Kernel(Experiment):
     """The experiment for the training loop."""
 
-    saves_improvements = False  # 98 GB each, and only the last weights are used
+    saves_improvements = False  # a checkpoint has 98 GB, and only the last weights are used
 
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, KernelConfig)
@@ -139,7 +139,7 @@ class Kernel(Experiment):
             results.write(self, *found)
 
     def cut(self, step: int, weights: Weights) -> None:
-        """Writes the weights of the last step, unless `finish` has written them."""
+        """Writes the weights of the last step, unless `finish` has written these."""
         written = (atomic.read_object(self.session.workdir / FINAL / META) or {}).get("step") == step
         if self.module is not None and not self.session.world.agree(written):
             name = next(phase.name for phase in self.phases if step <= phase.last)
@@ -147,8 +147,8 @@ class Kernel(Experiment):
             tuning.leave(self.session, self.manifest, self.config, self.module, meta)
 
     def _epoch(self, epoch: int, rates: dict[str, float], begun: int) -> Ids:
-        """The epoch's rows in order; with pass rates, the rows after the `begun` that were drawn before they were
-        known.
+        """The epoch's rows in order; with pass rates, the rows after the `begun` rows that were drawn before the rates
+        were known.
         """
         weight = [float(np.mean(curriculum.weights(tasks, rates))) for tasks in self.row_tasks]
         if not rates or len(set(weight)) == 1:  # all weigh the same: as without a curriculum
@@ -157,7 +157,7 @@ class Kernel(Experiment):
         return np.array([-1] * begun + drawn, dtype=np.int64)
 
     def _row_tasks(self) -> list[list[frozenset[str]]]:
-        """The tasks of each example of each row. Raises ValueError if a curriculum has nothing to weigh."""
+        """For each row, the tasks of each example. Raises ValueError if a curriculum has nothing to weigh."""
         per_epoch, data = -(-self.rows // self.per_step), self.config.data
         if per_epoch >= self.phases[0].steps:
             raise ValueError(

@@ -1,9 +1,9 @@
 """kernel-sft: trains all weights on packed rows, then generates, then runs the funnel. A micro-batch counts rows.
 
 The funnel's seconds per candidate are assumptions until a run has measured them, except for the judge's own work on a
-CPU. Compilation is spread over all vCPUs: seconds to tens of seconds of one core. One worker per GPU does the rest, one
-task after another: it starts a process, sends inputs, and compares tens of megabytes per input in one thread. Most of
-that time the GPU waits, and is billed.
+CPU. Compilation is spread over all vCPUs: seconds to tens of seconds of one core. One worker per GPU does the other
+stages, one candidate after another: the worker starts a process, sends inputs, and compares tens of megabytes per input
+in one thread. Most of that time the GPU waits, and is billed.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from gpufleet.job.kind import common
 COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
 # Worker seconds per candidate: a new process (4 CPU-s to import torch and triton), its driver and its tiny run.
 STARTED_GPU_S = 6.0
-# A correct one also takes stages 4 and 5. The judge itself takes 29 s of that in one thread at a GPU's sizes, inputs
-# kept: 10 s for stage 4 (8 with float16, 9 to 10 with one argument, 12 with two, 17 with three), 7 s for each try of
-# stage 5 (6 to 9), taken 1.4 times, and 9 s for the repeated check with timing (8 with one argument, 10 with two).
-# Measured: thread CPU time of funnel.Judge on four tasks, the last for packing and comparing alone, torch on the CPU
-# instead of the candidate; 2 shared cores of an Intel Xeon, 2026-11-22. The rest, copies to the GPU and kernels, is
+# A correct candidate also takes stages 4 and 5. The judge itself takes 29 s of that in one thread at a GPU's sizes,
+# inputs kept: 10 s for stage 4 (8 with float16, 9 to 10 with one argument, 12 with two, 17 with three), 7 s for each
+# try of stage 5 (6 to 9), taken 1.4 times, and 9 s for the repeated check with timing (8 with one argument, 10 with
+# two). Measured: thread CPU time of funnel.Judge on four tasks, the last for packing and comparing alone, torch on the
+# CPU instead of the candidate; 2 shared cores of an Intel Xeon, 2026-11-22. The rest, copies to the GPU and kernels, is
 # assumed.
 CORRECT_GPU_S = 35.0
-FULL_RUN_S, INPUTS, ADVERSARIAL = 10.0, 5, 9  # for that stage 4; its random inputs then, and those of judge/tasks.py
+FULL_RUN_S, INPUTS, ADVERSARIAL = 10.0, 5, 9  # that stage 4; its random inputs then, and those of tasks.py
 INTERPRETED_S = 0.3  # per rank, for a candidate in Triton's interpreter: 1,300 in 190 s on two (rehearsal, 2026-11-22)
 CORRECT_SHARE = 0.2  # KernelLLM-8B reports pass@1 20.2
-AT_ONCE = 32  # sequences that a rank generates together, and loses together if it is stopped
+AT_ONCE = 32  # sequences that a rank generates together, and loses together if the run is stopped
 TRIED = 4  # candidates per task in a curriculum's evaluation
 HELD_OUT = 0.02  # share of the pairs in each evaluation (job/experiments/kernel/pairs.py)
 
@@ -63,12 +63,12 @@ class Generation:
 class Funnel:
     """Limits of the verification funnel. Each candidate runs in its own process."""
 
-    # known candidates judged beside the generated ones; planted.py has no more
+    # known candidates judged beside the generated candidates; planted.py has no more
     planted: int = common.bounded(0, 0, 200)
     workers: int | None = common.bounded(None, 1, 1024)  # None = one per GPU, or one per CPU core without GPUs
     candidate_s: float = common.bounded(60.0, 0.1, 3600.0)  # wall-clock of one candidate in one stage
     memory_gb: float = common.bounded(16.0, 0.1, 1024.0)
-    inputs: int = common.bounded(5, 1, 1000)  # random inputs of the full run, besides the adversarial ones
+    inputs: int = common.bounded(5, 1, 1000)  # random inputs of the full run, besides the adversarial inputs
     trials: int = common.bounded(100, 1, 100_000)  # of the timing
     suspicious: float = common.bounded(2.0, 1.0, 1000.0)  # a faster one is run again with fresh inputs
     ablations: bool = True  # only 0.1.0 used it, to judge all again with each extension off
@@ -172,9 +172,9 @@ class KernelConfig(TuningConfig):
 
     @common.remembered
     def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
-        """Training needs fp32 state split over the ranks, and gathered weights of two layers. generate needs the
-        trained weights, still split, whole ones of the compute dtype on each GPU, and the cache for its share of the
-        sequences. verify needs a candidate's limit.
+        """Training needs fp32 state split over the ranks, and gathered weights of two layers. `generate` needs the
+        trained weights, still split; whole weights of the compute dtype on each GPU; and the cache for the GPU's share
+        of the sequences. `verify` needs the memory limit of a candidate.
         """
         m, first = self.model, len(trainings(self))
         compute = 2 if self.precision.compute == "bf16" else 4
@@ -206,7 +206,7 @@ class KernelConfig(TuningConfig):
     def with_facts(self, facts: Mapping[str, Any]) -> KernelConfig:
         if "rows" not in facts:
             return self
-        each = facts["rows"] * facts["row"] / facts["examples"]  # with the padding of its rows
+        each = facts["rows"] * facts["row"] / facts["examples"]  # with the padding of the rows
         return replace(self, data=replace(self.data, samples=facts["examples"], tokens_per_sample=each))
 
     def doubts(self, steps: int) -> Iterator[str]:
@@ -225,7 +225,7 @@ class KernelConfig(TuningConfig):
             final={"weights": 2 * total},
             final_if_cut=(2 * total,) * len(self.phases()),
             dataset=int(self.data.samples * self.data.tokens_per_sample * each),
-            base_weights=2 * total,  # bf16, as they are published
+            base_weights=2 * total,  # bf16, the published dtype
         )
 
 
@@ -236,7 +236,7 @@ def correct_s(config: KernelConfig) -> float:
 
 def per_candidate(config: KernelConfig) -> dict[str, float]:
     """The parts of the funnel's time in the bill: core-seconds per compilation, worker seconds for the later stages,
-    and the assumed share of correct candidates, if these depend on it.
+    and the assumed share of correct candidates, if these seconds depend on that share.
     """
     if config.device != "cuda":
         return {"compile_s": 0.0, "judge_s": INTERPRETED_S}
@@ -245,5 +245,5 @@ def per_candidate(config: KernelConfig) -> dict[str, float]:
 
 
 def trainings(config: KernelConfig) -> tuple[str, ...]:
-    """Names of the phases that train, each from the base weights. Only the last one's are kept."""
+    """Names of the phases that train, each from the base weights. Only the last phase's weights are kept."""
     return ("sft-uniform", "sft-adaptive") if config.data.curriculum == "compare" else ("sft",)

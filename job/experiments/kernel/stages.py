@@ -6,8 +6,8 @@
     stages/tried.jsonl, stages/verdicts-tried.jsonl the same for a curriculum's evaluations
     results.json
 
-Each rank takes the whole trained weights, rounded to bf16 as they are kept, and generates its share of the candidates
-alone, so it can stop at the next token. Then all ranks agree. Rank 0 judges.
+Each rank takes the whole trained weights, rounded to bf16 like the weights in final/, and generates its share of the
+candidates alone, so that it can stop at the next token. Then all ranks agree. Rank 0 judges.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def finish(kernel: KernelRun, module: Decoder) -> tuple[dict[str, list[Verdict]]
 
 
 def candidates(kernel: KernelRun, module: Decoder | None, phase: Phase) -> list[Candidate]:
-    """All candidates of the weights at the end of `phase`, in order; `module` writes the missing ones now. Raises
-    Stopped, and ValueError if some are missing and the weights are gone.
+    """All candidates of the weights at the end of `phase`, in order; `module` writes missing candidates now. Raises
+    Stopped, and ValueError if candidates are missing and the weights are gone.
     """
     weights = tuning.of_weights(phase.last, kernel.progress["val_loss"][phase.name])
     return _written(kernel, module, "candidates", phase.name, weights, kernel.config.generate.candidates)
@@ -108,8 +108,8 @@ def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, fl
 def _written(
     kernel: KernelRun, module: Decoder | None, file: str, prefix: str, weights: str, each: int, *, salt: str = ""
 ) -> list[Candidate]:
-    """`each` candidates of every task, in order, from stages/`file`*.jsonl, except those of other weights; the missing
-    ones are written now. Their names begin with `prefix`. Raises like `candidates`.
+    """`each` candidates of every task, in order, from stages/`file`*.jsonl, except candidates of other weights; missing
+    candidates are written now. Their names begin with `prefix`. Raises like `candidates`.
     """
     session, config = kernel.session, kernel.config.generate
     folder, rank = session.workdir / STAGES, session.world.rank
@@ -150,7 +150,7 @@ def _known(folder: Path, file: str, weights: str) -> dict[str, Candidate]:
 
 
 def _candidate(entry: dict[str, Any]) -> tuple[str, Candidate]:
-    """The weights that wrote it, and the candidate. Raises DoubtError."""
+    """(the weights that wrote the candidate, the candidate). Raises DoubtError."""
     fields = Fields(entry)
     name, task, source = fields.need("name", reading.text), fields.need("task", reading.text), entry.get("source")
     if task not in BY_NAME or not isinstance(source, str):  # any characters: stage 1 judges them
@@ -168,8 +168,8 @@ def _generate_share(
     name: str,
 ) -> None:
     """Generates this rank's share of `wanted`, batch by batch; `keep` gets each finished batch, and the log shows it
-    under `name`, because a silent job counts as stuck. Raises Stopped on all ranks if any of them was stopped: within a
-    batch none waits for another, after the last all meet.
+    under `name`, because a silent job counts as stuck. Raises Stopped on all ranks if any rank was stopped: within a
+    batch no rank waits for another, after the last batch all meet.
     """
     session, world = kernel.session, kernel.session.world
     model = _as_kept(kernel, module)
@@ -193,7 +193,9 @@ def _generate_share(
 
 @torch.no_grad()
 def _as_kept(kernel: KernelRun, module: Decoder) -> Decoder:
-    """A whole decoder on this rank's device with the weights of `module` as final/ holds them, in the compute dtype."""
+    """A whole decoder on this rank's device, in the compute dtype, with the weights of `module` rounded like those in
+    final/.
+    """
     compute = DTYPES[kernel.config.precision.compute]
     model = decoder.build(kernel.config.model, compute=compute, dtype=compute, device=kernel.session.device.torch)
     for name, parameter in module.named_parameters():
@@ -224,7 +226,9 @@ def _generate(kernel: KernelRun, model: Decoder, wanted: list[Pair], salt: str, 
 
 
 def _by_the_first(session: Session, act: Callable[[], T]) -> T | None:
-    """The result of `act` on rank 0, while the others wait; None on those. Raises Stopped on all if it is stopped."""
+    """The result of `act` on rank 0, while the other ranks wait; None on the others. Raises Stopped on all ranks if
+    `act` is stopped.
+    """
     found: T | None = None
     stopped: tuple[str, bool] | None = None
     if session.world.first:
@@ -240,7 +244,8 @@ def _by_the_first(session: Session, act: Callable[[], T]) -> T | None:
 
 
 def _verified(kernel: KernelRun, made: dict[str, list[Candidate]]) -> dict[str, list[Verdict]]:
-    """The verdicts on each phase's candidates, by its name. The last phase comes first, with planted candidates.
+    """The verdicts on each phase's candidates, by the phase's name. The last phase comes first, with planted
+    candidates.
 
     Raises Stopped.
     """
@@ -263,9 +268,8 @@ def _verified(kernel: KernelRun, made: dict[str, list[Candidate]]) -> dict[str, 
 
 @contextmanager
 def _judge(kernel: KernelRun) -> Iterator[Judge]:
-    """A judge that has been tried on this machine.
-
-    If it fails, another machine goes on, and this one leaves no verdicts.
+    """A judge that has been tried on this machine. If the trial fails, another machine goes on, and this machine leaves
+    no verdicts.
     """
     session = kernel.session
     gpus = torch.cuda.device_count() if session.device.is_cuda else 0

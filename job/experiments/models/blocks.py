@@ -84,7 +84,7 @@ class FeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """Top-k mixture: each token's FFN is the renormalised sum of its k chosen experts."""
+    """A top-k mixture: a token's FFN is the renormalised sum of the k experts chosen for the token."""
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Experts(nn.Module):
         routing = Routing.from_logits(logits_NE, chosen_NK)
         weights = [p.to(x_Nd.dtype) for p in (self.up.weight, self.up.bias, self.down.weight, self.down.bias)]
         # Evaluation never drops, and grouped_mm takes bf16 (on the CPU also fp32) and rows of whole 16 bytes (torch
-        # 2.13): if it cannot be used and nothing may be dropped, the padded product has a row for every token.
+        # 2.13): if grouped_mm cannot be used and nothing may be dropped, the padded product has a row for every token.
         narrow = x_Nd.dtype == torch.bfloat16 or (x_Nd.dtype == torch.float32 and x_Nd.device.type == "cpu")
         whole = not any(size * x_Nd.element_size() % 16 for size in self.up.weight.shape[1:])
         if self.dispatch == "grouped" and narrow and whole:
@@ -169,7 +169,9 @@ def rotate(x_D: Tensor, cos_P: Tensor, sin_P: Tensor) -> Tensor:
 
 
 class _Generating:
-    """Counts nested uses and keeps the earlier switch: it is the process's, and a server generates in threads."""
+    """Counts nested uses and keeps the earlier switch, because the switch belongs to the process, and a server
+    generates in threads.
+    """
 
     def __init__(self) -> None:
         self.lock, self.count, self.before = threading.Lock(), 0, True
@@ -184,7 +186,8 @@ def any_length() -> Iterator[None]:
     each token.
 
     On Hopper torch prefers cuDNN's kernels, which are faster in training but build a plan for each new shape: 0.4 s
-    (torch 2.11 on a B200, modelscope/FunASR issue 3704, 2026-09; that 2.13 prefers them was asked of torch itself).
+    (torch 2.11 on a B200, modelscope/FunASR issue 3704, 2026-09; torch 2.13 itself reports that it prefers these
+    kernels).
     """
     cuda: Any = torch.backends.cuda
     with _generating.lock:

@@ -1,4 +1,4 @@
-"""The shapes of models, and of adapters trained beside them. It imports no torch."""
+"""The shapes of models, and of adapters trained beside them. The module imports no torch."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ QWEN3_8B = DecoderConfig(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lora:
-    """Adapters on q, k, v, o, gate, up and down of every layer; scale = alpha / rank. With `template_tokens` it also
-    trains the rows of the chat template's tokens in embedding and head, which many bases never trained. `shard_base` is
-    for a base that no single GPU holds.
+    """Adapters on q, k, v, o, gate, up and down of every layer; scale = alpha / rank. With `template_tokens` the rows
+    of the chat template's tokens in embedding and head are trained too, because many bases never trained these rows.
+    `shard_base` is for a base that no single GPU holds.
     """
 
     rank: int = bounded(64, 1, 4096)
     alpha: float = bounded(16.0, 1e-3, 65536.0)  # with 0 nothing would train
     dropout: float = bounded(0.05, 0.0, 0.9)
     template_tokens: bool = added_later(False, version="0.1.0")
-    shard_base: bool = added_later(False)  # FSDP2 gathers each layer where it is used
+    shard_base: bool = added_later(False)  # FSDP2 gathers each layer where that layer is used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ Unusual here:
 - each product casts its own weight to the activations' dtype: weights may be wider (fp32 master weights) or narrower
   (a frozen bf16 base computed in fp32). There is no autocast, and there are no buffers.
 
-Knows nothing of training or adapters (lora.py) or files (hf.py). Legend: R rows, T tokens of a row, N = R x T,
+The module knows nothing of training, adapters (lora.py) or files (hf.py). Legend: R rows, T tokens of a row, N = R x T,
 S tokens attended to, H heads, D head_dim, d width, V vocabulary.
 
 | parameter                                      | initialisation                  | group    |
@@ -56,12 +56,12 @@ class Layout(NamedTuple):
     cos: Tensor  # cosines of the rotary positions, [R, T, 1, D / 2]
     sin: Tensor
     mask: Tensor | None  # [R, 1, T, S] True = attends; None with starts None: causal over the whole row
-    starts: Tensor | None  # [K] int32: first token of each example in the flat batch, then N; for the varlen kernel
+    starts: Tensor | None  # [K] int32, for the varlen kernel: the first token of each example in the flat batch, then N
     longest: int  # tokens between two starts, at most
 
 
 class Cache:
-    """Keys and values of what was read so far, room for `length` tokens of each row."""
+    """Keys and values of the tokens read so far, with room for `length` tokens of each row."""
 
     def __init__(self, module: Decoder, rows: int, length: int) -> None:
         weight, s = module.embed.weight, module.shape
@@ -70,7 +70,7 @@ class Cache:
         self.at = 0
 
     def append(self, layer: int, k_RTHD: Tensor, v_RTHD: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores this layer's new ones at `at` and gives all so far, [R, S, H, D]."""
+        """Stores a layer's new keys and values at `at`, and returns all of the layer so far, [R, S, H, D]."""
         end = self.at + k_RTHD.shape[1]
         self.keys[layer, :, self.at : end] = k_RTHD
         self.values[layer, :, self.at : end] = v_RTHD
@@ -101,8 +101,8 @@ def build(
 def initialise(
     module: Decoder, generator: torch.Generator, fill: Callable[[Tensor, Tensor], object] = Tensor.copy_
 ) -> None:
-    """The table at the top of this file, drawn on the CPU in fp32. `fill` writes a whole tensor into a parameter; those
-    of adapters stay as they are.
+    """The table at the top of this file, drawn on the CPU in fp32. `fill` writes a whole tensor into a parameter;
+    parameters of adapters stay unchanged.
     """
     for name, parameter in module.named_parameters():
         if not name.endswith(("weight", "bias")):
@@ -151,12 +151,12 @@ class Decoder(Checkpointed):
         cache: Cache | None = None,
         padding_R: Tensor | None = None,
     ) -> DecoderOutput:
-        """Logits without targets, the summed loss with them (IGNORED ones, -100, count nothing).
-
-        `documents` numbers the examples of each row; None: a row is one. `starts` are their first places in the flat
-        batch, [K] int32, the last of them N (repeated to keep K constant), no two farther apart than `longest` (None: a
-        row): with them, on CUDA in bf16, the varlen kernel runs; without, a mask. With a `cache` the tokens follow
-        those in it, `padding` of which, at the left, are no tokens; the cache moves on.
+        """Logits if there are no targets, otherwise the summed loss (IGNORED targets, -100, count nothing). `documents`
+        numbers the examples of each row; None: each row is one example. `starts` are the examples' first places in the
+        flat batch, [K] int32, the last of them N (repeated to keep K constant), no two neighbours farther apart than
+        `longest` (None: a row): with `starts`, on CUDA in bf16, the varlen kernel runs; otherwise a mask is used. With
+        a `cache` the tokens follow the cached tokens, of which `padding`, at the left, are no tokens; the cache then
+        also holds the new tokens.
         """
         x_RTd = self.embed(tokens_RT).to(self.compute_dtype)
         if cache is None:
@@ -211,10 +211,10 @@ class Decoder(Checkpointed):
 
 
 class Table(nn.Embedding):
-    """A row for each id: what its token begins as, or what its logit is a product with."""
+    """A row for each id: the vector with which its token begins, or the vector that gives its logit as a product."""
 
     def rows(self, dtype: torch.dtype) -> Tensor:
-        """All of them, [V, d]."""
+        """All rows, [V, d]."""
         return self.weight.to(dtype)
 
 
@@ -273,10 +273,10 @@ class DecoderAttention(nn.Module):
             assert isinstance(packed, Tensor)
             return packed.view_as(q_RTHD)
         q, k, v = (x.transpose(1, 2) for x in (q_RTHD, k_RSHD, v_RSHD))
-        if self.group > 1 and q.shape[2] == 1 and layout.mask is not None:  # decoding: a group's heads as its queries
+        if self.group > 1 and q.shape[2] == 1 and layout.mask is not None:  # decoding: a group's heads count as queries
             grouped = q.view(len(q), k.shape[1], self.group, self.head_dim)
             y = F.scaled_dot_product_attention(grouped, k, v, attn_mask=layout.mask)
-            return y.reshape(len(q), 1, -1, self.head_dim)  # on CUDA it may come with the heads innermost
+            return y.reshape(len(q), 1, -1, self.head_dim)  # on CUDA the result may come with the heads innermost
         if self.group > 1:  # the kernels that take a mask take no groups
             k, v = k.repeat_interleave(self.group, dim=1), v.repeat_interleave(self.group, dim=1)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=layout.mask, is_causal=layout.mask is None)
@@ -312,7 +312,9 @@ def varlen_runs(device: torch.device, compute: torch.dtype) -> bool:
 
 
 def groups(kernel: Callable[..., Any]) -> dict[str, Any]:
-    """How this torch's varlen attention is told that queries share heads; 2.11's knows no word for it and asks none."""
+    """The arguments by which this torch's varlen attention is told that queries share heads; torch 2.11 has no such
+    argument and needs none.
+    """
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 
 
@@ -320,14 +322,16 @@ GROUPS = groups(varlen.varlen_attn)
 
 
 def positions(documents_RT: Tensor) -> Tensor:
-    """[R, T] int64: each token's place in its own example. An example's tokens lie together."""
+    """[R, T] int64: each token's place in the token's own example. An example's tokens lie together."""
     places_RT = torch.arange(documents_RT.shape[1], device=documents_RT.device).expand_as(documents_RT)
     begins_RT = F.pad(documents_RT[:, 1:] != documents_RT[:, :-1], (1, 0), value=True)
     return places_RT - torch.where(begins_RT, places_RT, 0).cummax(dim=1).values
 
 
 def frequencies(shape: Shape, device: torch.device | str = "cpu") -> Tensor:
-    """[D / 2] fp64, radians per position. Llama-3.1 divides the slow ones by 8 and blends those in between."""
+    """[D / 2] fp64, radians per position. Llama-3.1 divides the slow frequencies by 8 and blends the ones between slow
+    and fast.
+    """
     pairs = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float64)
     frequency = shape.rope_theta ** (-pairs / shape.head_dim)
     if shape.rope_scaling == "none":

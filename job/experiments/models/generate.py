@@ -28,12 +28,12 @@ def generate(
     heed: Callable[[], None] = lambda: None,
     agree: Callable[[bool], bool] = bool,
 ) -> list[list[int]]:
-    """What follows each prompt: at most `max_tokens` ids, up to and without the first of `stop`.
+    """The ids that follow each prompt: at most `max_tokens`, up to and without the first id of `stop`.
 
     `temperature` 0 takes the likeliest token; above 0 one seed per prompt is needed. `heed` is called before every
-    token and may raise, e.g. on a stop request. `agree` turns this rank's word that nothing more is to be written into
-    that of all: ranks whose GPUs differ in a last bit would part, and wait for each other for ever. Raises ValueError
-    for an empty prompt. All prompts run as one batch.
+    token and may raise, e.g. on a stop request. `agree` makes one decision of all ranks from whether this rank has
+    nothing more to write: without it, ranks whose GPUs differ in a last bit would part, and wait for each other for
+    ever. Raises ValueError for an empty prompt. All prompts run as one batch.
     """
     if not prompts or max_tokens < 1:
         return [[] for _ in prompts]

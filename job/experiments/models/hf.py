@@ -1,8 +1,8 @@
 """Reads and writes decoder weights in the published layout: config.json and safetensors, in one file or sharded.
 
-It does not use the `transformers` package. It checks names and shapes of all tensors, and that config.json describes
-the run config's model, before it reads a byte of weights (hf_config.py). User mistakes raise ValueError with what to
-do.
+The module does not use the `transformers` package. Before a byte of weights is read, names and shapes of all tensors
+are checked, and that config.json describes the run config's model (hf_config.py). User mistakes raise ValueError with
+what to do.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ TOKENIZER = (
     "tokenizer.model",
 )
 ADAPTER = "adapter_model.safetensors"
-SHARD_BYTES = 5_000_000_000  # at most, per file: the size of published ones
+SHARD_BYTES = 5_000_000_000  # at most, per file: the size of published files
 
 
 @torch.no_grad()
 def load(folder: Path, module: Decoder, fill: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-    """Copies the published weights into the module's own tensors (their dtype and device stay; adapters are left out).
-    `fill` writes a whole tensor into a parameter.
+    """Copies the published weights into the module's own tensors (the module's dtype and device stay; adapters are left
+    out). `fill` writes a whole tensor into a parameter.
 
     Raises ValueError: another model than the module's shape, a file that is damaged, or a tensor that is missing, of
     another shape, or unknown.
@@ -64,7 +64,7 @@ def write(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], shape: Shape, dtype: torch.dtype, shard: int = SHARD_BYTES
 ) -> list[Path]:
     """Weights by our names into `folder`, as `dtype`: model.safetensors, or numbered files of at most `shard` bytes
-    with an index, and config.json. Returns the weights' files. Replaces existing ones.
+    with an index, and config.json. Returns the weights' files. Replaces existing files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("model*.safetensors"), folder / INDEX):
@@ -98,9 +98,9 @@ def write(
 
 
 def complete(folder: Path, base: Path | None, dtype: torch.dtype, stop: int) -> None:
-    """What else `folder` needs once its weights are written, so that others can generate with them: the config.json of
-    the published ones in `base` that they come from, but for the dtype (without published ones, `write`'s), and a
-    generation_config.json, the base's if any, that ends at `stop`.
+    """Writes what else `folder` needs once its weights are written, so that other programs can generate with them: the
+    config.json of the published weights in `base`, with the new dtype (without `base` the file of `write` stays), and a
+    generation_config.json that ends at `stop`, made from that of `base` if there is one.
     """
     published = None if base is None else atomic.read_object(base / CONFIG)
     tree = published or {**(atomic.read_object(folder / CONFIG) or {}), "eos_token_id": stop}
@@ -108,7 +108,7 @@ def complete(folder: Path, base: Path | None, dtype: torch.dtype, stop: int) -> 
         tree[key] = str(dtype).removeprefix("torch.")
     atomic.write_json(folder / CONFIG, tree)
     generation = None if base is None else atomic.read_object(base / GENERATION)
-    if generation is None:  # `transformers` then takes it from config.json
+    if generation is None:  # `transformers` then takes these settings from config.json
         tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
         generation = {key: tree[key] for key in tokens if tree.get(key) is not None}
     ends = generation.get("eos_token_id")
@@ -119,7 +119,9 @@ def complete(folder: Path, base: Path | None, dtype: torch.dtype, stop: int) -> 
 
 
 def write_adapter(folder: Path, module: nn.Module, config: Lora, base: str | None) -> None:
-    """The adapter in PEFT's format, bf16. `base` names the weights it belongs to; None, as in PEFT: unknown."""
+    """The adapter in PEFT's format, bf16. `base` names the weights to which the adapter belongs; None, as in PEFT:
+    unknown.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for name, layer in lora.layers(module):

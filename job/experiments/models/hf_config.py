@@ -1,8 +1,7 @@
-"""How decoder weights are published: config.json, and the names and shapes of their tensors. It imports no torch,
-because the bill uses it too.
-
-Values that would give `transformers` and vLLM another model are read as they read them, or refused. It ignores keys
-about training (attention_dropout, initializer_range) or generation (use_cache, token ids), and those of other families.
+"""How decoder weights are published: config.json, and the names and shapes of their tensors. The module imports no
+torch, because the bill uses it too. Values that would give `transformers` and vLLM another model are read as those
+programs read them, or refused. Keys about training (attention_dropout, initializer_range) or generation (use_cache,
+token ids), and keys of other families, are ignored.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def read_shape(folder: Path) -> Shape:
     if not isinstance(layer_types, list):
         raise ValueError(f"{path}: layer_types {layer_types!r:.60} is no list; {_CORRECT}")
     windows = tree.get("use_sliding_window") or any(each != "full_attention" for each in layer_types)
-    windows = windows or (family == "llama" and tree.get("sliding_window"))  # Qwen's counts only with its switch
+    windows = windows or (family == "llama" and tree.get("sliding_window"))  # Qwen's window counts only with its switch
     if windows or tree.get("mlp_bias") or (family != "qwen2" and tree.get("attention_bias")):
         raise ValueError(f"{path}: sliding windows and extra biases are not supported")
     if tree.get("is_causal", True) is not True:
@@ -136,7 +135,7 @@ def positions(folder: Path) -> float:
 
 def _rotary(tree: dict[str, Any], path: Path) -> tuple[float, Literal["none", "llama3"]]:
     """Base and scaling of rotary positions. Raises ValueError for kinds that the decoder lacks."""
-    # if both exist, `transformers` takes the first
+    # if both keys exist, `transformers` takes the first
     rope = tree.get("rope_scaling") or tree.get("rope_parameters") or {}
     other = tree.get("rope_parameters") or {}
     if not isinstance(rope, dict) or not isinstance(other, dict):
@@ -160,23 +159,23 @@ def _number(value: object) -> bool:
 
 
 def differences(found: Shape, wanted: Shape) -> list[tuple[str, object, object]]:
-    """(key, found, wanted) of each difference."""
+    """(key, found value, wanted value) of each difference."""
     both = ((field.name, getattr(found, field.name), getattr(wanted, field.name)) for field in fields(Shape))
     return [(key, there, here) for key, there, here in both if there != here]
 
 
 def check(folder: Path, wanted: Shape) -> dict[str, Stored]:
-    """The tensors in `folder`, each once, by their published names. Raises ValueError when folder/config.json describes
-    another decoder, or the tensors beside it are not this one's: one is missing, unknown, of another shape, or in a
-    file that cannot be opened (weights.py), or a tied head has numbers of its own.
+    """The tensors in `folder`, each once, by their published names. Raises ValueError if folder/config.json describes
+    another decoder, or if the tensors beside this file are not those of the wanted decoder: a tensor is missing,
+    unknown, of another shape, or in a file that cannot be opened (weights.py), or a tied head has numbers of its own.
     """
     held, needed = weights.check(folder), tensors(wanted)
     if differing := differences(read_shape(folder), wanted):
         words = ", ".join(f"model.{key} is {here}, there {there}" for key, there, here in differing)
         raise ValueError(f"{folder / CONFIG} describes another model than the run config: {words}. Make them agree.")
-    if (folder / ADAPTER_CONFIG).exists():  # `transformers` would add it to these weights
+    if (folder / ADAPTER_CONFIG).exists():  # `transformers` would add the adapter to these weights
         raise ValueError(f"{folder}: an adapter lies there ({ADAPTER_CONFIG}): merge it first, or move its files away")
-    head = held.pop(HEAD, None) if wanted.tied else None  # a copy of the embedding, or the only one
+    head = held.pop(HEAD, None) if wanted.tied else None  # a copy of the embedding, or the only table
     if head is not None and not held.setdefault(EMBED, head).equals(head):
         raise ValueError(
             f"{folder}: {CONFIG} says tie_word_embeddings true, but {HEAD} has other numbers than {EMBED}, so the "

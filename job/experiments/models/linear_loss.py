@@ -1,4 +1,5 @@
-"""Cross-entropy of a large vocabulary without its logits: a chunk of tokens at a time, gradients made on the way.
+"""Cross-entropy of a large vocabulary without its logits: a chunk of tokens at a time, with gradients made in the same
+pass.
 
 The whole fp32 logits of 8,192 tokens and 128,256 ids are 4.2 GB, and their gradient as much again. Here a chunk's
 logits exist only for a moment: its loss and its gradient are computed together in the forward pass (as Hsu et al. 2024,
@@ -18,22 +19,23 @@ from torch.autograd.function import once_differentiable
 
 from gpufleet.job.experiments.engine.experiment import IGNORED
 
-CHUNK_TOKENS = 1024  # tokens whose logits exist at a time: 0.5 GB in fp32 for 128,256 ids (job/kind counts with it)
+CHUNK_TOKENS = 1024  # tokens whose logits exist at a time: 0.5 GB in fp32 for 128,256 ids (job/kind counts with this)
 
 
 ChunkLoss = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 
 
 def chunk_loss(logits_CV: Tensor, targets_C: Tensor, grad: bool) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy summed over the targets that are not IGNORED, fp32 or wider, and with `grad` its gradient by the
-    logits, in their dtype, as if every token counted. Compiled it takes two passes over the logits, else about five.
+    """Cross-entropy summed over the targets that are not IGNORED, fp32 or wider, and with `grad` the gradient by the
+    logits, in the logits' dtype, as if every token counted. The compiled function takes two passes over the logits,
+    otherwise about five.
     """
     places_C1 = targets_C.clamp(min=0)[:, None]
     logs_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).log_softmax(-1)
     loss = -(logs_CV.gather(1, places_C1) * (targets_C != IGNORED)[:, None]).sum()
     if not grad:
         return loss, None
-    if torch.compiler.is_compiling():  # a graph holds no scatter; eager, this would need a mask of its size
+    if torch.compiler.is_compiling():  # a graph holds no scatter; eager, this would need a [C, V] mask
         ids_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
         slope_CV = logs_CV.exp_().add_(ids_V == places_C1, alpha=-1)
     else:

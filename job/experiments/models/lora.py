@@ -1,15 +1,15 @@
 """Low-rank adapters on the seven projections of a decoder (Hu et al. 2021): y = W x + (alpha / rank) B A dropout(x).
 
 W is frozen and may be bf16; only A and B, in fp32, are trained. A layer can also answer as the base alone, or as if
-merged: each forward pass merges anew, in fp32, and rounds to the dtype of the products, so that comparing base, adapter
-and merges needs no second model. The file format of an adapter is PEFT's: `adapter_model.safetensors` with keys
+merged: each forward pass merges anew, in fp32, and rounds to the dtype of the products, so that a comparison of base,
+adapter and merges needs no second model. The file format of an adapter is PEFT's: `adapter_model.safetensors` with keys
 `base_model.model.<name in the published weights>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank], beside
 `adapter_config.json` (read in PEFT 0.17's documentation, 2026-11-21).
 
 Initialisation: A uniform within 1 / sqrt(in) (what nn.Linear draws), B 0, so the first step starts from the base. Rows
 of embedding and head can be trained too, whole and in fp32 (PEFT's trainable_token_indices): many bases never trained
-those of the chat template's tokens, and no adapter reaches them. Parameter group: one, decayed by `optim.weight_decay`,
-which is 0 unless set. Legend: r rank, K trained rows.
+the rows of the chat template's tokens, and no adapter reaches these rows. Parameter group: one, decayed by
+`optim.weight_decay`, which is 0 unless set. Legend: r rank, K trained rows.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LoraLinear(nn.Module):
         if self.mode == "base":
             return y
         narrow = F.linear(F.dropout(x, self.dropout, self.training), self.lora_a.to(x.dtype))
-        # Scales the small matrix: scaling the result would be one more pass over it, and over its gradient.
+        # Scales the small matrix: scaling the result would take one more pass over the result, and over its gradient.
         return y + F.linear(narrow, (self.scale * self.lora_b).to(x.dtype))
 
     def merged(self) -> Tensor:
@@ -92,7 +92,7 @@ class TrainedRows(Table):
 def attach(
     module: Decoder, config: Lora, generator: torch.Generator | None = None, rows: Sequence[int] = ()
 ) -> Decoder:
-    """The module with adapters, everything else frozen except the `rows` of its tables; without a `generator` the
+    """The module with adapters; everything else is frozen except the `rows` of the tables. Without a `generator` the
     adapters are not initialised.
     """
     module.requires_grad_(False)

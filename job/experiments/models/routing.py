@@ -47,7 +47,9 @@ def grouped_experts(x_Nd: Tensor, weights_NK: Tensor, chosen_NK: Tensor, load_E:
 def padded_experts(
     x_Nd: Tensor, weights_NK: Tensor, chosen_NK: Tensor, load_E: Tensor, w: list[Tensor], capacity: float | None
 ) -> Tensor:
-    """Every expert gets C rows. Pairs beyond C are dropped: they add nothing. `capacity` None: C = N, none dropped."""
+    """Every expert gets C rows. Pairs beyond C are dropped, and so add nothing. `capacity` None: C = N, no pair is
+    dropped.
+    """
     order_S, place_S = _sort(chosen_NK)
     rows = rows_per_expert(x_Nd.shape[0], chosen_NK.shape[1], load_E.numel(), capacity)
     start_E = load_E.cumsum(0) - load_E
@@ -60,8 +62,8 @@ def padded_experts(
     slot_S = expert_S * rows + offset_S.clamp_max(rows - 1)
 
     rows_ECd = rearrange(_repeat(x_Nd, chosen_NK), pair_M, filled_M, slot_S, kept_S).view(load_E.numel(), rows, -1)
-    # Not baddbmm: on CUDA it first writes the bias to every row, and the product reads it again. The next operation
-    # adds it.
+    # Not baddbmm: on CUDA that first writes the bias to every row, and the product reads the bias again. Here the next
+    # operation adds the bias.
     hidden_ECh = F.gelu(torch.bmm(rows_ECd, w[0].transpose(-2, -1)) + w[1][:, None])
     result_ECd = torch.bmm(hidden_ECh, w[2].transpose(-2, -1)) + w[3][:, None]
     return _combine(rearrange(result_ECd.flatten(0, 1), slot_S, kept_S, pair_M, filled_M), weights_NK)
@@ -88,8 +90,8 @@ class _Rearrange(torch.autograd.Function):
 
 
 def rearrange(x: Tensor, there: Tensor, there_mask: Tensor | None, back: Tensor, back_mask: Tensor | None) -> Tensor:
-    """`x[there]`, rows where `there_mask` is False zero. The gradient is `g[back]` masked likewise: `back` must name
-    where each row of x went, and `back_mask` whether it went anywhere.
+    """`x[there]`, with zeros in rows where `there_mask` is False. The gradient is `g[back]`, masked likewise: `back`
+    must name where each row of x went, and `back_mask` whether the row went anywhere.
     """
     y: Tensor = _Rearrange.apply(x, there, there_mask, back, back_mask)  # type: ignore[no-untyped-call]
     return y
@@ -105,16 +107,17 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x_Si, w_Eoi, expert_S, ends_E = ctx.saved_tensors
         (g_So,) = gradients
-        # Not one_hot: compiled, its checks of the values add two kernels.
+        # Not one_hot, whose checks of the values add two kernels when compiled.
         one_SE = (expert_S[:, None] == torch.arange(len(w_Eoi), device=expert_S.device)).to(g_So.dtype)
         g_Eoi = F.grouped_mm(g_So.mT, x_Si, offs=ends_E)
         return F.grouped_mm(g_So, w_Eoi, offs=ends_E), g_Eoi, one_SE.mT @ g_So, None, None
 
 
 def grouped_linear(x_Si: Tensor, w_Eoi: Tensor, b_Eo: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-    """Each row, sorted by expert, through its own expert's Linear: [S, o]. The bias is a gather, which the compiler
-    fuses with the next operation, and its gradient a product with 0/1, deterministic on every device. It saves the
-    weights as given: grouped_mm's own gradient saves a view, of which inductor 2.13 makes a second cast copy.
+    """The rows, sorted by expert, each through its own expert's Linear: [S, o]. The bias is a gather, which the
+    compiler fuses with the next operation; the bias's gradient is a product with 0/1, deterministic on every device.
+    The function saves the weights as given: grouped_mm's own gradient saves a view, of which inductor 2.13 makes a
+    second cast copy.
     """
     y: Tensor = _GroupedLinear.apply(x_Si, w_Eoi, b_Eo, expert_S, ends_E)  # type: ignore[no-untyped-call]
     return y

@@ -23,7 +23,7 @@ KEPT = {
     torch.ops.torch_attn._varlen_attn.default,  # packed rows on CUDA
     aten.topk.default,  # if recomputed, a tie could route a token differently than forward did
 }
-# the index of the first of their two matrices
+# the index of the first of the product's two matrices
 MATMULS = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0}
 WIDE = 8  # outputs per summed number above which keeping costs more than computing (an adapter's B)
 
@@ -53,7 +53,7 @@ def keep_products() -> Any:
     return create_selective_checkpoint_contexts(_policy)
 
 
-# Without it torch caches no traced graph that calls this, because the policy is part of what was compiled.
+# Without this torch caches no traced graph that calls the policy, because the policy is part of what was compiled.
 keep_products.cache_hash = " ".join([*sorted(map(str, KEPT)), str(WIDE)])  # type: ignore[attr-defined]
 
 

@@ -3,7 +3,7 @@
     dataset.json     kind "characters"; facts: train_characters, validation_characters, held_out, vocab, symbols [..]
     train.bin, validation.bin       the header of shards.py, then ids 0 to 16 as uint8
 
-The split is by characters, the last part for validation; it ignores records (separated by a blank line). Standard
+The split is by characters, the last part for validation; records (separated by a blank line) are ignored. Standard
 library only. User mistakes raise ValueError with the choice to make.
 """
 
@@ -31,8 +31,8 @@ _FOREIGN = re.compile(b"[^" + re.escape(SYMBOLS.encode()) + b"]")
 
 @dataclass(frozen=True, kw_only=True)
 class CharacterFile:
-    """A file of only the 17 symbols; a byte-order mark and carriage returns are removed. `name` says everything that
-    its characters depend on.
+    """A file of only the 17 symbols; a byte-order mark and carriage returns are removed. `name` says everything on
+    which the characters depend.
     """
 
     path: Path
@@ -141,7 +141,7 @@ def decode(ids: list[int]) -> str:
 
 
 def check_header(path: Path) -> int:
-    """The number of characters in a shard. Raises ValueError if it is no shard of characters."""
+    """The number of characters in a shard. Raises ValueError if the file is no shard of characters."""
     header = read_header(path)
     if header.token_bytes != 1 or header.vocab != VOCAB:
         raise ValueError(f"{path}: not a shard of characters; prepare the dataset again")

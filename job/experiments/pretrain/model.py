@@ -6,9 +6,9 @@ Unusual here:
 - logits in fp32, soft-capped: cap x tanh(logits / cap);
 - generation keeps keys and values (`Cache`) and never yields an id that is no symbol.
 
-Knows nothing of training. Legend: B batch, T sequence, S positions seen so far, V vocabulary, L layers, d width,
-H heads, K key and value heads, D head_dim, P = D / 2. The parameters are in this order in the state dict;
-initialisation as in nanochat (gpt.py, read 2026-11-21), because the learning rates are those of a fork of it:
+The module knows nothing of training. Legend: B batch, T sequence, S positions seen so far, V vocabulary, L layers, d
+width, H heads, K key and value heads, D head_dim, P = D / 2. The parameters are in this order in the state dict;
+initialisation as in nanochat (gpt.py, read 2026-11-21), because the learning rates are those of a fork of nanochat:
 
 | parameter                                         | initialisation     | optimizer |
 | ------------------------------------------------- | ------------------ | --------- |
@@ -54,7 +54,7 @@ class CharCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def append(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends a layer's new positions; returns all of that layer, [B, K, S, D] each."""
+        """Appends a layer's new positions; returns keys and values of all the layer's positions, [B, K, S, D] each."""
         end = self.length + k_BKTD.shape[2]
         assert end <= self.capacity, (end, self.capacity)
         if layer not in self._layers:
@@ -149,8 +149,8 @@ class CharGpt(Checkpointed):
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: CharCache | None = None
     ) -> CharOutput:
-        """Logits without targets, the summed loss with them (a target of -100 counts nothing). Tokens and targets are
-        int64. With a cache the tokens follow those in it.
+        """Logits if there are no targets, otherwise the summed loss (a target of -100 counts nothing). Tokens and
+        targets are int64. With a cache the tokens follow the cached tokens.
         """
         x_BTd = norm(self.embed(tokens_BT).to(self.compute_dtype))
         seen = 0 if cache is None else cache.length
@@ -165,8 +165,8 @@ class CharGpt(Checkpointed):
         return CharOutput(None, self.loss(logits_BTV.flatten(0, 1), targets_BT.flatten()), {}, None)
 
     def loss(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-        """The summed cross-entropy, as a method that a trainer can compile: as written it holds the logits four times
-        in fp32, compiled once, in the product's dtype, and their gradient.
+        """The summed cross-entropy, as a method that a trainer can compile: uncompiled, the method holds the logits
+        four times in fp32; compiled, once in the product's dtype, and their gradient.
         """
         return F.cross_entropy(self._capped(logits_NV), targets_N, reduction="sum")
 
@@ -217,8 +217,8 @@ def generate(
 ) -> Iterator[int]:
     """Ids that follow `prompt` (1 to `window` of them), below `allowed`, one by one; ends after an id of `stop`.
 
-    Temperature 0 takes the likeliest and needs no seed; otherwise the same seed gives the same ids on the same machine.
-    If `window` positions, the trained length, are full, the last half of them is read in again.
+    Temperature 0 takes the likeliest id and needs no seed; otherwise the same seed gives the same ids on the same
+    machine. When `window` positions, the trained length, are full, the last half of these is read in again.
     """
     assert 0 < len(prompt) <= window, (len(prompt), window)
     ends, ids = set(stop), list(prompt)

@@ -3,8 +3,8 @@
 Muon orthogonalises each matrix's momentum in bf16 (five Newton-Schulz steps; Jordan 2024) and scales the rate by
 sqrt(max(1, rows / columns)). Every argument is given, because torch's default weight decay of 0.1 is not wanted.
 
-On FSDP2's shards torch.optim.Muon gathers within every product. Here each rank gets whole matrices instead, a share of
-all, orthogonalises those and returns the shards: two exchanges of bf16 per matrix.
+On FSDP2's shards torch.optim.Muon gathers within every product. Here each rank gets a share of the matrices whole,
+orthogonalises them and returns the shards: two exchanges of bf16 per matrix.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ class Combined(Optimizer):
 
 
 def owned(parameters: Sequence[Tensor]) -> bool:
-    """Whether ranks can own these: all are split by rows over the ranks of a node."""
+    """Whether each rank can own some of these matrices: they are all split by rows over the ranks of a node."""
     cuts = ((Shard(0),), (Replicate(), Shard(0)))
     return all(isinstance(parameter, DTensor) and parameter.placements in cuts for parameter in parameters)
 
 
 class OwnedMuon(torch.optim.Muon):
-    """torch.optim.Muon's update; each rank orthogonalises one of several matrices of the same shape at a time."""
+    """torch.optim.Muon with shared work: of several matrices of one shape, each rank orthogonalises one at a time."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -91,7 +91,7 @@ class OwnedMuon(torch.optim.Muon):
                     self._update_round(parameters[start : start + ranks], group, rank, ranks)
 
     def _update_round(self, parameters: Sequence[DTensor], group: dict[str, Any], rank: int, ranks: int) -> None:
-        """At most one matrix per rank. Every rank calls it with the same ones."""
+        """Updates `parameters`, at most one matrix per rank. Every rank calls it with the same matrices."""
         updates = []
         for parameter in parameters:
             assert parameter.grad is not None
@@ -102,7 +102,7 @@ class OwnedMuon(torch.optim.Muon):
             updates.append(update.to(torch.bfloat16))
         parts = torch.cat(updates)
         rows, columns = parameters[0].shape
-        # Rows per rank, as torch.chunk splits them: equally many except for the last ranks, which may have none.
+        # Rows per rank, as torch.chunk splits rows: equally many except for the last ranks, which may have none.
         each = -(-rows // ranks)
         shares = [max(0, min(each, rows - each * other)) for other in range(ranks)]
         given = [shares[rank] if other < len(parameters) else 0 for other in range(ranks)]
@@ -120,7 +120,7 @@ class OwnedMuon(torch.optim.Muon):
 
 
 def _orthogonal(update: Tensor) -> Tensor:
-    """What torch.optim.Muon adds at a rate of 1 for this update, in its dtype, by torch's own step."""
+    """What torch.optim.Muon adds at a rate of 1 for this update, in the update's dtype, by torch's own step."""
     matrix = nn.Parameter(torch.zeros_like(update))
     matrix.grad = update
     step: Callable[[], None] = torch.optim.Muon(

@@ -17,11 +17,11 @@ from gpufleet.job.experiments.dataset.shards import HEADER
 from gpufleet.job.experiments.engine.data import Ids, Windows, draw, in_epochs
 from gpufleet.job.experiments.pretrain import characters
 
-OFFSETS = 1 << 20  # in the seed of draws: keeps an epoch's offset apart from its permutation
+OFFSETS = 1 << 20  # in the seed of draws: keeps an epoch's offset apart from the epoch's permutation
 
 
 class Rows(Windows):
-    """One split. Raises ValueError when it is too short for one row."""
+    """One split. Raises ValueError if the split is too short for one row."""
 
     def __init__(self, path: Path, *, sequence: int, device: torch.device) -> None:
         count, self._width = characters.check_header(path), sequence + 1

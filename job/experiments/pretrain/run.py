@@ -1,8 +1,8 @@
 """pretrain-d64: trains a deep character model until validation stops improving, and keeps the best checkpoint.
 
 Weights, gradients and moments are spread over the GPUs of the node (FSDP2). Early stop depends only on the recorded
-evaluations, so a resumed run decides like an uninterrupted one. It leaves `final/` (the best evaluation's weights, not
-the last) and `results.json`, also if a limit ends the run, because nothing else reads its checkpoints.
+evaluations, so a resumed run decides like an uninterrupted one. The run leaves `final/` (the best evaluation's weights,
+not the last) and `results.json`, also if a limit ends the run, because nothing else reads the run's checkpoints.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Pretrain(Experiment):
         self._weights = weights
 
     def finish(self) -> None:
-        """Writes the weights, their continuations of the prompts, and the result table."""
+        """Writes the weights, the continuations of the prompts that these weights give, and the result table."""
         module, session = self._module, self.session
         assert module is not None
         session.check_stop()
@@ -230,8 +230,8 @@ def momentum(step: int, optim: MuonAdamW) -> float:
 
 
 def plateau(evaluations: Sequence[tuple[int, float]], stop: EarlyStop) -> str | None:
-    """Why training should end after these evaluations (step, loss): `patience` in a row were within `min_delta` of the
-    best or above it, and at least `after` steps are done. None if it should go on.
+    """Why training should end after these evaluations (step, loss): `patience` evaluations in a row were above the
+    best, or below by less than `min_delta`, and at least `after` steps are done. None if training should go on.
     """
     best_step, best, waited = 0, float("inf"), 0
     for step, loss in evaluations:

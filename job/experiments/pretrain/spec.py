@@ -15,9 +15,9 @@ from gpufleet.job.kind import common
 from gpufleet.job.kind.batch import rows_per_rank
 from gpufleet.job.kind.job import Processes
 
-SYMBOLS = "0123456789+-HBL.\n"  # their ids are 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
+SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
 # Per token and symbol, at the peak. As written: capped logits, log-probabilities and two gradients, in fp32. Compiled:
-# the bf16 product and its gradient (both counted on a CPU, torch 2.13.0, 2026-11-27).
+# the bf16 product and its gradient. The two figures were counted on a CPU (torch 2.13.0, 2026-11-27).
 LOGIT_BYTES, COMPILED_LOGIT_BYTES = 16, 6
 ADAMW_LR = 0.01  # for hidden matrices; AdamW moves every weight by about that much per step, whatever the gradient
 # Host ms to launch a compiled block of a micro-batch: 53 launches and 6 gradient additions, counted and timed like a
@@ -104,7 +104,7 @@ class PretrainConfig(ExperimentConfig):
     leaves_speed: ClassVar[tuple[str, ...]] = ("steps", "early_stop", "data.characters", "data.held_out")
     processes: ClassVar[Processes] = "per GPU"
 
-    steps: int = common.bounded(5000, 1, 10_000_000)  # planned; the rate schedule follows them
+    steps: int = common.bounded(5000, 1, 10_000_000)  # planned; the rate schedule follows this number
     seed: int = common.bounded(1337, 0, 2**31 - 1)
     device: Literal["cuda", "cpu"] = "cuda"
     gpus: int | None = common.bounded(None, 1, 8)
@@ -173,16 +173,16 @@ class PretrainConfig(ExperimentConfig):
     @common.remembered
     def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
         """All characters; fp32 weights, gradients and moments sharded over the ranks; the gathered weights in the
-        compute dtype (all of them with ZeRO-2, two blocks with ZeRO-3). Gradients are reduced at every micro-step, so
-        none stays whole. If the batch is a single micro-batch, gradients appear while activations go: the peak is a
-        little lower.
+        compute dtype (all weights with ZeRO-2, two blocks with ZeRO-3). Gradients are reduced at every micro-step, so
+        no gradient stays whole. If the batch is a single micro-batch, gradients appear while activations go: the peak
+        is a little lower.
         """
         m = self.model
         compute = 2 if self.precision.compute == "bf16" else 4
         total = parameters(m)
         block = layer_matmul(m)
         copies = total * compute
-        if ranks == 1:  # casts are part of a block's forward pass, and recomputed with it
+        if ranks == 1:  # casts are part of a block's forward pass, and recomputed with that pass
             copies = 0 if compute == 4 else block * compute if rung.checkpointing else copies
         elif self.reshard_after_forward:
             copies = 2 * block * compute
@@ -257,7 +257,7 @@ def flops_per_token(config: PretrainConfig) -> int:
 
 
 def _layer_bytes(m: CharModel, compute: int, *, checkpointing: bool) -> float:
-    """Bytes that autograd keeps of a token in a block; with checkpointing its input, products and attention."""
+    """Bytes that autograd keeps of a token in a block; with checkpointing the block's input, products and attention."""
     kv = (m.kv_heads or heads(m)) * m.head_dim
     products = 2 * m.width + 2 * kv + 4 * m.width  # q, attention, k, v; the FFN's up-projection
     if checkpointing:

@@ -22,7 +22,7 @@ from gpufleet.job.text import counted
 
 
 class Conversations(PackedData[SftConfig]):
-    """Packed rows of conversations. The modules that pack are imported on use, because they import numpy."""
+    """Packed rows of conversations. The modules that pack are imported on use, because these modules import numpy."""
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
         own = tokenizer_of(given.weights, given.tokenizer)

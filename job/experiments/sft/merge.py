@@ -10,9 +10,9 @@ Casting merged weights to bf16 rounds part of the adapter's effect away, so thes
 | adapter_fp32 | base and adapter            | fp32     | 32 of them         |
 | merged_fp32  | merged in fp32              | fp32     | the same 32        |
 
-The fp32 merge must match the adapter within 1e-5 nats; if it does not, no merge is delivered and the run has failed,
-with its adapter and losses kept. The bf16 merge is delivered if it is within 0.002 nats of the adapter, else the fp32
-one. stages/sft.jsonl has finished results, so a restart repeats neither a validation nor an answer. With `method: full`
+The fp32 merge must match the adapter within 1e-5 nats. Otherwise no merge is delivered and the run has failed, with its
+adapter and losses kept. The bf16 merge is delivered if it is within 0.002 nats of the adapter, else the fp32 merge.
+stages/sft.jsonl has finished results, so a restart repeats neither a validation nor an answer. With `method: full`
 there is nothing to merge: one loss, answers, weights in bf16.
 """
 
@@ -61,7 +61,7 @@ class SftRun(Protocol):
 
 
 class MergeDiffersError(ValueError):
-    """The merged weights differ from the trained ones, by so many nats. The adapter is right."""
+    """The merged weights differ from the trained weights, by the stated nats. The adapter is right."""
 
     def __init__(self, nats: float) -> None:
         super().__init__(
@@ -99,7 +99,9 @@ class FinishedVariants:
         self._kept = {name: value for name, of, value in entries if of == weights}
 
     def get(self, name: str, make: Callable[[], Any]) -> Any:
-        """The result kept under `name`, else `make`'s, on all ranks, kept then; perhaps None on ranks other than 0."""
+        """The result kept under `name`; without one, the result of `make` on all ranks, which is then kept. It may be
+        None on ranks other than 0.
+        """
         if self._session.world.agree(name in self._kept):
             return self._kept.get(name)
         value = make()
@@ -133,7 +135,7 @@ def finish(sft: SftRun, module: Decoder) -> dict[str, Any]:
             report, dtype = _judge(losses, session.say)
         if not sft.config.lora.shard_base:
             if not session.world.first:
-                return {}  # every rank has it all, and the first one writes it
+                return {}  # every rank has all tensors, and the first rank writes them
         elif not session.world.agree(dtype is not None):
             dtype = None
         tensors = lora.merged_weights(module)

@@ -81,7 +81,7 @@ class Sft(Experiment):
         return self.batches.work("train", rows, rung.micro, per_step=self.per_step)
 
     def validation(self, phase: Phase, rung: Rung) -> Work:
-        """Rows spread evenly over those held out."""
+        """Rows spread evenly over the held-out rows."""
         return self.batches.work("validation", self.batches.fixed(self.config.eval.rows), rung.micro)
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
@@ -97,13 +97,13 @@ class Sft(Experiment):
 
     def finish(self) -> None:
         """Validates the merge, stores answers, and writes final/ and results.json. Raises Stopped; MergeDiffersError,
-        on every rank, once all of it is written.
+        on every rank, once everything is written.
         """
         assert self.module is not None
         found = merge.finish(self, self.module)
         if self.session.world.first:
             atomic.write_json(self.session.workdir / RESULTS, self._results(found))
-        report = found.get("merge")  # None: nothing was merged, or another rank has it
+        report = found.get("merge")  # None: nothing was merged, or another rank has the report
         refused = self.session.world.agree(report and not report["fp32_matches"] and report["fp32_difference"])
         if refused:
             raise merge.MergeDiffersError(refused)
@@ -154,7 +154,7 @@ class Sft(Experiment):
         own = session.metrics.records(phase.name)
         measured = {
             **metrics.measured(own),
-            # upper bound of its share of this attempt's time
+            # an upper bound of the data's share of this attempt's time
             "data_share": round(self.batches.waited_s / self.trained_s, 6),
         }
         return {

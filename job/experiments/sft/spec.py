@@ -17,14 +17,14 @@ from gpufleet.job.experiments.tuning.spec import TokenBatch, TuningConfig
 from gpufleet.job.kind import common
 
 VALIDATION_ROWS = 32  # rows on which adapter and merged weights are compared in fp32
-ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that every rank answers side by side, and their tokens
+ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that every rank answers side by side; their tokens
 BASE_BYTES = 2  # of a frozen parameter: bf16, whatever the products are in
 # the share that compiled steps keep of autograd's memory beside adapters: 8 B, H100 and H200, bench/results/gpu.md
 COMPILED_KEEPS = 0.885
 # The time of an eager step in compiled ones: 630 ms for 533 on an H100, 576 for 506 on an H200 (bench/results/gpu.md).
 EAGER = 1.18
-# For text tokenised during training, on one core of a host (bench/results/sft.md), and its bytes per token beside the
-# ids: 600 k instruction examples of 361 tokens are 870 MB.
+# For text tokenised during training, on one core of a host (bench/results/sft.md), and the text's bytes per token
+# beside the ids: 600 k instruction examples of 361 tokens are 870 MB.
 TOKENS_PER_MS, TEXT_BYTES = 540, 4.0
 FP32_COST = 15  # cost of a token in true fp32 over bf16 tensor cores: H100 989 over 67 TFLOP/s
 
@@ -40,7 +40,7 @@ class ChatData:
     fill: float = common.bounded(0.98, 0.01, 1.0)  # expected share of text in a packed row; likewise
     longest: int = common.bounded(1024, 8, 131072)  # tokens of one example, the rest is cut off and reported
     loss_on: Literal["response", "all"] = "response"
-    held_out: float = common.bounded(0.01, 0.001, 0.5)  # share of examples, at least one of them
+    held_out: float = common.bounded(0.01, 0.001, 0.5)  # share of examples, at least one example
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,10 +57,10 @@ class RowEval:
 class Measures:
     """The experiment's measures for speed, each with a switch for the ablation table (docs/sft.md)."""
 
-    pretokenised: bool = True  # packed ids; False: texts beside them, tokenised while training (prepare again)
+    pretokenised: bool = True  # packed ids; False: texts beside the ids, tokenised while training (prepare again)
     packing: bool = True  # rows filled with whole examples; False: one padded example per row (prepare again)
     async_checkpoints: bool = True  # training goes on while a save is written
-    compile: bool = True  # of each block and the loss, on a GPU
+    compile: bool = True  # compile each block and the loss, on a GPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,7 @@ class SftConfig(TuningConfig):
     epochs: int = common.bounded(3, 1, 1000)
     seed: int = common.bounded(1337, 0, 2**31 - 1)
     device: Literal["cuda", "cpu"] = "cuda"
-    gpus: int | None = common.bounded(None, 1, 8)  # of the node; None = all of them
+    gpus: int | None = common.bounded(None, 1, 8)  # GPUs of the node; None = all
     method: Literal["lora", "full"] = "lora"
     model: DecoderConfig = DecoderConfig()
     lora: Lora = Lora()
@@ -151,9 +151,9 @@ class SftConfig(TuningConfig):
     @common.remembered
     def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
         """LoRA: base in bf16 on every rank, or sharded with the tables and two layers gathered; adapters with fp32
-        state; products in fp32 cast the base's matrices, and the casts stay until backward (with checkpointing one
-        layer's). Full: fp32 state sharded over the ranks, and the gathered weights of the compute dtype (two layers
-        with ZeRO-3, all of them with ZeRO-2).
+        state; products in fp32 cast the base's matrices, and the casts stay until backward (with checkpointing those of
+        one layer). Full: fp32 state sharded over the ranks, and the gathered weights of the compute dtype (two layers
+        with ZeRO-3, all layers with ZeRO-2).
         """
         m = self.model
         compute = 2 if self.precision.compute == "bf16" else 4
@@ -231,8 +231,8 @@ class SftConfig(TuningConfig):
     @common.remembered
     def sizes(self) -> common.Sizes:
         """Final: the adapter in bf16, and the merged model, in fp32 if bf16 would round away too much of the adapter.
-        If a limit ends it, an adapter's run leaves only the adapter. Each token of the dataset has its example's mark
-        beside it: 4 bytes, or 6 if an id needs more than two.
+        If a limit ends the run, a run with an adapter leaves only the adapter. Each token of the dataset has its
+        example's mark beside it: 4 bytes, or 6 if an id needs more than two.
         """
         total, own = tuning.parameters(self.model), trained(self)
         final = {"adapter": 2 * own, "merged": 4 * total} if self.method == "lora" else {"merged": 2 * total}
@@ -244,7 +244,7 @@ class SftConfig(TuningConfig):
             final=final,
             final_if_cut=(next(iter(final.values())),) * 2,
             dataset=int(self.data.examples * example_tokens(self) * (each / fill(self) + texts)),
-            base_weights=2 * total,  # bf16, as they are published
+            base_weights=2 * total,  # bf16, the published dtype
         )
 
 
@@ -303,5 +303,5 @@ def fill(config: SftConfig) -> float:
 
 
 def answers_at_once(config: SftConfig) -> int:
-    """Prompts answered in one batch: its cache and first pass take less memory than a training step."""
+    """How many prompts are answered in one batch, whose cache and first pass take less memory than a training step."""
     return min(ANSWERS_AT_ONCE, max(1, ANSWERED_TOKENS // (config.data.longest + config.eval.sample_tokens)))

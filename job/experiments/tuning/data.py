@@ -1,4 +1,4 @@
-"""The data for fine-tuning: packed rows, and the base weights beside them."""
+"""The data for fine-tuning: packed rows, and the base weights."""
 
 from __future__ import annotations
 

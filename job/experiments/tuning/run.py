@@ -1,7 +1,7 @@
 """Fine-tunes a published decoder on packed rows: the common part of sft-h100 and kernel-sft.
 
-It compares their dataset with the run config, loads the weights to start from, sets the rate, handles stops after
-training, and writes final/.
+The module compares the dataset with the run config, loads the weights with which training starts, sets the rate,
+handles stops after training, and writes final/.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def base(
     spread: bool = False,
     adapters: Lora | None = None,
 ) -> Decoder:
-    """The weights to start from, on the device: published ones, or drawn from the seed for generated data, which needs
-    none. Unless `written`, the weights are only allocated. `spread`: each rank gets a part, and no device ever all.
-    `adapters` are attached, whole on every rank and not initialised. Raises ValueError.
+    """A decoder on the device with the weights with which training starts: published weights, or, for generated data,
+    weights drawn from the seed. Unless `written`, the weights are only allocated. `spread`: each rank gets a part, and
+    no device ever has all weights. `adapters` are attached, whole on every rank and not initialised. Raises ValueError.
     """
     published = session.inputs is not None
     if not published and not config.data.source.startswith("generated-"):
@@ -118,7 +118,7 @@ def base(
 
 
 def trained_whole(session: Session, config: TuningConfig, *, written: bool) -> Decoder:
-    """The base with fp32 weights, all of them trained, sharded over the ranks."""
+    """The base with fp32 weights, which are all trained, sharded over the ranks."""
     return base(session, config, torch.float32, written=written, spread=True)
 
 
@@ -163,11 +163,11 @@ def deliver(
     dtype: torch.dtype,
     meta: Mapping[str, Any],
 ) -> str:
-    """Writes final/: weights with the files beside published ones, the dataset's tokenizer and, last, meta.json, which
-    also lists an adapter/ there. Returns the (first) weights file's sha256, on rank 0.
+    """Writes final/: the weights with the files that lie beside published weights, the dataset's tokenizer and, last,
+    meta.json, which also lists an adapter/ in final/. Returns the (first) weights file's sha256, on rank 0.
     """
     if not session.world.first:
-        for _ in tensors:  # all ranks gather sharded ones together
+        for _ in tensors:  # all ranks gather sharded tensors together
             pass
         return ""
     folder = session.workdir / FINAL
@@ -189,7 +189,7 @@ def deliver(
     tree = {
         "schema": 1,
         **meta,
-        "tokens": meta["step"] * config.batch.tokens,  # as in metrics.jsonl, padding included
+        "tokens": meta["step"] * config.batch.tokens,  # with padding, as in metrics.jsonl
         "shape": asdict(config.model),
         "dtype": str(dtype).removeprefix("torch."),
         "tokenizer": {key: manifest.facts[key] for key in ("tokenizer", "tokenizer_id", "vocab", "template")},

@@ -63,8 +63,8 @@ def layer_activation_bytes(m: DecoderConfig, compute: int, rung: Rung, *, adapte
     """Bytes that autograd keeps for one token in one layer. `adapters`: the rank of LoRA, 0 without.
 
     Kept: both norms' inputs and outputs, q, k, v and the attention's result, SwiGLU's gate, up, and product. With
-    checkpointing only the results of products and attention, or the input alone. A frozen matrix needs no input of its
-    own, but the adapter beside it does, and its narrow product.
+    checkpointing only the results of products and attention are kept, or the input alone. A frozen matrix needs no
+    input, but the adapter beside it needs its input and its narrow product.
     """
     if rung.products_too:
         return compute * m.width
@@ -74,7 +74,7 @@ def layer_activation_bytes(m: DecoderConfig, compute: int, rung: Rung, *, adapte
     if rung.checkpointing:
         return compute * (m.width + products + narrow) + 4 * m.heads
     rest = 4 * m.width + 2 * m.ffn + (q + kv if m.family == "qwen3" else 0)
-    dropped = (4 * m.width + q + m.ffn) if adapters else 0  # inputs of the adapters after dropout
+    dropped = (4 * m.width + q + m.ffn) if adapters else 0  # the adapters' inputs after dropout
     return compute * (products + rest + narrow + dropped) + 4 * m.heads
 
 
@@ -88,9 +88,9 @@ def whole_state(
     m: DecoderConfig, compute: int, ranks: int, *, reshard: bool, checkpointing: bool = False
 ) -> tuple[float, float, float]:
     """Bytes of weights, gradients and moments on one rank if all weights are trained: fp32 state sharded over the
-    ranks, and the gathered weights of the compute dtype (two layers with ZeRO-3, all of them with ZeRO-2, and the
-    tables). One rank gathers nothing and casts all weights, which stay until backward; with checkpointing a layer's and
-    the head's.
+    ranks, and the gathered weights of the compute dtype (two layers with ZeRO-3, all layers with ZeRO-2, and the
+    tables). A single rank gathers nothing and casts all weights, and the casts stay until backward; with checkpointing
+    only those of a layer and of the head.
     """
     total, layer = parameters(m), layer_parameters(m) * compute
     gathered = 2 * layer if reshard else m.layers * layer
@@ -102,7 +102,9 @@ def whole_state(
 
 
 def frozen_bytes(m: DecoderConfig, ranks: int) -> float:
-    """Bytes on one rank of a bf16 base sharded over `ranks`: its part, two layers and the tables, gathered."""
+    """Bytes on one rank of a bf16 base sharded over `ranks`: the rank's part, and two layers and the tables
+    gathered.
+    """
     whole = parameters(m) * 2
     if ranks == 1:
         return whole

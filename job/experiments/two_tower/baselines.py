@@ -1,8 +1,8 @@
 """The baselines that the towers must beat: popularity, LambdaRank and random order, on the same folds and the same
 training queries.
 
-Each gives one row of scores per query, from a model that saw neither the query's fold nor the fold it watches
-(LambdaRank stops early on the latter, as the towers do). Legend: Shapes: T training or known queries, M models, S
+Each baseline gives one row of scores per query, from a model that saw neither the query's fold nor the fold that it
+watches (LambdaRank stops early on the watched fold, as the towers do). Legend: T training or known queries, M models, S
 sentence width, P principal axes, F features.
 """
 
@@ -24,7 +24,7 @@ from gpufleet.job.experiments.two_tower.spec import MOST_RANKED
 NEIGHBOURS = 10  # of the neighbour feature
 PROJECTIONS = 8  # principal directions of the training queries' sentence vectors
 FEATURES = 5 + PROJECTIONS
-PARTS = 8  # of the training queries: the features of each come from the other seven
+PARTS = 8  # parts of the training queries: the features of each part come from the other seven
 MAX_TREES, PATIENCE = 100, 10  # a tree takes 0.2 core-seconds on 274 queries x 1131 models
 LAMBDARANK = {
     "objective": "lambdarank",
@@ -42,7 +42,7 @@ LAMBDARANK = {
 
 
 def popularity(member: Member, tables: Tables) -> Floats:
-    """Mean gain of each model on the training queries: the same order for every query. [test, M]"""
+    """The mean gain of each model on the training queries, so the same order for every query. [test, M]"""
     mean_M = _mean(tables.labels[member.train], GAINS).astype(np.float32)
     return np.tile(mean_M, (len(member.test), 1))
 
@@ -103,8 +103,8 @@ def lambdarank(
 def training_features(tables: Tables, train: Indices, axes_PS: Floats, seed: int) -> Floats:
     """[train, M, F]: the training queries in PARTS parts; the features of each part come from the other parts.
 
-    If a query only left itself out, its features would reveal its label: exactly its relevant models would have one
-    relevant query less. Trees would use that difference, which a test query does not have.
+    If only the query itself were left out, its features would reveal its label: exactly its relevant models would have
+    one relevant query less. Trees would use that difference, which a test query does not have.
     """
     found = np.zeros((len(train), tables.labels.shape[1], FEATURES), dtype=np.float32)
     parts = min(PARTS, len(train))
@@ -149,8 +149,8 @@ def principal_axes(sentences_TS: Floats) -> Floats:
 
 
 def _mean(labels_TM: Labels, worth: Sequence[float]) -> NDArray[np.float64]:
-    """The mean over the queries of the `worth` of labels 0, 1, 2, [M]; 0 without queries. It is computed from counts,
-    so models with the same counts get the same number; sums of gains would depend on the order of their queries.
+    """The mean over the queries of the `worth` of labels 0, 1, 2, [M]; 0 without queries. The mean is computed from
+    counts, so models with the same counts get the same number; sums of gains would depend on the order of the queries.
     """
     total_M = np.zeros(labels_TM.shape[1])
     for label, each in enumerate(worth):

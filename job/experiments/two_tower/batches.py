@@ -24,14 +24,14 @@ from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
 
 
 class Batches:
-    """The data of one phase; it also makes the weak labels."""
+    """The data of one phase, with the weak labels."""
 
     def __init__(self, members: Sequence[Member], tables: Tables, config: TwoTowerConfig, device: torch.device) -> None:
         self._device = device
         weak = min(config.weak.queries, len(tables.discovery))
-        self.queries = max(len(member.train) for member in members) + weak  # of each member, padding included
+        self.queries = max(len(member.train) for member in members) + weak  # rows of each member, with padding
         rows = [rows_of(member, tables, config.weak, self.queries) for member in members]
-        self.weak = [own.weak for own in rows]  # number of queries per member, padding included
+        self.weak = [own.weak for own in rows]  # number of weakly labelled queries of each member
         self._x_KRS = self._placed(np.stack([own.sentences for own in rows]))
         self._targets_KRM = self._placed(np.stack([own.targets for own in rows]))
         self._weights_KR = self._placed(np.stack([own.weights for own in rows]))
@@ -42,8 +42,8 @@ class Batches:
             self._watched_weights_KV = self._placed(weights_KV)
 
     def work(self, config: TwoTowerConfig, place: int, micro: int) -> Work:
-        """The step of all members that (seed, `place`) names: every query, or those that the objective samples, in
-        chunks of `micro`. Dropout's bits are drawn for all chunks at once.
+        """The step of all members that (seed, `place`) names: every query, or the queries that the objective samples,
+        in chunks of `micro`. Dropout's bits are drawn for all chunks at once.
         """
         generator = torch.Generator(self._device).manual_seed(mix(config.seed, place))
         members, models = self._targets_KRM.shape[0], self._targets_KRM.shape[2]
@@ -60,7 +60,7 @@ class Batches:
         return Work(_chunks(x_KQS, targets_KQM, weights_KQ, noise, draws, micro), x_KQS.shape[1])
 
     def watched_ndcg(self, module: Members) -> Tensor:
-        """Each member's mean nDCG@10 on the fold it watches, float64 [K]."""
+        """Each member's mean nDCG@10 on the fold that the member watches, float64 [K]."""
         values_KV = ndcg(module.score(self._watched_x_KVS), self._watched_gains_KVM, 10)
         return (values_KV * self._watched_weights_KV).sum(-1)
 

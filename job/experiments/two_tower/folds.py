@@ -1,8 +1,6 @@
-"""Folds, the members trained on them, weak labels, and the tensors of one step. It uses numpy only, and has no model
-and no training.
-
-A member is one model. It has queries to learn from, queries to watch for choosing its epoch, and a fold on which it is
-tested.
+"""Folds, the members trained on them, weak labels, and the tensors of one step. The module uses numpy only, and has no
+model and no training. A member is one model, with queries from which it learns, queries that it watches to choose its
+epoch, and a fold on which it is tested.
 
 | protocol | learns from | watches | tested on |
 |---|---|---|---|
@@ -49,7 +47,7 @@ class MemberRows:
     sentences: Floats  # [R, S]; zero where padded
     targets: Floats  # [R, M]: gains that sum to 1, or all 0
     weights: Floats  # [R]: mean 1 over the rows, 0 for rows without a target
-    weak: int  # how many of them are discovery queries
+    weak: int  # how many of these rows are discovery queries
 
 
 def fold_of(queries: int, folds: int, seed: int) -> Indices:
@@ -100,10 +98,10 @@ def worth(labels: Labels) -> NDArray[np.float64]:
 def weak_labels(discovery_NS: Floats, queries_TS: Floats, gains_TM: Floats, weak: Weak) -> tuple[Indices, Floats]:
     """Returns the discovery queries that got labels, ascending, and their gains.
 
-    Neighbours are the `neighbours` most similar queries with cosine >= `similarity`. A label is the mean of theirs,
-    weighted by similarity. The `queries` most confident discovery queries with confidence >= `confidence` are kept;
-    confidence is the mean similarity of the neighbours x their share of `neighbours`. Which queries are kept depends on
-    no label.
+    Neighbours are the `neighbours` most similar queries with cosine >= `similarity`. A label is the mean of the
+    neighbours' labels, weighted by similarity. The `queries` most confident discovery queries with confidence >=
+    `confidence` are kept; confidence is the mean similarity of the neighbours x their share of `neighbours`. Which
+    queries are kept depends on no label.
     """
     cosine_NT = discovery_NS @ queries_TS.T
     count = min(weak.neighbours, cosine_NT.shape[1])
@@ -131,13 +129,15 @@ def require_relevant(member: Member, labels: Labels) -> None:
 
 
 def without_relevant(config: TwoTowerConfig, labels: Labels) -> list[int]:
-    """Folds in which no query has a relevant model, so every epoch scores 0 on them."""
+    """Folds in which no query has a relevant model, so that every epoch scores 0 there."""
     fold_Q = fold_of(config.data.queries, config.data.folds, config.seed)
     return [fold for fold in range(config.data.folds) if not (labels[fold_Q == fold] > 0).any()]
 
 
 def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> MemberRows:
-    """The member's training queries, then the weakly labelled ones, padded. Raises ValueError if none is relevant."""
+    """The member's training queries, then its weakly labelled queries, padded. Raises ValueError if no label is
+    relevant.
+    """
     require_relevant(member, tables.labels)
     gains_TM = gains(tables.labels[member.train])
     queries_TS = tables.queries[member.train]

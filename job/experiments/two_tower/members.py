@@ -38,8 +38,8 @@ class Members(nn.Module):
     """`forward` gives the objective for a chunk of every member's queries."""
 
     best: Tensor  # [K, P]: each member's parameters at its best epoch so far
-    scores: Tensor  # [F, folds, judged, M]: for finished families, each honest fold's model on every query
-    optimistic: Tensor  # [F, judged, M]: each query by the optimistic model of its own fold
+    scores: Tensor  # [F, folds, judged, M]: for finished families, each honest fold's model's, on every query
+    optimistic: Tensor  # [F, judged, M]: the scores of each query by the optimistic model of the query's own fold
 
     def __init__(self, config: TwoTowerConfig, count: int, first: int, compute: torch.dtype) -> None:
         """`first`: the first seed for the members' weights."""
@@ -84,15 +84,15 @@ class Members(nn.Module):
 
     @torch.no_grad()
     def keep(self, better_K: Tensor) -> None:
-        """Makes the present parameters the best ones of these members."""
+        """Makes the present parameters the best parameters of the members where `better_K` is True."""
         self.best[better_K] = self.stack.packed()[better_K]
 
 
 def sampled_loss(towered: Towered, targets_KBM: Tensor, draws_KBN: Tensor, sampled: Sampled) -> Tensor:
     """Cross-entropy of one relevant model against `negatives` irrelevant ones, [K, B].
 
-    `draws` are 1 + 2 x negatives uniform numbers per query. They choose the relevant model (in proportion to its
-    target), and for each negative whether it is hard and which model it is. Hard ones come from the HARD_POOL
+    `draws` are 1 + 2 x negatives uniform numbers per query. These numbers choose the relevant model (in proportion to
+    its target), and for each negative whether it is hard and which model it is. Hard negatives come from the HARD_POOL
     best-scored irrelevant models.
     """
     negatives = sampled.negatives
@@ -111,8 +111,8 @@ def sampled_loss(towered: Towered, targets_KBM: Tensor, draws_KBN: Tensor, sampl
 
 @torch.no_grad()
 def clip_each(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-    """Undoes the mean over members, then scales each member's gradient down to a norm of `limit`; with 0 it only
-    measures. Returns the norms before, [K].
+    """Undoes the mean over members, then scales each member's gradient down to a norm of `limit`; with 0 the norms are
+    only measured. Returns the norms before, [K].
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     count = gradients[0].shape[0]

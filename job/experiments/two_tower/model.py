@@ -1,5 +1,5 @@
-"""Two towers that meet in a cosine: one over frozen sentence embeddings, one over model ids. Many of these models can
-be trained at once.
+"""Two towers that meet in a cosine: one over frozen sentence embeddings, one over model ids. Many such models can be
+trained at once.
 
 Legend: K members trained together, Q queries, M models, S sentence width, H heads, h head width, d meeting width,
 N dropout bits of one row.
@@ -7,8 +7,8 @@ N dropout bits of one row.
 - a head is sentence -> head -> ReLU -> head; the heads' outputs are joined, fused, and go through the query tower;
 - every Linear has a bias; no ReLU after the last layer of a tower;
 - dropout after each hidden ReLU and after fusion takes its random bits as an input (`noise`), 16 per unit: one draw
-  serves members together or one by one, queries whole or in chunks, and costs a fifth of torch's own on a CPU. Its
-  the factor 1 / keep is applied to the next layer's weights, which are smaller than the activations;
+  serves members together or one by one, queries whole or in chunks, and costs a fifth of torch's own on a CPU. The
+  factor 1 / keep is applied to the next layer's weights, which are smaller than the activations;
 - the loss of the whole candidate matrix makes its own gradient while the scores are at hand, a few members at a time,
   so no tensor of scores outlives it (`softmax_loss`);
 - each product casts to the compute dtype; norms, softmax and loss are fp32.
@@ -34,7 +34,7 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from gpufleet.job.experiments.two_tower.spec import Towers
 
-NORM_EPS = 1e-8  # of a vector's length before it is divided by
+NORM_EPS = 1e-8  # added to a vector's length before the division by it
 GROUP = 1 << 23  # scores that the loss holds at once, but at least one member's
 
 
@@ -137,7 +137,7 @@ def decays(name: str) -> bool:
 
 class Stack(nn.Module):
     """Members of one shape as one module: every parameter of `members.<name>` is [K, ...]. One forward pass of all
-    members is one vmap over their weights; each computes what it would compute alone.
+    members is one vmap over their weights; each member computes what it would compute alone.
     """
 
     def __init__(self, members: Sequence[TwoTowerModel]) -> None:
@@ -188,7 +188,7 @@ def diversity(heads_QHh: Tensor) -> Tensor:
     heads = heads_QHh.shape[-2]
     if heads == 1:
         return heads_QHh.new_zeros(heads_QHh.shape[:-2])
-    products_QHH = heads_QHh @ heads_QHh.mT  # lengths too are in it: no pass over the heads makes them unit vectors
+    products_QHH = heads_QHh @ heads_QHh.mT  # has the lengths too: no pass over the heads makes unit vectors
     inverse_QH = torch.rsqrt(products_QHH.diagonal(dim1=-2, dim2=-1) + NORM_EPS**2)
     squares = (products_QHH * inverse_QH.unsqueeze(-1) * inverse_QH.unsqueeze(-2)).square()
     different = ~torch.eye(heads, dtype=torch.bool, device=squares.device)
@@ -204,7 +204,7 @@ def softmax_loss(towered: Towered, targets_KQM: Tensor, weights_KQ: Tensor) -> T
 
 
 class _SoftmaxLoss(torch.autograd.Function):
-    """Gradients are made in the forward pass, GROUP scores at a time: while they are in the cache, on a CPU."""
+    """Gradients are made in the forward pass, GROUP scores at a time: while these scores are still in a CPU's cache."""
 
     @staticmethod
     def forward(ctx: Any, query_KQd: Tensor, model_KMd: Tensor, targets_KQM: Tensor, weights_KQ: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ def _bits(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _threshold(t: Towers) -> int:
-    """Bits below it are dropped: the probability to 1 in 65536."""
+    """Units whose bits are below this threshold are dropped: the probability to 1 in 65536."""
     return round(t.dropout * 65536) - 32768
 
 
@@ -283,7 +283,7 @@ def _query_units(t: Towers) -> list[int]:
 
 
 def _split(noise: Noise | None, t: Towers) -> tuple[list[Tensor], list[Tensor]]:
-    """Each layer's bits, in the order in which they are used."""
+    """Each layer's bits, in the order of their use."""
     if noise is None:
         return [], []
     return list(torch.split(noise.query, _query_units(t), -1)), list(torch.split(noise.model, list(t.model[:-1]), -1))

@@ -1,4 +1,4 @@
-"""two-tower's dataset: queries, the models that may answer them, and which of them were judged good.
+"""two-tower's dataset: queries, the models that may answer these queries, and the models that were judged good.
 
     dataset.json     kind "ranking"; facts: queries, models, discovery, width, labels (that were given), unjudged
                      (queries without label 1 or 2), relevant, best, encoder
@@ -11,7 +11,7 @@ From a folder (`gpufleet prepare STACK FOLDER`), UTF-8:
 
     queries.jsonl    one {"id": "...", "text": "..."} per line      judged queries
     labels.csv       header query,model,label; then one line per judgement, label 0, 1 or 2
-    discovery.jsonl like queries.jsonl; it may be missing
+    discovery.jsonl like queries.jsonl; the file may be missing
 
 or from a seed. Embeddings are made here, once for all runs. The same input gives the same bytes. User mistakes raise
 ValueError.
@@ -56,14 +56,14 @@ class Tables:
     discovery: Floats
     names: dict[str, list[str]]
     encoder: str  # "" where there was no text
-    judged: int  # number of judgements in the file, with those of 0
+    judged: int  # number of judgements in the file, also those with label 0
 
 
 def prepare_ranking(
     folder: Path, config: TwoTowerConfig, *, text: Path | None = None, say: Callable[[str], None] = lambda line: None
 ) -> DatasetManifest:
     """The prepared dataset in `folder`, made now or already there. `text` is the folder of a million-llms dataset.
-    Raises ValueError if there is no text, if lines are damaged, or if counts differ from those in `data`.
+    Raises ValueError if there is no text, if lines are damaged, or if counts differ from the counts in `data`.
     """
     data, width = config.data, config.towers.sentence
     if text is None and data.source == "generated-relevance":
@@ -141,8 +141,8 @@ def mismatches(config: TwoTowerConfig, queries: tuple[int, ...], labels: tuple[i
 def generate(queries: int, models: int, discovery: int, width: int, *, seed: int) -> Tables:
     """Relevance from a seed, of low rank plus a popularity term, so that popularity alone is a strong baseline.
 
-    A query's sentence vector is its latent taste, mapped linearly, with noise. A tower can learn that. The best-scored
-    models of each query get labels: a share RELEVANT gets a label, and a share BEST gets label 1.
+    A query's sentence vector is the query's latent taste, mapped linearly, with noise, which a tower can learn. The
+    best-scored models of each query get labels: a share RELEVANT gets a label, and a share BEST gets label 1.
     """
     draw = np.random.default_rng(seed)
     tastes = draw.standard_normal((queries + discovery, LATENT))
@@ -175,7 +175,7 @@ def read_folder(
     folder: Path, encoder: Encoder, config: TwoTowerConfig, say: Callable[[str], None] = lambda line: None
 ) -> Tables:
     """The tables of a million-llms folder with its sentences encoded, which takes minutes. Counts that differ from
-    `config` are reported before. Raises ValueError naming file, line and what is wrong.
+    `config` are reported before that. Raises ValueError with file, line and mistake.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: not a folder; it must hold queries.jsonl, labels.csv and maybe discovery.jsonl")

@@ -2,7 +2,7 @@
 
 Equal scores share their places: each model of a tie gets the mean over the tie's orders, in nDCG (as scikit-learn's
 `ndcg_score` averages ties) and in MRR. A query without a relevant model scores 0. All in float64. Scores that are NaN
-or infinite rank nothing and raise LossNotFiniteError, a ValueError, as scikit-learn does.
+or infinite rank nothing and raise LossNotFiniteError, a ValueError, which scikit-learn raises too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def ndcg(scores_QM: Tensor, gains_QM: Tensor, k: int) -> Tensor:
 
 
 def reciprocal_rank(scores_QM: Tensor, gains_QM: Tensor) -> Tensor:
-    """1 / the place of the first model with gain > 0, per query, [..., Q]; the mean of it over the orders of a tie."""
+    """1 / the place of the first model with gain > 0, per query, [..., Q]; in a tie the mean over the tie's orders."""
     _require_finite(scores_QM)
     relevant = gains_QM > 0
     top = scores_QM.masked_fill(~relevant, -torch.inf).amax(-1, keepdim=True)

@@ -38,7 +38,7 @@ class TwoTowerOutcome:
     progress: dict[str, Any]
     scores: Floats  # [F, folds, Q, M]
     optimistic: Floats | None  # [F, Q, M]
-    baselines: dict[str, Floats | str]  # [Q, M], or why it could not run
+    baselines: dict[str, Floats | str]  # by baseline: [Q, M], or why the baseline could not run
 
 
 def by_query(own: Sequence[Member], tables: Tables, score: Callable[[Member], Floats]) -> Floats:

@@ -2,8 +2,9 @@
 
 One phase per family of towers (the config's own, or each variant of the sweep), then a refit of the family that the
 inner folds prefer, on all judged queries, for the median of its folds' chosen epochs. An epoch is `steps_per_epoch`
-joint steps. A member stops improving its record after `patience` epochs without a better one; the phase ends when all
-have. It leaves `fold_table.json`, `fold_table.md`, `results.json`, `exports/scores.npz` and `final/`.
+joint steps. A member stops improving its record after `patience` epochs without a better epoch; the phase ends when all
+members have stopped. The run leaves `fold_table.json`, `fold_table.md`, `results.json`, `exports/scores.npz` and
+`final/`.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class TwoTower(Experiment):
         return module.to(self.session.device.torch)
 
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
-        """AdamW over all members: it works element by element, as for each alone."""
+        """AdamW over all members, which works element by element, as for each member alone."""
         groups = optimizer.groups(module, decays, self.config.optim.weight_decay)
         return optimizer.make(groups, CosineAdamW(betas=BETAS, eps=EPS), seed=self.config.seed)
 
@@ -110,7 +111,7 @@ class TwoTower(Experiment):
         return Work((), 1)
 
     def evaluated(self, phase: Phase, step: int) -> bool:
-        """After each epoch; for the refit at its end."""
+        """Whether `step` ends an epoch; for the refit, whether it ends the phase."""
         local = step - phase.first
         if phase.name == REFIT:
             epochs: int = self.progress["refit"]["epochs"]
@@ -118,12 +119,16 @@ class TwoTower(Experiment):
         return local % self.config.steps_per_epoch == 0
 
     def measure(self, phase: Phase, module: nn.Module, rung: Rung) -> float | None:
-        """1 - the honest members' mean nDCG@10 on the folds they watch; None for the refit, which watches none."""
+        """1 - the honest members' mean nDCG@10 on the folds that they watch; None for the refit, which
+        watches no fold.
+        """
         assert isinstance(module, Members)
         return None if phase.name == REFIT else 1 - fmean(self._watched(module)[: self.config.data.folds])
 
     def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
-        """The members' mean validation figure. Keeps each one's record, and its weights if they are its best."""
+        """The members' mean validation figure. Keeps each member's record, and the member's weights if these are its
+        best.
+        """
         assert isinstance(module, Members)
         if phase.name == REFIT:
             return None
@@ -145,7 +150,7 @@ class TwoTower(Experiment):
         return 1 - fmean(found[:folds])
 
     def clip(self, opt: Optimizer) -> Tensor:
-        """Clips each member by its own norm; returns their mean."""
+        """Clips each member by its own norm; returns the mean of the norms."""
         return clip_each(optimizer.parameters(opt), self.config.optim.clip).mean()
 
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
@@ -218,8 +223,8 @@ class TwoTower(Experiment):
         )
 
     def _lambdarank(self, member: Member) -> Any:
-        """The scores of one fold; prints a line at the end, and one per minute until then. It can stop after each tree;
-        the last checkpoint is at the end of training, so a restart repeats the baselines.
+        """The scores of one fold; prints a line at the end, and one per minute until then. A stop can come after each
+        tree; the last checkpoint is at the end of training, so a restart repeats the baselines.
         """
         began = spoken = time.monotonic()
         trees, fold = 0, f"LambdaRank, fold {member.fold + 1}/{self.config.data.folds}"
@@ -251,7 +256,9 @@ class TwoTower(Experiment):
         return found
 
     def _choose_refit(self) -> dict[str, Any]:
-        """The family that the watched folds prefer, and the median of its folds' epochs. It looks at no test fold."""
+        """The family that the watched folds prefer, and the median of that family's epochs over the folds. No test fold
+        is looked at.
+        """
         folds = self.config.data.folds
         records = self.progress["families"]
         name = max(records, key=lambda name: fmean(records[name]["best"][:folds]))

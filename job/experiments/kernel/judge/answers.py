@@ -1,8 +1,6 @@
-"""Extracts the program from a model's answer, without the parts that it never uses.
-
-Models like to add a test, a main block, a module class or imports. The rules would refuse these, though none of them
-matters. They are dropped before anything is judged. Rules and process get only the rest, so the dropped parts can do
-nothing.
+"""Extracts the program from a model's answer, without the parts that the program never uses. Models like to add a test,
+a main block, a module class or imports. The rules would refuse these parts, though they do not matter. Such parts are
+dropped before anything is judged. Rules and process get only the rest, so the dropped parts can do nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import textwrap
 
 from gpufleet.job.experiments.kernel.judge.catalog import ENTRY
 
-# A code fence: three or more backticks or tildes; it ends with as many, or with the text.
+# A code fence: three or more backticks or tildes. The fence ends with as many again, or with the text.
 FENCE = re.compile(r"^[ \t]*(`{3,}+|~{3,}+)[^\n`]*\n(.*?)(?:\1|\Z)", re.DOTALL | re.MULTILINE)
 THOUGHT = "</think>"
 DEFINED = re.compile(rf"^[ \t]*(def[ \t]+{ENTRY}\b|{ENTRY}[ \t]*=)", re.MULTILINE)
@@ -22,11 +20,11 @@ JIT = re.compile(r"@(?!torch\.)(\w+\.)?jit\b")  # torch.jit.script decorates the
 
 
 def program(answer: str) -> str:
-    """The first code fence that defines the entry and also has a kernel; before it may come the program of the
-    question, or a draft. Without one, it joins all fences, because a kernel may be in one and its entry in a later one;
-    then it takes any that defines the entry, else the first, or the whole answer. A fence may lack its end, or, if an
-    answer begins with the program, its beginning. Thoughts that a model writes before its answer, as Qwen3 does, are
-    ignored.
+    """The first code fence that defines the entry and also has a kernel; fences before it may have the question's
+    program, or a draft. Without such a fence all fences joined count, because a kernel may be in one fence and the
+    entry in a later fence; otherwise any fence that defines the entry, else the first fence, or the whole answer. A
+    fence may lack its end, or, if an answer begins with the program, its beginning. Thoughts that a model writes before
+    its answer, as Qwen3 does, are ignored.
     """
     answer = answer.rpartition(THOUGHT)[2]
     fenced = [textwrap.dedent(found[1]) for found in FENCE.findall(answer)]
@@ -40,8 +38,8 @@ def program(answer: str) -> str:
 
 def used(source: str) -> str:
     """The source without top-level definitions, imports and assignments that the entry never reaches, the main block,
-    calls and assertions after the entry, and annotations outside kernels, which Python ignores. The source is unchanged
-    if it has none of these, has no entry, or cannot be parsed.
+    calls and assertions after the entry, and annotations outside kernels, which Python ignores. The source stays
+    unchanged if it has no such parts, has no entry, or cannot be parsed.
     """
     try:
         tree = ast.parse(source)
@@ -79,7 +77,9 @@ def _forget_annotations(function: ast.FunctionDef) -> None:
 
 
 def _reached(body: list[ast.stmt]) -> list[ast.stmt]:
-    """The statements that the entry names, those that these name, and so on, and all that define no name."""
+    """The statements that the entry names, the statements that those name, and so on; and all statements that define no
+    name.
+    """
     whole = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names if not alias.asname}
     wanted, seen, givers = [ENTRY], set[str](), dict[str, list[ast.stmt]]()
     for node in body:
@@ -111,7 +111,7 @@ def _is_wanted(alias: ast.alias, seen: set[str], whole: set[str]) -> bool:
 
 
 def _names(node: ast.stmt) -> list[str]:
-    """The names that a top-level statement defines; empty if it may do more than that."""
+    """The names that a top-level statement defines; empty if the statement may do more than define names."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):

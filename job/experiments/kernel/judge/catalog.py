@@ -1,8 +1,6 @@
-"""Twenty element-wise tasks, with the words that ask a model for each. tasks.py has the inputs on which candidates are
-tried. No torch.
-
-A candidate must define `kernel_function`, taking the tensors in order and returning a new one of the first one's shape
-and dtype.
+"""Twenty element-wise tasks, each with the words that ask a model for it. tasks.py has the inputs on which candidates
+are tried. No torch. A candidate must define `kernel_function`, which takes the tensors in order and returns a new
+tensor with the first tensor's shape and dtype.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A candidate's process, and the server that forks one for each.
+"""A candidate's process, and the server that forks such a process for each candidate.
 
 After `python -m gpufleet.job.experiments.kernel.judge.child FD`:
     serve        imports torch and triton once, computes nothing, forks on request
@@ -6,7 +6,8 @@ After `python -m gpufleet.job.experiments.kernel.judge.child FD`:
     one JSON runs one candidate in a fresh process, for GPUs: CUDA does not survive a fork
 
 The process knows neither the reference nor the expected output nor the task. It gets a source and tensors, and answers
-with tensors; the judge decides whether they are right. Its reports about itself (`ops`, `alias`) can only harm it.
+with tensors; the judge decides whether these are right. The process's reports about itself (`ops`, `alias`) can only
+harm the candidate.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from gpufleet.job.experiments.kernel.judge import compiler, interpreter, sandbox
 from gpufleet.job.experiments.kernel.judge.watched import GIVEN, Computes, Fences, Ops, filled, refuse_operators
 
 ENTRY = "kernel_function"
-# Everything that the interpreter would otherwise import in each child.
+# Imported before the first fork, because the interpreter would otherwise import these modules in each child.
 PRELOADED = ("triton", "triton.compiler.code_generator", "triton.experimental.gluon", "triton.language.extra.libdevice")
-BROADCASTS = "torch.fx.experimental.symbolic_shapes"  # of torch.broadcast_shapes; its import inspects frames
+BROADCASTS = "torch.fx.experimental.symbolic_shapes"  # for torch.broadcast_shapes; its import inspects frames
 FLUSH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}  # larger than a core's own caches; 5 times an H100's 50 MB L2
 # saved before a candidate could replace them
 _clock, _cpu, _usage = time.perf_counter, time.process_time, resource.getrusage
 _Event: Any = torch.cuda.Event
 _hold: Any = torch.cuda._sleep
 HOLD_CYCLES = 2_000_000  # about a millisecond: many times what Python needs to launch a call's kernels
-# A kernel that does nothing; its launch costs Python as much as a candidate's.
+# A kernel that does nothing; its launch costs Python as much as that of a candidate.
 NOTHING = f"""
 import triton
 import triton.language as tl
@@ -61,7 +62,7 @@ def {ENTRY}(x):
 class Harness:
     """One candidate, which is loaded, run and timed."""
 
-    turn = 0  # counts its calls, from a number of the judge's: so a configuration's number tells it nothing
+    turn = 0  # counts calls from a number that the judge chose: so a configuration's number tells the candidate nothing
     names: Mapping[str, Any] = {}  # names whose meaning in an interpreted module is not Python's
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +72,7 @@ class Harness:
         self.inputs: list[Tensor] = []  # the given inputs, with the shifts applied
         self.fences = Fences(GIVEN)  # around the inputs
         self.shifts: list[int] = []
-        self.ops: Ops | None = None  # of the last call, if they were asked for
+        self.ops: Ops | None = None  # the torch functions of the last call, if the judge asked for them
         self.output: Any = None
         self._flush: Tensor | None = None
         self._empty: dict[str, Callable[..., Any]] = {}
@@ -98,8 +99,8 @@ class Harness:
         return {"problem": problem}, []
 
     def _give(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """Takes new inputs; with `as_timed` it puts them at the addresses of the trials, if possible, because others
-        would reveal the check.
+        """Takes new inputs; with `as_timed` they go to the addresses of the trials, if possible, because other
+        addresses would reveal the check.
         """
         given = [wire.unpack(spec, blob) for spec, blob in zip(head["inputs"], blobs, strict=True)]
         self.given, self.shifts = [_placed(tensor, self.device, Fences(GIVEN)) for tensor in given], [0] * len(given)
@@ -113,8 +114,8 @@ class Harness:
         return {}, []
 
     def _run(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """Makes one call on its own inputs; returns its output. With `as_timed` nothing shows the candidate that the
-        call is not timed. Inputs given earlier for trials stay in place, and are restored for the next trial.
+        """Makes one call on inputs of its own; returns the call's output. With `as_timed` nothing shows the candidate
+        that the call is not timed. Inputs given earlier for trials stay in place, and are restored for the next trial.
         """
         kept = self.given, self.inputs, self.fences, self.shifts
         self._give(head, blobs)
@@ -126,7 +127,7 @@ class Harness:
 
     def _ready(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
         """Moves each input in its memory by one of `shifts`, so that results remembered by address or by a kernel's
-        reads are wrong. Empties caches on request, and waits for the device. After it a trial may follow.
+        reads are wrong. Empties caches on request, and waits for the device. Then a trial may follow.
         """
         self.shifts = head.get("shifts", self.shifts)
         for tensor, content in zip(self.inputs, self._contents(), strict=True):
@@ -146,7 +147,7 @@ class Harness:
     def _trial(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
         """One timed call, or an `empty` launch. Returns seconds, by the clock on a CPU, on a GPU by events on a stream
         that is held until the call has launched its kernels: otherwise Python's time between launches would count. With
-        `ops` it lists the torch functions that the call uses, which takes time.
+        `ops` the answer lists the torch functions that the call uses, which takes time.
         """
         call = self._nothing(head["empty"]) if head.get("empty") else self.entry
         Harness.turn += not head.get("empty")
@@ -175,7 +176,7 @@ class Harness:
         return self._empty[kind]
 
     def _collect(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """The output of the last call, and its other effects."""
+        """The output of the last call, and the call's other effects."""
         found = self.output
         reply: dict[str, Any] = {"ops": sorted(self.ops.names)} if self.ops is not None else {}
         if not isinstance(found, Tensor):
@@ -239,7 +240,7 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
         memory_bytes=asked["memory_bytes"],
     )
     if device == "cuda":
-        sandbox.die_with_parent()  # the change of user has undone it
+        sandbox.die_with_parent()  # the change of user has undone an earlier request
     os.chdir(scratch)
     os.environ.update(dict.fromkeys(("TMPDIR", "HOME", "TRITON_HOME", "CUDA_CACHE_PATH"), str(scratch)))
     os.environ["TRITON_CACHE_DIR"] = compiler.CACHE
@@ -250,7 +251,7 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
         os.dup2(source, target)
     os.close(nothing)
     os.close(output)
-    torch.set_num_threads(1)  # before any operation: the server's thread pool does not exist in its child
+    torch.set_num_threads(1)  # before any operation: the server's thread pool does not exist in a child
     warnings.simplefilter("ignore")
     harness = Harness(torch.device(device))
     wire.send(dialogue, {"isolated": isolated, **_unreachable(harness.device)})
@@ -292,7 +293,7 @@ def _unreachable(device: torch.device) -> dict[str, Any]:
 
 
 def _reap(*_: object) -> None:
-    """Reaps ended children, which leaves no zombies and adds their CPU time to this process's."""
+    """Reaps ended children, so that no zombies stay and the children's CPU time is added to that of this process."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -300,7 +301,8 @@ def _reap(*_: object) -> None:
 
 def serve(control: socket.socket, lacks: str | None) -> None:
     """Reports what the machine lacks. Then, for each message {scratch, device, compiles, confined, memory_bytes} with
-    one socket, it forks a candidate's process and answers with its id. It ends with the judge, and ends its children.
+    one socket, forks a candidate's process and answers with the process's id. The server ends with the judge, and ends
+    its children.
     """
     sandbox.adopt_orphans()
     signal.signal(signal.SIGCHLD, _reap)
@@ -317,7 +319,7 @@ def serve(control: socket.socket, lacks: str | None) -> None:
         asked = json.loads(content)
         pid, namespaces = sandbox.fork() if asked["confined"] else (os.fork(), False)
         if pid == 0:
-            os.setsid()  # one signal reaches its whole group; a spawned process has one from its start
+            os.setsid()  # one signal reaches the child's whole group; a spawned process has a group from its start
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             candidate(socket.socket(fileno=descriptors[0]), asked, namespaces=namespaces)

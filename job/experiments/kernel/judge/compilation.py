@@ -1,7 +1,7 @@
-"""Stage 2: loads and compiles each source once, and keeps the result.
+"""Stage 2: loads and compiles each source once, and keeps the result in a folder.
 
     <folder>/<sha256 of the source>-<arguments>-<target>-<Triton's version>/
-        outcome.json    {"problem": why it does not load or compile, or null, "seconds": how long that took}
+        outcome.json    {"problem": why the source does not load or compile, or null, "seconds": how long that took}
         cache/ holds Triton's cache as the candidate's own process left it
 
 Files come from a candidate's process and go only to processes of the same source. Only plain files are copied, into
@@ -35,7 +35,7 @@ OUTCOME = "outcome.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileOutcome:
-    """With `problem` None it compiles, and `built` holds the result."""
+    """With `problem` None the source compiles, and `built` holds the result."""
 
     problem: str | None
     built: Path
@@ -100,7 +100,7 @@ class Compilation:
         """Keeps the outcome, whole or not at all, even if this process dies."""
         made = Path(tempfile.mkdtemp(dir=self._folder, prefix="."))
         (made / CACHE).mkdir()
-        with suppress(OSError):  # a candidate may have made its files unreadable
+        with suppress(OSError):  # a candidate may have made the files unreadable
             found = list(_plain(scratch / CACHE))
             if len(found) <= MOST_FILES and sum(path.stat().st_size for path in found) <= MOST_BYTES:
                 for path in found:

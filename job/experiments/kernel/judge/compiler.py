@@ -1,12 +1,11 @@
-"""Triton without a GPU, in its own process: it compiles a launch for a named target, and does not run it.
+"""Triton without a GPU, in its own process: it compiles a launch for a named target, and does not run the launch.
 
 A candidate's entry is called on tensors that have a shape, strides and a CUDA device but no memory (torch's fake ones).
 So its own code decides, as in a real run, which kernels are launched with which types and constants. Triton keeps its
-results in CACHE, by a hash of everything that determines them. A process that later finds the same files there compiles
-nothing at its first launch.
-
-An autotuned kernel is compiled in all its configurations, but none is timed. Configurations that a tuner drops because
-they need too much (memory, or by ptxas) may fail if another one compiles.
+results in CACHE, by a hash of everything that determines a result. A process that later finds the same files there
+compiles nothing at its first launch. An autotuned kernel is compiled in all its configurations, but no configuration is
+timed. A configuration that a tuner drops because it needs too much memory, or too much for ptxas, may fail if another
+configuration compiles.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CACHE = "cache"  # in the scratch folder, and relative to it: Triton stores paths, which must hold in the next folder
+CACHE = "cache"  # in the scratch folder, as a relative path: Triton stores paths, which must hold in the next folder
 CAPABILITY = (9, 0)  # without a GPU: that of an H100, which the stack rents
-PROCESSORS = 132  # an H100's; programs use it for grids, seldom for constants
-PRINTED = "output.txt"  # in the scratch folder: the candidate's output; LLVM prints its errors there
+PROCESSORS = 132  # the number of an H100; programs use it for grids, seldom for constants
+PRINTED = "output.txt"  # in the scratch folder: the candidate's output, and errors that LLVM prints
 FOREIGN = {"ptx_options", "ir_override", "extern_libs"}
 ADDRESS = 0x7F00_0000_0000  # roughly the range of a GPU's addresses
 Layout = dict[str, Any]  # {dtype, shape, stride} of one argument
@@ -53,7 +52,7 @@ class _Enough(BaseException):
 
 
 class _Target:
-    """Replaces a GPU's driver: it only tells the target to compile for."""
+    """Replaces a GPU's driver: it only names the target for which Triton compiles."""
 
     def __init__(self, capability: int) -> None:
         self._target = _triton("backends.compiler").GPUTarget("cuda", capability, 32)
@@ -72,8 +71,8 @@ class _Target:
 
 
 def install(capability: int) -> str | None:
-    """Makes launches in this process, and in those forked from it, compile for sm_`capability`. Returns what this
-    machine lacks for that, after a trial that imports everything a compilation needs; None if nothing is missing.
+    """Makes launches in this process, and in processes forked from it, compile for sm_`capability`. Returns what this
+    machine lacks for that, after a trial that imports everything that a compilation needs; None if nothing is missing.
     """
     try:
         refuse_foreign_code()
@@ -113,7 +112,7 @@ def refuse_foreign_code() -> None:
 
 def compile_launches(entry: Callable[..., Any], calls: Sequence[Sequence[Layout]], device: str = "cuda") -> str | None:
     """Calls `entry` once for each of `calls`; returns why a launch does not compile, or None. Other errors prove
-    nothing here, because its inputs hold no numbers; a run on real ones will tell. `device`: the device of the real
+    nothing here, because the inputs hold no numbers; a run on real inputs will tell. `device`: the device of the real
     run, because a program may depend on it.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -134,7 +133,7 @@ def compile_launches(entry: Callable[..., Any], calls: Sequence[Sequence[Layout]
 
 
 def _triton(name: str) -> Any:
-    """One of Triton's modules. It has no type hints, and only candidates' processes import it."""
+    """One of Triton's modules. These have no type hints, and only candidates' processes import them."""
     return importlib.import_module(f"triton.{name}")
 
 
@@ -149,7 +148,9 @@ def _numberless(tensor: Tensor) -> list[Any]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Replaces FakeTensor.data_ptr: as wide and aligned as a GPU's addresses, because both decide what is built."""
+    """Replaces FakeTensor.data_ptr: as wide and aligned as a GPU's addresses, because width and alignment decide what
+    is built.
+    """
     return ADDRESS + int(tensor.storage_offset()) * tensor.element_size()
 
 

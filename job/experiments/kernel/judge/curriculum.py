@@ -1,8 +1,8 @@
 """Adaptive curriculum: decides which samples an epoch draws, and how often.
 
 In the first epoch every task weighs the same. After an evaluation, samples of tasks with a pass rate between 20 and 80
-% weigh WEIGHT times as much: these are neither hopeless nor mastered. The name comes from the plan, the definition is
-ours. A sample without a task weighs 1.
+% weigh WEIGHT times as much: such tasks are neither hopeless nor mastered. The name comes from the plan, the definition
+is ours. A sample without a task weighs 1.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ IN_CODE = re.compile(r"\.(\w+)|\b(\w+)\(")  # only as code: `where` is also an E
 
 
 def tasks_of(question: str) -> frozenset[str]:
-    """The tasks that a pair practises: the one whose prompt is its question; else all that it names, or whose torch
-    functions it names, in any case and without underscores (`nn.ReLU` practises relu).
+    """The tasks that a pair practises: the task whose prompt is the pair's question; else all tasks that the question
+    names, itself or by a torch function, in any case and without underscores (`nn.ReLU` practises relu).
     """
     same = [task for task in TASKS if task.prompt.strip() in question]
     if same:
@@ -46,14 +46,14 @@ def require_practice(pairs: Iterable[frozenset[str]], tried: Sequence[KernelTask
 
 
 def weights(tasks: Sequence[Collection[str]], pass_rates: Mapping[str, float]) -> list[float]:
-    """The weight of each sample, from its tasks' pass rates in the last evaluation; 1 without them."""
+    """The weight of each sample, from the pass rates of its tasks in the last evaluation; 1 without tasks or rates."""
     return [WEIGHT if any(LOW <= pass_rates.get(task, -1.0) <= HIGH for task in own) else 1.0 for own in tasks]
 
 
 def order(weight: Sequence[float], *, seed: int, epoch: int, begun: int = 0) -> list[int]:
-    """Sample indices, drawn in proportion to their weights, with replacement, heavier ones first. Their number is that
-    of the weights, minus the `begun` that the epoch drew before the weights were known. A pure function of its
-    arguments.
+    """Sample indices, drawn in proportion to their weights, with replacement, heavier ones first. There are as many
+    indices as weights, minus the `begun` samples that the epoch drew before the weights were known. A pure function of
+    its arguments.
     """
     count = len(weight) - begun
     drawn = random.Random(f"{seed} {epoch}").choices(range(len(weight)), weights=weight, k=count)

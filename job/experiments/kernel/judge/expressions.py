@@ -22,15 +22,15 @@ from gpufleet.job.experiments.kernel.judge.vocabulary import (
     TRITON,
 )  # fmt: skip
 
-# Allowed at the top: the call runs once, and its result cannot be changed.
+# Allowed at the top of a module: such a call runs once, and its result cannot be changed.
 TOP_CALLS = {"triton.cdiv", "triton.next_power_of_2", "triton.language.constexpr", "torch.device", ACTIVE_DEVICE,
              "int", "float", "bool", "min", "max", "len", "tuple", *(f"math.{name}" for name in MATH)}  # fmt: skip
 STATEMENTS = (
     ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr, ast.If, ast.For, ast.While, ast.Assert, ast.Raise,
     ast.Pass, ast.Break, ast.Continue, ast.Delete,
 )  # fmt: skip
-# Expressions of which every evaluated part is a child to be checked; Name, Attribute, Lambda and those with names of
-# their own are checked separately.
+# Expressions of which every evaluated part is a child to be checked; Name, Attribute, Lambda and expressions with names
+# of their own are checked separately.
 CONSTANTS = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Tuple, ast.Subscript)
 EXPRESSIONS = (
     *CONSTANTS, ast.Call, ast.keyword, ast.Slice, ast.List, ast.Set, ast.Dict, ast.Starred, ast.JoinedStr,
@@ -58,7 +58,7 @@ class Expressions:
     def __init__(self) -> None:
         self.modules: dict[str, str] = {}  # name in the source -> module
         self.top: set[str] = set()  # names that the module defines
-        self.lists: set[str] = set()  # those of them that could be changed: for decorators, or a part of it
+        self.lists: set[str] = set()  # names of the module's lists and dicts, which can be changed: for decorators
         self.scopes: list[set[str]] = []  # names of functions, lambdas and comprehensions, the innermost last
         self.launched: set[str] = set()
         self.methods = METHODS  # of objects that are no module's name
@@ -147,7 +147,7 @@ class Expressions:
             self._expression(node.slice)  # the result cannot be changed
         elif isinstance(node, EXPRESSIONS):
             if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-                self.launched.add(node.value.id)  # called at once, or by another name
+                self.launched.add(node.value.id)  # the result is called at once, or by another name
             named = node.func if isinstance(node, ast.Call) and self._plain(node) else None
             if named is not None and self._full(named) == "triton.jit":  # a function that was checked as Python
                 raise Forbidden(node, "triton.jit, but as a decorator")
@@ -165,7 +165,7 @@ class Expressions:
         return isinstance(node, ast.Name) and node.id in self.lists and not any(node.id in own for own in self.scopes)
 
     def _plain(self, node: ast.Call) -> bool:
-        """Whether the call is one of PLAIN_CALLS, which have no name elsewhere."""
+        """Whether the call is one of PLAIN_CALLS, whose functions get no other name."""
         most, words = PLAIN_CALLS.get(name := self._full(node.func) or "", (-1, frozenset()))
         if most < 0:
             return False
@@ -185,7 +185,7 @@ class Expressions:
 
     @contextmanager
     def _scope(self, node: ast.AST, names: Iterable[str]) -> Iterator[None]:
-        """Within the block these names belong to the inner scope; outside they keep their meaning."""
+        """Within the block `names` belong to the inner scope; outside of it they keep their meaning."""
         own = set(names)
         for name in own:
             self._new(node, name)
@@ -236,7 +236,7 @@ class Expressions:
         raise Forbidden(node, full)
 
     def _full(self, node: ast.AST) -> str | None:
-        """The full name of a.b.c with its module; None for anything else."""
+        """The full name of a.b.c with its module; None for another expression."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -246,9 +246,9 @@ class Expressions:
         return ".".join((self.modules.get(node.id, node.id if node.id not in MODULES else "?"), *reversed(parts)))
 
     def _constant(self, node: ast.expr) -> None:
-        """Checks a value at the top, or a default: it cannot be changed."""
+        """Checks that a value at the top, or a default, cannot be changed."""
         for part in ast.walk(node):
-            if isinstance(part, ast.Name) and part.id in self.lists:  # even if a function's own name hides it
+            if isinstance(part, ast.Name) and part.id in self.lists:  # even if a function's own name hides the list
                 raise Forbidden(part, f"{part.id} can be changed, and outlives a call")
             if isinstance(part, ast.Call) and self._full(part.func) not in TOP_CALLS:
                 raise Forbidden(part, "a call at the top, or in a default, that may give what can be changed")
@@ -262,7 +262,7 @@ class Expressions:
         element: Callable[[ast.expr], None],
         iterated: Callable[[ast.expr], None],
     ) -> None:
-        """Checks a comprehension. Checks a comprehension, whose first iterable belongs to the scope around it."""
+        """Checks a comprehension, whose first iterable belongs to the scope around it."""
         iterated(node.generators[0].iter)
         with self._scope(node, stored([part.target for part in node.generators])):
             for number, part in enumerate(node.generators):
@@ -294,7 +294,7 @@ def argument_names(arguments: ast.arguments) -> list[str]:
 
 
 def stored(nodes: Iterable[ast.AST]) -> list[str]:
-    """The names that these nodes define in their own scope, without those of inner functions and comprehensions."""
+    """The names that `nodes` define in their own scope, without the names of inner functions and comprehensions."""
     found, left = [], list(nodes)
     while left:
         node = left.pop()

@@ -26,8 +26,8 @@ def verify(
     check: Callable[[], None],
     say: Callable[[str], None],
 ) -> list[Verdict]:
-    """Returns a verdict on each of the `candidates`, in their order. It takes those in the ledger, and appends each new
-    one at once. `check` is called between candidates and may raise.
+    """Returns a verdict on each of the `candidates`, in their order. Verdicts in the ledger are taken from there, and
+    each new verdict is appended at once. `check` is called between candidates and may raise.
     """
     known = {(v.candidate, v.source_sha256): v for v in ledger.read(Verdict.from_json) if v.row == FULL}
     keys = [(candidate.name, digest(candidate.source)) for candidate in candidates]
@@ -45,8 +45,8 @@ def verify(
 
 
 def figures(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """The figures of candidates that were judged in the same way. `untimed` counts correct ones without a known
-    speed-up; they do not count as fast. `suspicious` counts those that were run again.
+    """The figures of candidates that were judged in the same way. `untimed` counts correct candidates without a known
+    speed-up, which do not count as fast. `suspicious` counts candidates that were run again.
     """
     rates = _rates(verdicts)
     counts = [(len(task), sum(v.passed for v in task)) for task in _by_task(verdicts)]
@@ -106,7 +106,9 @@ def _gained(row: dict[str, Any]) -> str:
 
 
 def _rates(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
-    """Pass rates per task, in the order of their names; empty if ten candidates are needed and a task has fewer."""
+    """Pass rates per task, in the order of their names; empty if a task has fewer than the ten candidates that are
+    needed.
+    """
     found: dict[str, list[float | None]] = {key: [] for key in RATES}
     for task in _by_task(verdicts):
         count, speeds = (len(task), sum(v.passed for v in task)), [v.speedup if v.passed else None for v in task]

@@ -23,7 +23,7 @@ PASSED_ON = (  # environment variables to pass on: no credentials
 
 
 class ForkServer:
-    """One fork server, which is started again when it ends. `said` is its first message."""
+    """One fork server, which is started again when it ends. `said` is the server's first message."""
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
         self._arguments, self._environment = list(arguments), environment
@@ -41,7 +41,7 @@ class ForkServer:
         return self._server.pid
 
     def _begin(self) -> None:
-        """Starts the server without waiting until it can fork."""
+        """Starts the server without waiting until the server can fork."""
         if self._control is not None:
             self._control.close()
         ours, theirs = socket.socketpair()
@@ -66,7 +66,7 @@ class ForkServer:
         return self._control
 
     def fork(self, theirs: socket.socket, asked: str) -> int:
-        """A new process that talks through `theirs`; returns its id."""
+        """Forks a new process that talks through `theirs`; returns the process's id."""
         with self._lock:
             for _ in range(2):
                 assert self._server is not None
@@ -78,9 +78,9 @@ class ForkServer:
                     reply = control.recv(64)
                     if reply:
                         pid = int(reply)
-                        self.live.add(pid)  # before anybody counts it as a stray
+                        self.live.add(pid)  # before anybody counts the process as a stray
                         return pid
-                self._server.kill()  # it does not answer, and its end may not have been noticed yet
+                self._server.kill()  # the server does not answer, and its end may not have been noticed yet
                 self._server.wait()
         raise RuntimeError("the fork server of the funnel ended twice; see stderr")
 
@@ -113,7 +113,7 @@ def python(theirs: socket.socket, arguments: Sequence[str], environment: dict[st
 
 
 def kill_all(pid: int) -> None:
-    """Kills a process after its descendants, until two looks in a row find no new one."""
+    """Kills a process after its descendants, until two looks in a row find no new descendant."""
     killed, quiet = set[int](), 0
     while quiet < 2:
         found = set(offspring(pid)) - killed

@@ -1,13 +1,14 @@
-"""The funnel: 1 static rules, 2 compile, 3 tiny run, 4 full run, 5 timing. It stops at the first failure.
+"""The funnel: 1 static rules, 2 compile, 3 tiny run, 4 full run, 5 timing. A candidate stops at its first failure.
 
 Only the judge decides: the candidate's process gets a source and inputs and returns bytes; the judge computes the
 expected output itself, after those bytes have arrived. Each candidate has one process that compiles and one that runs,
-and `candidate_s` per stage to answer in; the judge's own time between two questions is not counted, so a busy judge
+and `candidate_s` per stage for its answers; the judge's own time between two questions is not counted, so a busy judge
 rejects nobody. A process that hangs, crashes or sends a malformed answer loses its candidate and nothing else. A
 candidate that was right on every input, but was not timed within its limit, passes without a speed-up.
 
-Stages 1 and 2 need no GPU: on a machine with GPUs all cores do them in advance, and one worker per GPU does the others.
-On a CPU, where kernels are interpreted, one worker per core does all five stages; stage 2 compiles for a GPU there too.
+Stages 1 and 2 need no GPU: on a machine with GPUs all cores do these stages in advance, and one worker per GPU does the
+others. On a CPU, where kernels are interpreted, one worker per core does all five stages; stage 2 compiles for a GPU
+there too.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class _ReferenceLost(Exception):
 
 
 class Judge:
-    """Judges candidates, one by one or many at once. `gpus`: how many GPUs to use; with 0 it interprets on the CPU."""
+    """Judges candidates, one by one or many at once. `gpus`: how many GPUs to use; with 0 candidates are interpreted on
+    the CPU.
+    """
 
     def __init__(self, limits: Limits, seed: int, workers: Workers, *, gpus: int = 0) -> None:
         self.limits, self.seed, self._workers, self._gpus = limits, seed, workers, gpus
@@ -65,7 +68,7 @@ class Judge:
     def prove(self, say: Callable[[str], None]) -> None:
         """Runs one kernel that is known to be right on each GPU, in a process like a candidate's, before any candidate.
         If that fails twice, no candidate is to blame. Raises NoDeviceError, also if there are GPUs but the machine's
-        kernel cannot isolate; on a CPU it only prints that.
+        kernel cannot isolate processes; without GPUs that is only printed.
         """
         gpus, failed, contained = range(len(self._idle)), list[str](), list[bool]()
         with ThreadPoolExecutor(len(gpus)) as pool:
@@ -102,7 +105,7 @@ class Judge:
     def all(
         self, candidates: Iterable[Candidate], done: Callable[[Verdict], None], check: Callable[[], None] = lambda: None
     ) -> None:
-        """Judges in parallel; `done` gets each verdict as it comes, in this thread. `check` may raise to stop the
+        """Judges in parallel; `done` gets each verdict when it comes, in this thread. `check` may raise to stop the
         judge: then running candidates end without a verdict.
         """
         waiting, running, more = iter(candidates), set[Future[Course | Verdict]](), True
@@ -160,7 +163,7 @@ class Judge:
                     raise Rejected(why)
                 task = catalog.BY_NAME[candidate.task]
                 found = self.compilation.compile(candidate.source, course.sha256, task, course.note)
-            course.seconds["compile"] = found.seconds  # also if it was kept
+            course.seconds["compile"] = found.seconds  # also if the outcome was kept from before
             if found.problem is not None:
                 raise Rejected(found.problem)
             course.built = found.built
@@ -180,12 +183,12 @@ class Judge:
         return course.verdict(None)
 
     def _judge(self, course: Course, gpu: int) -> None:
-        built = course.built if self._gpus else None  # the interpreter cannot use it
+        built = course.built if self._gpus else None  # the interpreter cannot use what was built
         with course.timed_stage("tiny"):
             process = self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, built=built)
         try:
             self._run(catalog.BY_NAME[course.candidate.task], process, course, gpu)
-            process.look()  # its last answer may have come before the next look
+            process.look()  # the last answer may have come before the next look at the process
         finally:
             process.close()
             course.note(process)
@@ -215,7 +218,7 @@ class Judge:
         def once_more(*asked: Any, **kwargs: Any) -> wire.Message:
             try:
                 return more(*asked, **kwargs)
-            except OutOfTime as error:  # as in stage 4: these calls use its time, and measure nothing
+            except OutOfTime as error:  # as in stage 4: these calls use the stage's time, and measure nothing
                 raise Rejected(str(error)) from error
 
         def other(*asked: Any, **kwargs: Any) -> wire.Message:
@@ -243,12 +246,14 @@ class Judge:
                 limit_s=self.limits.candidate_s,
                 others=[partial(self._check, task, once_more, [name], as_timed=True) for name in tasks.ADVERSARIAL],
             )
-        except OutOfTime as error:  # it was right on every input; its speed depends on the machine's other work
+        except OutOfTime as error:  # it was right on every input; its speed depends on the machine's load
             return Timing(speedup=None, why=f"{error} while it was timed")
 
     @contextmanager
     def _reference(self, gpu: int) -> Iterator[Process]:
-        """A process for references. It is trusted, so the next candidate may use it too, unless it is lost."""
+        """A process for references. This process is trusted, so the next candidate may use it too, unless the process
+        is lost.
+        """
         try:
             process = self._idle[gpu].get_nowait()
         except Empty:
@@ -258,7 +263,7 @@ class Judge:
                 raise _ReferenceLost(str(error)) from error
         try:
             yield process
-        except (Rejected, Lost):  # of the candidate: this process waits for its next question
+        except (Rejected, Lost):  # raised by the candidate: the reference's process waits for its next question
             self._idle[gpu].put(process)
             raise
         except BaseException:

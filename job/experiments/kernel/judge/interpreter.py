@@ -1,6 +1,6 @@
 """Makes Triton's interpreter more like its compiler: a program that compiles and is right on a GPU must be right here.
 
-It patches a process from which candidates' processes are forked, or a new one.
+It patches a process from which candidates' processes are forked, or a candidate's new process.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ METHODS = ("ceil", "cos", "erf", "exp", "exp2", "floor", "log", "log2", "rsqrt",
 
 
 def install(turn: Callable[[], int]) -> dict[str, Any]:
-    """Patches the interpreter; `turn` numbers the calls. Returns what these names mean in a candidate's module: It is
-    Python's own meaning if no tensor is involved.
+    """Patches the interpreter; `turn` numbers the calls. Returns the meanings of the names that differ in a candidate's
+    module; if no tensor is involved, they act as in Python.
     """
     tuner, language = importlib.import_module("triton.runtime.autotuner").Autotuner, _language()
     tuner.run = functools.partialmethod(_in_turn, turn)
@@ -34,10 +34,10 @@ def install(turn: Callable[[], int]) -> dict[str, Any]:
     executor, rewriter = interpreter.GridExecutor, interpreter.FunctionRewriter
     executor.__init__ = functools.partialmethod(_with_constants, executor.__init__)
     rewriter._transform_ast = functools.partialmethod(_with_logic, rewriter._transform_ast)
-    interpreter.__logical__ = _logical  # under a name that no candidate may use; rewritten code finds it
+    interpreter.__logical__ = _logical  # a name that no candidate may use; rewritten code calls it
     for name in OPERATORS:
         _leave_to_tensors(language.constexpr, f"__{name}__")
-    for name in METHODS:  # it wraps the functions, but forgets these methods
+    for name in METHODS:  # Triton's patch wraps the functions, but forgets these methods
         setattr(language.tensor, name, functools.partialmethod(_function, name))
     return {name: functools.partial(_either, name) for name in ("min", "max")}
 
@@ -83,7 +83,9 @@ class _Logic(ast.NodeTransformer):
 
 
 def _with_logic(rewriter: Any, own: Callable[..., ast.Module], source: str) -> ast.Module:
-    """Replaces FunctionRewriter._transform_ast: for blocks the compiler takes each element, Python only the last."""
+    """Replaces FunctionRewriter._transform_ast: for blocks the compiler evaluates each element, Python only gives the
+    last operand.
+    """
     found: ast.Module = _Logic().visit(own(rewriter, source))
     return ast.fix_missing_locations(found)
 
@@ -113,7 +115,7 @@ def _leave_to_tensors(constexpr: Any, name: str) -> None:
 
 
 def _either(name: str, *args: Any, **kwargs: Any) -> Any:
-    """min or max of a block's elements, as in the compiler, if one is given; else Python's."""
+    """min or max: of a block's elements, as in the compiler, if a block is given; else Python's function."""
     language = _language()
     if not any(isinstance(arg, language.tensor) for arg in args):
         return getattr(builtins, name)(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Candidates with a known verdict: five kinds per task, each of which fails at another stage (or passes all)."""
+"""Candidates with a known verdict: five kinds per task. Each kind fails at another stage, or passes all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCKS = (1024, 512)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A program to judge. `origin`: generated or planted; `label`: its kind, if known."""
+    """A program to judge. `origin`: generated or planted; `label`: the kind of a planted program."""
 
     name: str
     task: str

@@ -1,13 +1,14 @@
-"""Stage 1 checks the syntax and words that a candidate may use. It is a list of what is allowed, because a list of what
+"""Stage 1 checks the syntax and words that a candidate may use. The rules list what is allowed, because a list of what
 is forbidden has holes.
 
 A module holds imports, constants, `@triton.jit` functions and functions that launch them; `kernel_function` is the
 entry. Each kind of node is allowed only in its positions. Each name has one meaning, the one that Python will find.
-Attributes and modules are those a kernel needs: there is no way to the interpreter, to another module's insides, or to
-an operation of torch that computes. Under the interpreter kernels are Python too, so they have no more rights. A
-module's Python keeps nothing from one call to the next. (Triton's objects may keep something, such as an autotuner's
-cache, and a kernel's pointers reach beyond its arguments: no rule can tell. The timing therefore checks its trials.) An
-operator's effect on a tensor is not visible here: the run refuses it, and `forbidden_ops` checks the list of the run.
+Only attributes and modules that a kernel needs are allowed: there is no way to the interpreter, to another module's
+insides, or to an operation of torch that computes. Under the interpreter kernels are Python too, so they have no more
+rights. A module's Python keeps nothing from one call to the next. (Triton's objects may keep something, such as an
+autotuner's cache, and a kernel's pointers reach beyond its arguments: no rule can tell. The timing therefore checks its
+trials.) An operator's effect on a tensor is not visible here: the run refuses it, and `forbidden_ops` checks the list
+of the run.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from gpufleet.job.experiments.kernel.judge.expressions import (
 )
 from gpufleet.job.experiments.kernel.judge.vocabulary import ALLOWED_OPS, ALONE, METHODS, MODULES, OF_BLOCKS
 
-PYTHONS = frozenset(dir(builtins))  # meanings of names at the top of a module that does not define them
+PYTHONS = frozenset(dir(builtins))  # names that have Python's meaning at the top of a module that does not define them
 DECORATORS = ("triton.jit", "triton.autotune", "triton.heuristics")
 
 
 def problem(source: str) -> str | None:
-    """The first forbidden construct, with its line; None without one."""
+    """The first forbidden construct, with its line; None if everything is allowed."""
     if (why := source_text.unreadable(source)) is not None:
         return why
     try:
@@ -51,7 +52,7 @@ def problem(source: str) -> str | None:
 
 
 def forbidden_ops(names: Iterable[str]) -> list[str]:
-    """Those torch functions among `names`, as a run reports them, that compute something."""
+    """The torch functions among `names`, as a run reports them, that compute something."""
     return sorted(name for name in names if name not in ALLOWED_OPS)
 
 
@@ -88,7 +89,9 @@ class _Module(Expressions):
             raise Forbidden(tree, "no kernel is launched")
 
     def _name_at_top(self, node: ast.AST, name: str) -> None:
-        """Raises unless the name is new and not one of Python's, whose meaning it would have before its definition."""
+        """Raises unless the name is new, and none of Python's names, whose meaning it would have before its
+        definition.
+        """
         self._new(node, name)
         if name in PYTHONS or name in self.top:
             raise Forbidden(node, f"{name} is given another meaning")
@@ -133,8 +136,8 @@ class _Module(Expressions):
             raise Forbidden(node, f"{type(node).__name__} at the top: only imports, constants and functions")
 
     def _decorator_value(self, node: ast.expr) -> None:
-        """Checks a value in a decorator, or in a top-level list for one: it must be nothing that can be changed and
-        that a lambda, a kernel or its grid would see again.
+        """Checks a value in a decorator, or in a top-level list for a decorator: the value must be nothing that can be
+        changed and that a lambda, a kernel or its grid would see again.
         """
         if isinstance(node, ast.List):
             for part in node.elts:
@@ -167,7 +170,7 @@ class _Module(Expressions):
         return last.value if said == [last] and isinstance(last, ast.Return) else None
 
     def _element(self, node: ast.expr) -> None:
-        if isinstance(node, ast.Lambda) and not self.scopes:  # it could be found again
+        if isinstance(node, ast.Lambda) and not self.scopes:  # the lambda could be found again
             self._expression(node)
         elif isinstance(node, ast.Call) and self._full(node.func) == "triton.Config":
             self._plain(node)

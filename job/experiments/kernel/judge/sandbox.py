@@ -1,14 +1,15 @@
 """Limits what a candidate's process can reach, before it sees the candidate. Linux only.
 
 The operating system's kernel is the boundary, as in a container. Namespaces separate users, network, IPC, mounts, names
-and, except for CUDA, processes. The root holds only libraries, read-only, and the scratch folder. The user differs from
-the judge's if that is root; it has no capability and no new privilege, and system calls are filtered (syscalls.py). No
-layer decides a verdict. The judge limits time and memory (worker.py); the kernel refuses more address space than that.
+and, except for CUDA, processes. The root holds only libraries, read-only, and the scratch folder. The process runs as
+another user than the judge if the judge is root; it has no capability and no new privilege, and system calls are
+filtered (syscalls.py). None of these limits decides a verdict. The judge limits time and memory (worker.py); the kernel
+refuses more address space than the judge allows.
 
 CUDA has fewer limits: since version 570 the driver names its threads in /proc/self/task/<id>/comm and turns a refusal
 into error 304; in a process namespace the ids differ from those of the existing /proc, and a new /proc may not be
-mounted where a container hides parts of it. So such a process sees the ids of the container's processes, and may change
-its own entries in /proc. It may start the C compiler, and load that compiler's results from Triton's cache.
+mounted where a container hides parts of it. So a process with CUDA sees the ids of the container's processes, and may
+change its own entries in /proc. It may start the C compiler, and load that compiler's results from Triton's cache.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ from gpufleet.job.experiments.kernel.judge import syscalls
 WITH_PROCESSES = 0x10000000 | 0x40000000 | 0x08000000 | 0x00020000 | 0x04000000 | 0x02000000
 NAMESPACES = WITH_PROCESSES | 0x20000000
 CLONE = {"x86_64": 56, "aarch64": 220}
-INSIDE, NOBODY = 1000, 65534  # its user id inside; its user id outside if the judge is root
+INSIDE, NOBODY = 1000, 65534  # the process's user id inside; its user id outside if the judge is root
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 UMOUNT_DETACH, PIVOT_ROOT = 2, {"x86_64": 155, "aarch64": 41}
 MOUNT_SETATTR, OPEN_TREE, MOVE_MOUNT = 442, 428, 429  # the same numbers on every architecture
 AT_FDCWD, AT_RECURSIVE, AT_EMPTY_PATH, OPEN_CLONED, MOVE_EMPTY_PATH = -100, 0x8000, 0x1000, 1, 4
-READ_ONLY, NO_SUID, NO_DEVICES, NO_PROGRAMS = 1, 2, 4, 8  # flags of a mount, for both calls
-CAPSET, CAPABILITIES = {"x86_64": 126, "aarch64": 91}, 0x20080522  # with their version
+READ_ONLY, NO_SUID, NO_DEVICES, NO_PROGRAMS = 1, 2, 4, 8  # flags of a mount, for mount and mount_setattr
+CAPSET, CAPABILITIES = {"x86_64": 126, "aarch64": 91}, 0x20080522  # the calls' numbers, and their structure's version
 SET_DEATH_SIGNAL, SET_DUMPABLE, SET_NO_NEW_PRIVILEGES, SET_SUBREAPER = 1, 4, 38, 36  # prctl
 FILE_BYTES, RESERVED_BYTES, PROCESSES = 1 << 28, 1 << 30, 512
 SHARED = Path("/dev/shm")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/alternatives")
 NEW_ROOT = Path("/tmp")  # where the new root is built: a folder that everybody may read
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-PROCESSOR = ("/proc/cpuinfo", "/sys/devices/system/cpu")  # torch chooses its kernels by these
+PROCESSOR = ("/proc/cpuinfo", "/sys/devices/system/cpu")  # torch chooses its kernels by these files
 PACKAGE = Path(__file__).resolve().parents[3]  # the folder of gpufleet's job
 _libc = ctypes.CDLL(None, use_errno=True)
-_with_gil = ctypes.PyDLL(None)  # keeps the GIL: after a fork in a call without it, the child would lack it
+_with_gil = ctypes.PyDLL(None)  # keeps the GIL: after a fork in a call without the GIL, the child would lack it
 
 
 def adopt_orphans() -> None:
-    """Makes processes whose parents die below this one its children, not those of the machine's first process."""
+    """Makes orphans among this process's descendants children of this process, not of the machine's first process."""
     _libc.prctl(SET_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -62,14 +63,14 @@ def die_with_parent() -> None:
 
 def fork(*, cuda: bool = False) -> tuple[int, bool]:
     """Forks as os.fork does, into the child's own namespaces; returns the child's id, and whether the kernel allowed
-    them. Without `cuda`, the child is the first of its process namespace, so its own children end with it. Call it only
-    in a process with one thread.
+    the namespaces. Without `cuda`, the child is the first of its process namespace, so its own children end with it.
+    Call it only in a process with one thread.
     """
     number = CLONE.get(platform.machine())
     if number is None:
         return os.fork(), False
     reader, tells = os.pipe()
-    ctypes.pythonapi.PyOS_BeforeFork()  # as os.fork does around its own call; from 3.13 on the child dies without it
+    ctypes.pythonapi.PyOS_BeforeFork()  # as os.fork does around its own call; without, the child dies from 3.13 on
     pid = _with_gil.syscall(number, (WITH_PROCESSES if cuda else NAMESPACES) | signal.SIGCHLD, 0, 0, 0, 0)
     if pid == 0:
         ctypes.pythonapi.PyOS_AfterFork_Child()
@@ -93,7 +94,7 @@ def _name_user(pid: int) -> bool:
     Returns False if the child stays nobody.
     """
     for user, group in [(NOBODY, NOBODY)] * (os.geteuid() == 0) + [(os.geteuid(), os.getegid())]:
-        with suppress(OSError):  # root may not change to another
+        with suppress(OSError):  # root may not be allowed to change to another user
             with suppress(OSError):  # written already
                 Path(f"/proc/{pid}/setgroups").write_text("deny")
             Path(f"/proc/{pid}/gid_map").write_text(f"{INSIDE} {group} 1")
@@ -111,8 +112,8 @@ def give(scratch: Path, user: int = NOBODY) -> None:
 
 
 def enter() -> bool:
-    """Moves a process that was not forked here, and uses a GPU, into the namespaces. Its child continues in them; the
-    process itself holds nothing, ends with the child, and ends what the child leaves.
+    """Moves a process that was not forked here, and uses a GPU, into the namespaces. A child of this process continues
+    in the namespaces; the process itself holds nothing, ends with the child, and ends what the child leaves.
     """
     adopt_orphans()
     child, namespaces = fork(cuda=True)
@@ -126,7 +127,9 @@ def enter() -> bool:
 
 
 def end_children() -> None:
-    """Ends all children of a process that adopts orphans: their own children become its children as they end."""
+    """Ends all descendants of a process that adopts orphans: when a child ends, the child's own children become
+    children of this process.
+    """
     me = os.getpid()
     with suppress(ChildProcessError):
         while True:
@@ -137,7 +140,7 @@ def end_children() -> None:
 
 def confine(scratch: Path, *, namespaces: bool, programs: bool, cuda: bool, memory_bytes: float) -> bool:
     """Confines this process to its scratch folder and libraries; with `programs` it may run the system's programs, with
-    `cuda` it may use a GPU. Returns whether all of it holds, because the filter and the limits also work without
+    `cuda` it may use a GPU. Returns whether all limits hold, because the filter and the memory limit also work without
     namespaces. Raises OSError if a step fails half-way.
     """
     with suppress(OSError):  # if memory runs out, this process is killed first
@@ -163,8 +166,9 @@ def confine(scratch: Path, *, namespaces: bool, programs: bool, cuda: bool, memo
 
 
 def visible(*, cuda: bool) -> Iterator[str]:
-    """The parts of the machine that it may read: the system's programs and libraries, Python's, and a GPU's files.
-    Nothing else of Python's path is among them: its first entry is the folder in which Python was started.
+    """The parts of the machine that a candidate's process may read: programs and libraries of the system and of Python,
+    and a GPU's files. Other entries of Python's path are not visible: the first entry is the folder in which Python was
+    started.
     """
     yield from (*SYSTEM, *DEVICES, *PROCESSOR, sys.prefix, sys.base_prefix)
     yield from (path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
@@ -175,8 +179,9 @@ def visible(*, cuda: bool) -> Iterator[str]:
 
 
 def _change_root(scratch: Path, *, cuda: bool) -> bool:
-    """Replaces the root by one with only the `visible` parts, at their old paths, and the scratch folder. After it the
-    process has another user. Returns False if no mount may be changed, so that the machine's files stay visible.
+    """Replaces the root by a folder with only the `visible` parts, at their old paths, and the scratch folder.
+    Afterwards the process has another user. Returns False if no mount may be changed, so that the machine's files stay
+    visible.
     """
     private = _libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
     if private != 0 or _attribute(AT_FDCWD, "/", AT_RECURSIVE, READ_ONLY | NO_SUID) != 0:
@@ -190,14 +195,14 @@ def _change_root(scratch: Path, *, cuda: bool) -> bool:
     _change_user()
     _mount_memory(NEW_ROOT)
     for path, tree in trees.items():
-        if not _new(path).exists():  # else it is part of an earlier one
+        if not _new(path).exists():  # otherwise the path is part of an earlier one
             _place(tree, _new(path))
         os.close(tree)
     for path in named:
         if not os.path.lexists(_new(path)):  # a link, or behind a link
             _new(path).parent.mkdir(parents=True, exist_ok=True)
             _new(path).symlink_to(path.resolve())
-    if _new(PACKAGE).exists():  # it is installed among the libraries
+    if _new(PACKAGE).exists():  # the package is installed among the libraries
         _mount_memory(_new(PACKAGE))
     if cuda:
         _new(SHARED).mkdir()
@@ -218,7 +223,7 @@ def _change_root(scratch: Path, *, cuda: bool) -> bool:
 def _change_user() -> None:
     os.setresgid(INSIDE, INSIDE, INSIDE)
     os.setresuid(INSIDE, INSIDE, INSIDE)
-    _libc.prctl(SET_DUMPABLE, 1, 0, 0, 0)  # else its own entries in /proc would be another user's
+    _libc.prctl(SET_DUMPABLE, 1, 0, 0, 0)  # otherwise the process's own entries in /proc would be another user's
 
 
 def _new(path: Path) -> Path:

@@ -19,8 +19,8 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\ufeff\ud800-\udfff]")
 
 
 def unreadable(source: str) -> str | None:
-    """Why Python, which reads the text from a file, could read another text, or why it is too long; None if neither.
-    Every source passes this check before a process gets it, whatever else is skipped.
+    """Why Python, which reads the text from a file, could read another text, or why the text is too long; None without
+    such a reason. Every source passes this check before a process gets it, whatever else is skipped.
     """
     if len(source) > MOST_CHARACTERS:
         return f"longer than {MOST_CHARACTERS:,} characters"
@@ -32,13 +32,14 @@ def unreadable(source: str) -> str | None:
 
 
 def lines(source: str) -> list[str]:
-    """The lines with their ends, as from a file."""
+    """The lines of `source` with their line ends, as from a file."""
     return io.StringIO(source.replace("\r\n", "\n")).readlines()
 
 
 def misread(function: ast.FunctionDef, lines: list[str]) -> str | None:
-    """Why Triton would read another function instead of this one; None if it would not. It reads a kernel's lines
-    again: from the first that begins with "def" when it compiles, from the last when it interprets.
+    """Why Triton would read another function instead of this one; None if Triton reads the right one. Triton reads a
+    kernel's lines again: when it compiles, from the first line that begins with "def"; when it interprets, from the
+    last such line.
     """
     first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
     own = function.lineno - first

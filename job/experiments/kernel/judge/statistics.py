@@ -34,10 +34,11 @@ def fast_p(speedups: Sequence[Sequence[float | None]], p: float) -> float | None
 
 def share_interval(counts: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """Wilson's interval (1927; Brown, Cai, DasGupta 2001, Statistical Science 16:101) of the mean share of correct
-    candidates from (n candidates, c correct) per task, with the effective number of independent candidates that their
-    spread over tasks implies; few tasks estimate it badly: hence Student's t (Korn, Graubard 1998, Survey Methodology
-    24:193). If none or all are correct there is no spread to estimate, and each task counts as one: a bootstrap would
-    not see that the next one may differ. Raises ValueError without tasks.
+    candidates from (n candidates, c correct) per task, with the effective number of independent candidates that the
+    candidates' spread over tasks implies; few tasks estimate this number badly: hence Student's t (Korn, Graubard 1998,
+    Survey Methodology 24:193). If no candidate or every candidate is correct there is no spread to estimate, and each
+    task counts as one candidate: a bootstrap would not see that the next candidate may differ. Raises ValueError
+    without tasks.
     """
     if not counts:
         raise ValueError("no tasks, no interval")

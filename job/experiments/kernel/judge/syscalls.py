@@ -1,9 +1,9 @@
 """The system calls that a candidate's process may make: a seccomp filter, which neither the process nor its children
 can remove.
 
-Calls that no kernel's program needs fail with EPERM: those that docker's default profile refuses, and sockets,
-messages, signals to others, System V memory, mounts, namespaces, new processes and programs. Calls newer than this
-table fail as on a kernel without them (ENOSYS); a call by the numbers of another architecture ends the process.
+Calls that no kernel's program needs fail with EPERM: calls that docker's default profile refuses, and sockets,
+messages, signals to other processes, System V memory, mounts, namespaces, new processes and programs. Calls newer than
+this table fail as on a kernel without them (ENOSYS); a call by the numbers of another architecture ends the process.
 sandbox.py limits which file, mount or process a call can reach.
 """
 
@@ -51,9 +51,9 @@ SET_SECCOMP, MODE_FILTER = 22, 2  # prctl
 
 
 def install(libc: ctypes.CDLL, *, programs: bool, cuda: bool) -> None:
-    """Installs the filter for this thread and everything that it starts. With `programs` it may start processes and
-    programs. With `cuda` it may also ask for sockets of this machine and for memory as a file, as a GPU's driver does.
-    Raises OSError.
+    """Installs the filter for this thread and everything that the thread starts. With `programs` the thread may start
+    processes and programs. With `cuda` it may also ask for sockets of this machine and for memory as a file, as a GPU's
+    driver does. Raises OSError.
     """
     code = b"".join(_program(os.getpid(), programs=programs, cuda=cuda))
     held = ctypes.create_string_buffer(code, len(code))
@@ -74,7 +74,7 @@ def _program(pid: int, *, programs: bool, cuda: bool) -> Iterator[bytes]:
     yield _step(_LOAD, _NUMBER)
     yield _step(_GREATER, NEWEST, 0, 1)
     yield _step(_RETURN, _ABSENT)
-    # its flags cannot be read; libc falls back to clone
+    # the flags of clone3 cannot be read; libc falls back to clone
     yield from _when(NUMBERS["clone3"][column], _step(_RETURN, _ABSENT))
     refused = [numbers[column] for name, numbers in NUMBERS.items() if name not in lifted and numbers[column] >= 0]
     for number in refused:
@@ -100,7 +100,7 @@ def _program(pid: int, *, programs: bool, cuda: bool) -> Iterator[bytes]:
 
 
 def _when(number: int, *steps: bytes) -> Iterator[bytes]:
-    """These steps for one system call; they end with a return."""
+    """The filter's `steps` for one system call; the last step returns."""
     yield _step(_EQUAL, number, 0, len(steps))
     yield from steps
 

@@ -42,9 +42,9 @@ SHAPES: dict[str, dict[str, Ranges]] = {
     },
 }
 LARGE = 1e4
-# Magnitudes, a third of them each, evenly over their logarithms; 1e18 has a square.
+# Magnitudes. Each range has a third of the numbers, evenly over their logarithms; the square of 1e18 is finite.
 SPREADS = ((1e-6, 0.1), (0.1, 1e3), (1e3, 1e18))
-HUGE = 1e18, 1e37  # magnitudes in float32 at which neither the result nor a term of it is infinite
+HUGE = 1e18, 1e37  # magnitudes in float32 at which neither the result nor a term of the result is infinite
 SPECIAL = (float("inf"), float("-inf"), float("nan"), 0.0, -0.0)
 ADVERSARIAL = ("zeros", "large", "spread", "special", "non-contiguous", "second-shape", "many-blocks", "four", "one")
 # All different layouts except "one": 1 is a constant to Triton, and would take a third of the compilations.
@@ -70,8 +70,8 @@ class Case:
 
 
 def case(task: KernelTask, seed: int, name: str, device: str = "cpu") -> Case:
-    """`name` is tiny, one of ADVERSARIAL, or any other, which means a full shape with normal values of its own;
-    `random-1` and so on are scaled by 0.5 to 50.
+    """The inputs of case `name`: `tiny`, one of ADVERSARIAL, or any other name, which means a full shape with normal
+    values drawn for that name; `random-1` and so on are scaled by 0.5 to 50.
 
     The tensors are on the CPU, with the sizes for `device`.
     """
@@ -104,8 +104,8 @@ def case(task: KernelTask, seed: int, name: str, device: str = "cpu") -> Case:
 
 
 class Cases:
-    """The inputs of a task, which no candidate changes. They are drawn once, and the last used ones are kept, up to
-    CASES_BYTES.
+    """The inputs of a task, which no candidate changes. Each case is drawn once, and the last used cases are kept, up
+    to CASES_BYTES.
     """
 
     def __init__(self, seed: int, device: str) -> None:
@@ -114,7 +114,7 @@ class Cases:
         self._lock = threading.Lock()
 
     def case(self, task: KernelTask, name: str) -> Case:
-        """The task's case called `name`, drawn once and kept; two threads may draw it at the same time."""
+        """The task's case called `name`, drawn once and kept; two threads may draw the same case at once."""
         key = task.name, name
         found = self._kept.get(key) or case(task, self._seed, name, self._device)
         with self._lock:
@@ -200,18 +200,15 @@ def _shape(task: KernelTask, seed: int, name: str, device: str) -> tuple[int, ..
 
 
 def expected(task: KernelTask, tensors: tuple[Tensor, ...]) -> Tensor:
-    """The reference's result.
-
-    The reference's result, which the judge computes from its own copy, after the candidate has answered.
-    """
+    """The reference's result, which the judge computes from its own copy, after the candidate has answered."""
     result = eval(task.reference, {"torch": torch, **dict(zip(task.arguments, tensors, strict=True))})
     assert isinstance(result, Tensor)
     return result
 
 
 def difference(task: KernelTask, given: Case, shape: tuple[int, ...], dtype: str, content: wire.Blob) -> str | None:
-    """Why an output differs from the expected one beyond the tolerance; None if it does not. Elements that are NaN in
-    the reference may be anything: maximum is not defined for NaN, and inf - inf proves nothing.
+    """Why an output differs from the expected output beyond the tolerance; None if it is within. Elements that are NaN
+    in the reference may have any value: maximum is not defined for NaN, and inf - inf proves nothing.
     """
     wanted = expected(task, given.tensors)
     if tuple(shape) != tuple(wanted.shape) or dtype != str(wanted.dtype).removeprefix("torch."):

@@ -1,24 +1,25 @@
 """Stage 5: times a candidate against the reference, and decides whether to believe the result.
 
-It is calibrated: warm-up, flushed caches before each trial, minus an empty launch, median and quartiles. The reference
-is timed before and after the candidate; if its two medians differ by more than REPEAT the machine is too busy, and
-after TRIES there is no speed-up rather than a wrong one. Slow programs get fewer trials, so that the tries fit into the
-stage's time.
+The timing is calibrated: warm-up, flushed caches before each trial, minus an empty launch, median and quartiles. The
+reference is timed before and after the candidate; if the reference's two medians differ by more than REPEAT the machine
+is too busy, and after TRIES the candidate gets no speed-up rather than a wrong one. Slow programs get fewer trials, so
+that the tries fit into the stage's time.
 
 On a GPU the stream is held while a call launches its kernels, so that kernels are compared, not a launcher with a
 dispatcher (without, 18 of 20 right kernels got no speed-up on an H100). Further Python time belongs to the program. On
 a CPU, where kernels are interpreted, an empty launch is the cost of the program's launches without their work: a Triton
 kernel that does nothing for a candidate, and an eager operation on one element for the reference.
 
-No call gets an earlier call's inputs: they are moved within the same memory by random numbers of the judge's, so a
-remembered result is wrong, however it is remembered, and detecting that is part of the time. Some calls between the
-trials list their torch functions, and after some trials the judge asks for the output. The judge's seed and the
-source's hash decide which; the candidate's process learns it after the call, or never.
+No call gets an earlier call's inputs: inputs are moved within the same memory by random numbers of the judge's, so a
+remembered result is wrong, however it is remembered, and a program that detects the move spends time on that. Some
+calls between the trials list their torch functions, and after some trials the judge asks for the output. The judge's
+seed and the source's hash decide which calls and trials these are; the candidate's process learns that after the call,
+or never.
 
-A candidate's own process reads the clock, so the judge reads its own clock too. If trials took the judge much longer
-than the process reports, that is a lie, and no speed-up exceeds what the judge's clock can confirm. A speed-up above
-`suspicious` is timed again by the judge's clock on fresh inputs, with every output checked, and the verdict keeps the
-flag.
+A candidate's own process reads the clock, so the judge reads its own clock too. If trials took much longer by the
+judge's clock than the process reports, the process lies, and no speed-up exceeds what the judge's clock can confirm. A
+speed-up above `suspicious` is timed again by the judge's clock on fresh inputs, with every output checked, and the
+verdict keeps the flag.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from gpufleet.job.experiments.kernel.judge.tasks import Case
 from gpufleet.job.experiments.kernel.judge.worker import Process
 
 WARM_UP, REPEAT, TRIES, FRESH = 2, 0.05, 3, 3
-LISTED, LOOKED_AT = 5, 3  # calls among the trials: a cheat in half of the calls passes both in one of 256
+LISTED, LOOKED_AT = 5, 3  # calls among the trials: a cheat in half of the calls passes all of these in one of 256 cases
 EMPTIES = 20  # at most
 LEAST = 3  # trials of the slowest
 LIE, LIE_S = 2.0, 1e-3  # the judge's quickest trial may be this many times the slowest reported one, plus this
@@ -73,9 +74,8 @@ class Trials:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """With `speedup` None it is unknown, for the reason in `why`.
-
-    `suspicious`: the program seemed so fast that it was run again.
+    """With `speedup` None the speed-up is unknown, for the reason in `why`. `suspicious`: the program seemed so fast
+    that it was run again.
     """
 
     speedup: float | None
@@ -93,7 +93,7 @@ Empty = Literal["kernel", "operation"]  # which empty launch is subtracted: of a
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
     """A program whose calls are timed. `listed`, `looked_at`: how many calls are checked each time; with `ops` the
-    torch functions that they call are checked too. `random`: the judge's generator.
+    torch functions that these calls use are checked too. `random`: the judge's generator.
     """
 
     ask: Ask
@@ -231,15 +231,15 @@ def _trial(ask: Ask, *, empty: Empty | None = None, ops: bool = False) -> tuple[
 
 
 def load_problem(ask: Ask, source: str, turn: int = 0, *, ops: bool = False) -> str | None:
-    """Why a program does not load; None if it does. `turn`: the first configuration of tuned kernels. With `ops` none
-    of its calls may compute with torch.
+    """Why a program does not load; None if it loads. `turn`: the first configuration of tuned kernels. With `ops` no
+    call of the program may compute with torch.
     """
     reply, _ = ask({"do": "load", "turn": turn, "refuses": ops}, [source.encode()])
     return f"does not load: {reply['error'][:300]}" if "error" in reply else None
 
 
 def run(ask: Ask, task: KernelTask, given: Case, *, as_timed: bool = False) -> None:
-    """One checked call on inputs of its own, watched or like a timed one. Raises Rejected."""
+    """One checked call on inputs of its own, watched or like a timed call. Raises Rejected."""
     packed = [wire.pack(tensor) for tensor in given.tensors]
     head = {"do": "run", "inputs": [spec for spec, _ in packed], "ops": not as_timed, "as_timed": as_timed}
     answer = ask(head, [blob for _, blob in packed], most_bytes=room(given))
@@ -282,7 +282,7 @@ def _seconds(reply: dict[str, Any]) -> float:
 
 
 def bound(process: Process, limit_s: float) -> Ask:
-    """`process.ask` with a limit of `limit_s` for all answers together. The clock stops between them."""
+    """`process.ask` with a limit of `limit_s` for all answers together. The clock stops between two questions."""
     left = limit_s
 
     def ask(head: dict[str, Any], blobs: list[wire.Blob] | None = None, *, most_bytes: int = 0) -> wire.Message:

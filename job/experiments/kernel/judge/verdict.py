@@ -1,4 +1,4 @@
-"""The facts about a candidate, during its judgement and afterwards."""
+"""The facts about a candidate, during the judgement and afterwards."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ FULL = "full"  # the row of verdicts by the whole funnel; files of 0.1.0 have mo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """`stage`: where it stopped, 1 to 5, or 6 if it passed all. Seconds are wall-clock. Stage 2's are those of the
-    source's first compilation, which later verdicts reuse. `suspicious`: it seemed so fast that it was run again.
+    """`stage`: where the candidate stopped, 1 to 5, or 6 if it passed all stages. Seconds are wall-clock. The seconds
+    of stage 2 are those of the source's first compilation, which later verdicts reuse. `suspicious`: the candidate
+    seemed so fast that it was run again.
     """
 
     row: str
@@ -49,7 +50,7 @@ class Verdict:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Verdict:
-        """Reads the object; raises DoubtError if it is no verdict."""
+        """Reads the object; raises DoubtError if the object is no verdict."""
         fields, quartiles = Fields(tree), reading.listed(reading.number)
         kernel_s, reference_s = (fields.take(key, quartiles, None) for key in ("kernel_s", "reference_s"))
         if any(pair is not None and len(pair) != 3 for pair in (kernel_s, reference_s)):
@@ -66,7 +67,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class Course:
-    """A candidate while it is judged."""
+    """A candidate during its judgement."""
 
     candidate: Candidate
     sha256: str

@@ -40,10 +40,10 @@ METHODS = _words(
     "element_ty itemsize append items get broadcast_to trans value type nelement is_floating_point float half "
     "bfloat16 view_as expand_as get_device index ALL NONE is_floating requires_grad layout multi_processor_count "
     "is_complex "
-    # Methods of Python's lists, dicts and numbers; no tensor method of such a name computes.
+    # Methods of Python's lists, dicts and numbers; no method of a tensor with such a name computes.
     "insert extend pop remove reverse clear count copy keys values update setdefault bit_length is_integer"
 )
-# Methods of blocks, allowed only within kernels; torch tensors have methods of these names that compute.
+# Methods of blocks, allowed only within kernels, because torch tensors have methods of these names that compute.
 OF_BLOCKS = _words(
     "abs cast ceil cos erf exp exp2 floor load log log2 logical_and logical_or max min rsqrt sigmoid sin softmax sqrt "
     "sqrt_rn store sum"
@@ -52,8 +52,8 @@ BUILTINS = _words(
     "len range min max all any int float bool tuple list dict isinstance enumerate zip ValueError TypeError "
     "RuntimeError NotImplementedError AssertionError Exception True False None str abs round sum sorted reversed"
 )
-SHADOWED = _words("min max str abs round sum sorted reversed")  # those of them that a function may define for itself
-# Names that may be imported by themselves; those in PLAIN_CALLS too may only be called, or decorate.
+SHADOWED = _words("min max str abs round sum sorted reversed")  # built-in names that a function may define for itself
+# Names that may be imported by themselves; a name that is also in PLAIN_CALLS may only be called, or decorate.
 ALONE = {
     "triton": _words("cdiv next_power_of_2 jit autotune heuristics Config"),
     "math": MATH,
@@ -65,8 +65,8 @@ ASKED_OF_GPUS = {
     "torch.cuda.is_available",
     ACTIVE_DEVICE := "triton.runtime.driver.active.get_active_torch_device",  # as Triton's own tutorials begin
 }  # fmt: skip
-# Calls that could take a function or a file of the candidate's, or keep something that it can change: (number of
-# positional arguments, names of the others).
+# Calls that could take a function or a file of the candidate's, or keep something that the candidate can change:
+# (number of positional arguments, names of the other arguments).
 PLAIN_CALLS: dict[str, tuple[int, frozenset[str]]] = {
     "triton.jit": (0, _words("noinline do_not_specialize do_not_specialize_on_alignment debug")),
     "triton.autotune": (2, _words("configs key restore_value reset_to_zero warmup rep use_cuda_graph cache_results")),
@@ -74,8 +74,8 @@ PLAIN_CALLS: dict[str, tuple[int, frozenset[str]]] = {
     "triton.Config": (4, _words("kwargs num_warps num_stages num_ctas maxnreg")),
     "print": (20, _words("sep end flush")),
 }
-# Torch functions that a run may call: to make outputs, inspect a tensor, or move it. Triton's interpreter adds those
-# that wrap memory, its tuner zero_, and torch.no_grad the last.
+# Torch functions that a run may call: to make outputs, inspect a tensor, or move it. Triton's interpreter adds the
+# functions that wrap memory, Triton's tuner adds zero_, and torch.no_grad the last function.
 ALLOWED_OPS = METHODS | {
     "empty", "empty_like", "empty_strided", "zeros", "zeros_like", "full", "full_like",
     "untyped_storage", "storage_offset", "__get__",

@@ -1,10 +1,10 @@
 """Watches a checked call: the functions that it calls, its reads of unwritten memory, its writes outside its own
 memory.
 
-A program must be assumed to detect all of it. A kernel may read new memory, or beyond its own, and so tell a watched
-call from a timed one; the judge therefore also makes checked calls that are not watched. A program may also detect that
-its calls are listed: Python's own objects then have other addresses, which their text shows. So whatever computes with
-words that the rules do not know, above all an operator, is refused in every call.
+A program must be assumed to detect all of this watching. A kernel may read new memory, or memory beyond its own, and so
+tell a watched call from a timed call; the judge therefore also makes checked calls that are not watched. A program may
+also detect that its calls are listed: Python's own objects then have other addresses, which the text of these objects
+shows. So whatever computes with words that the rules do not know, above all an operator, is refused in every call.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gpufleet.job.experiments.kernel.judge.vocabulary import METHODS, OF_BLOCKS
 FROM_NUMBERS = {"empty", "empty_strided", "empty_permuted", "zeros", "full", "device"}
 WITH_TENSORS = {"to", "view_as", "expand_as", "broadcast_tensors", "new_tensor", "copy_", "set_", "result_type"}
 WIDTH = 4096  # elements
-# The value of each byte of a fence. Two values: a program that writes one element too many has read it too, and
-# relu(2e8) is 2e8.
+# The value of each byte of a fence. Two values: a program that writes one element too many has read this element too,
+# and relu(2e8) is 2e8.
 GIVEN, MADE = 0x4D, 0xC4
 # Methods of a tensor that Python's syntax and functions call: for an operator, a number or a text.
 BINARY = "add and div floordiv lshift matmul mod mul or pow rshift sub truediv xor"
@@ -44,7 +44,7 @@ class Computes(BaseException):
 
 def refuse_operators() -> None:
     """Makes operators on tensors in this process raise Computes, and also methods that the rules take for those of a
-    block. It costs nothing unless one is used. No program that passes the rules can undo it.
+    block. This costs nothing unless such a method is used. No program that passes the rules can undo it.
     """
     for name in (*OPERATORS, *(OF_BLOCKS - METHODS)):
         setattr(torch.Tensor, name, _refusing(name))
@@ -66,7 +66,9 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 
 class Fences:
-    """Guard bytes on both sides of memory that a call may write; nothing may write to them. Their bytes hold `sign`."""
+    """Guard bytes on both sides of memory that a call may write; nothing may write to guard bytes, which hold
+    `sign`.
+    """
 
     def __init__(self, sign: int) -> None:
         self._sign = sign
@@ -87,8 +89,8 @@ class Fences:
 
 
 class Ops(TorchFunctionMode):
-    """The names of the torch functions that a candidate calls and, if `fenced`, guard bytes around their results. Guard
-    bytes change a result's addresses, which a candidate may read.
+    """The names of the torch functions that a candidate calls and, if `fenced`, guard bytes around the functions'
+    results. Guard bytes change a result's addresses, which a candidate may read.
     """
 
     def __init__(self, *, fenced: bool) -> None:

@@ -1,7 +1,8 @@
 """Messages between the judge and a candidate's process: a JSON head and raw bytes. Never pickle.
 
-Messages from a candidate's process are data, to be checked against the question. Every part of a message gets the type
-of its name here, or the message is refused: other code needs to check only whether a part exists and is true.
+Messages from a candidate's process are data, to be checked against the question. Every part of a message must have the
+type that its name has here, or the message is refused: other code needs to check only whether a part exists and is
+true.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _TIME = struct.Struct("@ll")  # timeval
 
 
 def _text(value: Any) -> str:
-    """A printable text, because it ends in logs and files. Raises TypeError."""
+    """A text that is printable, because it ends up in logs and files. Raises TypeError."""
     if not isinstance(value, str):
         raise TypeError
     return "".join(sign if sign.isprintable() else "?" for sign in " ".join(value[:400].split()))
@@ -107,9 +108,9 @@ def receive(
     watch: Callable[[], None] = lambda: None,
     watch_s: float = WATCH_S,
 ) -> Message:
-    """Receives one message of any parts. `watch` is called every `watch_s` while waiting and may raise. Raises Late
-    after `until` (monotonic seconds), and Closed if the other side is gone, sends more than `most_bytes`, or something
-    else.
+    """Receives one message, whatever its parts. `watch` is called every `watch_s` while waiting and may raise. Raises
+    Late after `until` (monotonic seconds), and Closed if the other side is gone, sends more than `most_bytes`, or
+    something else.
     """
     look = Look(watch, watch_s, until)
     (length,) = _LENGTH.unpack(_exactly(source, _LENGTH.size, look))
@@ -128,7 +129,7 @@ def receive(
 
 
 def reply(head: dict[str, Any]) -> dict[str, Any]:
-    """The parts that a process may answer: those in PARTS, each of its type. Raises Closed."""
+    """The parts that a process may answer: the parts in PARTS, each with its type there. Raises Closed."""
     found = {}
     for name, part in head.items():
         if (typed := PARTS.get(name)) is not None:
@@ -141,7 +142,7 @@ def reply(head: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a reader does while it waits."""
+    """What a reader does while waiting."""
 
     watch: Callable[[], None]
     every_s: float
@@ -171,9 +172,9 @@ def _exactly(source: socket.socket, size: int, look: Look) -> bytearray:
 
 
 def _ready(end: socket.socket, event: int, timeout: int, seconds: float, until: float) -> bool:
-    """Waits until a call could move a byte, for `seconds` and until `until` at most; returns whether it could. The call
-    itself then waits at most as long for the rest of its bytes. A call that also waited for its first byte would start
-    again at every signal, and never end in a process that a profiler samples.
+    """Waits until a call could move a byte, for `seconds` and until `until` at most; returns whether the call could.
+    The call itself then waits at most as long for the rest of its bytes. A call that also waited for its first byte
+    would start again at every signal, and never end in a process that a profiler samples.
     """
     if until == math.inf:
         end.setsockopt(socket.SOL_SOCKET, timeout, _TIME.pack(0, 0))
@@ -186,7 +187,7 @@ def _ready(end: socket.socket, event: int, timeout: int, seconds: float, until: 
 
 
 def pack(tensor: Tensor) -> tuple[dict[str, Any], bytes]:
-    """A tensor's place in its storage, and the whole storage, so that its strides survive."""
+    """A tensor's place in its storage, and the whole storage, so that the tensor's strides survive."""
     whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
     spec = {
         "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -204,7 +205,7 @@ def unpack(spec: dict[str, Any], content: Blob) -> Tensor:
 
 
 def writable(content: Blob) -> bytearray:
-    """The content in writable memory: itself if it was received, which is large; else a copy."""
+    """The content in writable memory: the content itself if it was received, because that is large; else a copy."""
     return content if isinstance(content, bytearray) else bytearray(content)
 
 

@@ -1,5 +1,5 @@
-"""The judge's side of a candidate's process: starts it, asks it within limits, watches it, ends it with its
-descendants.
+"""The judge's side of a candidate's process: starts the process, asks it within limits, watches it, and ends it with
+its descendants.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from gpufleet.job.experiments.kernel.judge.forkserver import ForkServer, kill_al
 
 GREET_S = 120.0  # for a process to be ready: a spawned one imports everything
 COMPILING_S = 1.0  # between two looks at a compiling process: many cores run many at once
-SCRATCH_BYTES = 1 << 28  # in its folder; a compiled kernel takes about 50 kB
+SCRATCH_BYTES = 1 << 28  # in the process's folder; a compiled kernel takes about 50 kB
 
 
 class Lost(Exception):
-    """The candidate's process is over: it hung, took too much, or ended."""
+    """The candidate's process is over: the process hung, took too much, or ended."""
 
 
 class OutOfTime(Lost):
-    """It did not answer in time, but its earlier answers stay valid."""
+    """The process did not answer in time, but its earlier answers stay valid."""
 
 
 class NotBegun(Lost):
-    """It ended, or was silent, before it had a source, so the candidate is not to blame."""
+    """The process ended, or was silent, before it had a source, so the candidate is not to blame."""
 
 
 class NoDeviceError(Exception):
@@ -45,8 +45,8 @@ class NoDeviceError(Exception):
 
 
 class Workers:
-    """Starts processes. Processes that compile, and on a CPU those that interpret, are forked from servers that have
-    imported everything; those for GPUs are new.
+    """Starts processes. Processes that compile, and on a CPU processes that interpret, are forked from servers that
+    have imported everything; processes for GPUs are new.
     """
 
     def __init__(self, folder: Path, *, gpus: bool) -> None:
@@ -85,7 +85,7 @@ class Workers:
 
     @property
     def lacks(self) -> str | None:
-        """Why nothing can be compiled on this machine; None if it can."""
+        """Why nothing can be compiled on this machine; None if compilation works."""
         found: str | None = self._compiling.said["lacks"]
         return found
 
@@ -109,8 +109,9 @@ class Workers:
         confined: bool = True,
         built: Path | None = None,
     ) -> Process:
-        """A new process: one that runs, or one that `compiles` and sees no GPU. The trusted reference need not be
-        `confined` (sandbox.py). `built`: a Triton cache, which is copied for it. Raises NotBegun, NoDeviceError.
+        """A new process, which runs a candidate, or `compiles` and sees no GPU. The trusted reference need not be
+        `confined` (sandbox.py). `built`: a Triton cache, which is copied for the process. Raises NotBegun,
+        NoDeviceError.
         """
         scratch = Path(tempfile.mkdtemp(dir=self.folder))
         if built is not None:
@@ -163,7 +164,7 @@ class Process:
         watch_s: float,
     ) -> None:
         self.pid, self._dialogue, self.scratch = pid, dialogue, scratch
-        self.cpu_s = 0.0  # by its last report
+        self.cpu_s = 0.0  # by the process's last report
         self._memory, self._ended, self._watch_s = memory_bytes, ended, watch_s
         self._looked_at, self._over = 0.0, False
         try:
@@ -188,10 +189,10 @@ class Process:
         self, head: dict[str, Any], blobs: Sequence[wire.Blob] = (), *, limit_s: float, most_bytes: int = 0
     ) -> wire.Message:
         """Asks one question and returns its answer. Raises Lost with the reason."""
-        if head["do"] != "trial":  # its time counts
+        if head["do"] != "trial":  # a trial's time counts
             self._watch()
         until = time.monotonic() + limit_s
-        # it may have sent a message before it ended; in a moment it would be late
+        # the process may have sent a message before it ended; in a moment that would be late
         with suppress(wire.Closed, wire.Late):
             wire.send(self._dialogue, head, blobs, until=until)
         return self._receive(until, limit_s, most_bytes)
@@ -214,7 +215,7 @@ class Process:
             self.look()
 
     def look(self) -> None:
-        """Raises Lost if it holds more than it may."""
+        """Raises Lost if the process holds more than it may."""
         self._looked_at = time.monotonic()
         used = usage.memory_bytes((self.pid, *offspring(self.pid)))
         if used > self._memory:
@@ -237,20 +238,20 @@ class Process:
                 os.kill(pid, number)
 
     def end(self) -> None:
-        """Ends the process and everything that it started. Its files stay until it is closed."""
+        """Ends the process and everything that it started. The process's files stay until `close`."""
         if self._over:
             return
         self._over = True
         self._dialogue.close()
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGSTOP)  # so that it starts nothing while the rest is listed
+            os.killpg(self.pid, signal.SIGSTOP)  # so that the process starts nothing while its descendants are listed
         kill_all(self.pid)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._ended(self.pid)
 
     def close(self) -> None:
-        """Ends it and removes its folder."""
+        """Ends the process and removes its folder."""
         self.end()
         try:
             shutil.rmtree(self.scratch, ignore_errors=True)

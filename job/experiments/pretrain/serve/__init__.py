@@ -1,3 +1,4 @@
 """Serves a trained character model over HTTP: the model in `final/` (model.py), the requests (request.py), and the
-server (server.py). It uses torch, Starlette and uvicorn; `python -m gpufleet.job.experiments.pretrain.serve` starts it.
+server (server.py). The server uses torch, Starlette and uvicorn; `python -m gpufleet.job.experiments.pretrain.serve`
+starts it.
 """

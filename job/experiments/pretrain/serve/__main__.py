@@ -1,6 +1,7 @@
 """`python -m gpufleet.job.experiments.pretrain.serve DIR --port 8000`: serves DIR's model, a run's final/, over HTTP.
 
-It listens on this machine alone unless --host says otherwise, because there is no password. SIGTERM and Ctrl-C end it.
+The server listens on this machine alone unless --host says otherwise, because there is no password. SIGTERM and Ctrl-C
+end the server.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until a signal ends it. 2: there is nothing to serve, or the port is taken."""
+    """Serves until a signal ends the server. Returns 2 if there is nothing to serve, or the port is taken."""
     parser = argparse.ArgumentParser(prog="python -m gpufleet.job.experiments.pretrain.serve", description=__doc__)
     parser.add_argument("folder", metavar="DIR", type=Path, help="model.safetensors and meta.json, a run's final/")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network (default: %(default)s)")
     parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
     args = parser.parse_args(argv)
-    if not args.host:  # an unset variable; to a socket it would mean every address
+    if not args.host:  # an unset variable; to a socket an empty text would mean every address
         parser.error("--host is empty; 127.0.0.1 serves this machine alone, 0.0.0.0 the network too")
     try:
         import torch  # takes seconds: not for --help, and Ctrl-C works meanwhile

@@ -23,7 +23,7 @@ EXPERIMENT = "pretrain-d64"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """A model in memory. Every answer has `name`; `sequence` is the length it was trained on."""
+    """A model in memory. Every answer has `name`; `sequence` is the length on which the model was trained."""
 
     module: CharGpt
     name: str
@@ -64,8 +64,8 @@ class Served:
 
 
 def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
-    """The model in `folder`, products in fp32. Raises ValueError if it is not a character model's, is damaged, or the
-    device cannot hold it.
+    """The model in `folder`, products in fp32. Raises ValueError if the folder is not a character model's, or is
+    damaged, or if the device cannot hold the model.
     """
     meta = atomic.read_object(folder / META)
     if meta is None or not (folder / WEIGHTS).is_file():

@@ -1,9 +1,9 @@
 """The HTTP server: GET /health, GET /info, POST /generate. Answers and errors are JSON; streams are server-sent events.
 
-Starlette on uvicorn. It adds the limits that those two lack: at most `CONNECTIONS` are open and `AT_ONCE` of them
-generate, others get 503; a request that is not whole `PATIENCE_S` after the connection or the answer before is dropped,
-and so is a client that reads nothing for as long; when all places are taken, a new client replaces the slow one that
-waited longest; non-HTTP input gets a JSON error too.
+It is Starlette on uvicorn, with the limits that those two lack: at most `CONNECTIONS` are open and `AT_ONCE` of these
+generate, other requests get 503; a request that is not whole `PATIENCE_S` after the connection or the answer before is
+dropped, and so is a client that reads nothing for as long; when all places are taken, a new client replaces the slow
+client that waited longest; non-HTTP input gets a JSON error too.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ ROUTES = {"/health": "GET", "/info": "GET", "/generate": "POST"}
 
 
 class Server(uvicorn.Server):
-    """Serves one model from its creation until `should_exit`. Port 0 takes a free one; `address` has it. Raises OSError
-    if the address cannot be used, OverflowError for a port beyond 65535.
+    """Serves one model from its creation until `should_exit`. Port 0 takes a free port; `address` names it. Raises
+    OSError if the address cannot be used, OverflowError for a port beyond 65535.
     """
 
     def __init__(self, address: tuple[str, int], served: Served) -> None:
@@ -80,7 +80,7 @@ class Server(uvicorn.Server):
         self.run(sockets=[self.listening])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Ends it cleanly on SIGTERM and Ctrl-C; uvicorn would die of the signal afterwards."""
+        """Ends the server cleanly on SIGTERM and Ctrl-C; uvicorn would die of the signal afterwards."""
         self.should_exit = True
 
     def end_one(self) -> None:
@@ -90,14 +90,14 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Waits up to CLOSING_S until running generations have sent their end."""
         await super().shutdown(sockets)
-        if self.under_way:  # one still computes its next character in torch, which no thread can leave before
+        if self.under_way:  # a generation still computes its next character in torch, which no thread can leave before
             os._exit(0)
 
 
 class Connection(H11Protocol):
     """One connection, with the time limits that uvicorn lacks."""
 
-    late: asyncio.TimerHandle | None = None  # drops it
+    late: asyncio.TimerHandle | None = None  # drops the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -138,7 +138,7 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         if self._answering():
             return  # input after a request that is answered, and ends the connection
-        error = sys.exception()  # uvicorn calls this where it catches it
+        error = sys.exception()  # uvicorn calls this where it catches the error
         status = error.error_status_hint if isinstance(error, h11.ProtocolError) else 400
         self._refuse(status, f"no HTTP request ({error})")
 
