@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gpufleet.infra.catalog import Catalog
 
 # Sections that may be laid over; the run's identity is not among them.
-OVERLAID = ("job", "fleet", "storage", "limits", "account", "notify", "estimate")
+OVERLAID = ("job", "fleet", "storage", "limits", "goal", "account", "notify", "estimate")
 # What editors look for in a file's comments to find its schema: a path, or an address.
 MODELINE = "# yaml-language-server: $schema="
 MOST_SCENARIOS = 100  # a bound of ours: each is a whole file to check and to price

@@ -18,6 +18,7 @@ from gpufleet.infra.definition.yaml_tree import Mapping, Scalar, find_node
 from gpufleet.infra.errors import Problem
 from gpufleet.infra.market.market import Market
 from gpufleet.infra.market.reservation import CapacityBlock as CapacityBlock
+from gpufleet.job.contract.goal import HOURS, USD
 from gpufleet.job.kind import JobConfig
 from gpufleet.job.kind.common import added_later
 from gpufleet.job.text import stamp
@@ -264,6 +265,21 @@ def rehearsed_steps(step_ms: float) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """What the run is meant to cost, take and reach. It stops nothing; the receipt says what was met."""
+
+    usd: Decimal | None = None
+    hours: Decimal | None = None  # from the first node's launch to the run's end, with waits
+    results: dict[str, Decimal] | None = None  # figures by name: job/contract/goal.py
+
+    @property
+    def wanted(self) -> dict[str, Decimal]:
+        """Every goal by its name."""
+        given = {USD: self.usd, HOURS: self.hours, **(self.results or {})}
+        return {name: figure for name, figure in given.items() if figure is not None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
     """The plan's estimate behind a scenario; shown beside the bill's."""
 
@@ -304,6 +320,7 @@ class StackDefinition:
     fleet: Fleet
     storage: Storage
     limits: Limits
+    goal: Goal = Goal()
     account: Account = Account()
     notify: Notify = Notify()
     estimate: Estimate = Estimate()

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from gpufleet.job import atomic
@@ -130,6 +131,7 @@ class RunFile(Terms):
     folders: dict[str, InputData]  # a command's inputs, by name
     code_sha256: str | None  # hash of the job's archive, which every node unpacks; None: not named
     estimate: BillEstimate
+    goal: dict[str, Decimal]  # by name
 
     def gpus(self, instance_type: str) -> int:
         """The GPUs of a node of this type, from the bill; 0: unknown."""
@@ -186,6 +188,7 @@ def document(
     image: str | None = None,
     nodes: int = 1,
     gather_s: float | None = None,
+    goal: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The object of run.json; money and hours become decimal strings, times are UTC, ISO.
 
@@ -197,7 +200,12 @@ def document(
     if a command's speed is that of its own image. `nodes`, `fallback` and `gather_s` are as contract/terms.py reads
     them, and are left out if they have its defaults.
     """
-    optional = {"nodes": (nodes, 1), "gather_s": (gather_s, None), "fallback": (fallback, None)}
+    optional: dict[str, tuple[Any, Any]] = {
+        "nodes": (nodes, 1),
+        "gather_s": (gather_s, None),
+        "fallback": (fallback, None),
+        "goal": (dict(goal), {}),
+    }
     return {
         "schema": SCHEMA,
         "run": {"id": run, "stack": stack, "experiment": experiment, "owner": owner},
@@ -276,6 +284,7 @@ def _typed(fields: Fields) -> RunFile:
         else {},
         code_sha256=None if archive is None else given.section("archive").take("sha256", reading.text, None),
         estimate=BillEstimate.from_json(fields.section("estimate"), money.hourly),
+        goal=fields.take("goal", reading.mapping(reading.amount), {}),
     )
 
 

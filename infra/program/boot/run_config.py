@@ -47,6 +47,7 @@ def run_config(
         inputs=inputs,
         image=definition.job.image if not definition.job.parameters.code_folders() else None,
         nodes=definition.fleet.nodes,
+        goal={name: str(figure) for name, figure in definition.goal.wanted.items()},
         gather_s=round(bill.chosen.exposure.gather_h * 3600, 1) if definition.fleet.lets_go else None,
     )
 
