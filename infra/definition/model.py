@@ -338,6 +338,11 @@ class StackDefinition:
         return shlex.quote(self.asked or (self.name if self.source.parent.name == "stacks" else str(self.source)))
 
     @property
+    def stage(self) -> str:
+        """The stage's name; empty for anything else."""
+        return self.run.id.partition("/")[2]
+
+    @property
     def priced_argument(self) -> str:
         """`argument`, with --scenario if needed: for further commands about the same work."""
         return f"{self.argument} --scenario {self.scenario}" if self.scenario else self.argument
