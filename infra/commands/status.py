@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from datetime import UTC, datetime
 
-from gpufleet.infra.account import aws
+from gpufleet.infra.account import aws, stages
 from gpufleet.infra.account.status import headline, report, short
 from gpufleet.infra.commands import stack
 from gpufleet.infra.envelope import tell
@@ -17,7 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    definition = stack.definition_of(args)
+    definition = stack.definition_of(args, staged=True)
     region = definition.fleet.region
     ec2, s3, scheduler = (aws.client(name, region) for name in ("ec2", "s3", "scheduler"))
     lines = list(report(definition, ec2, s3, datetime.now(UTC), scheduler))

@@ -174,6 +174,7 @@ def schema() -> Schema:
     }
     one_job = {"job": {"oneOf": [{"required": ["experiment"]}, {"required": ["command"]}]}}  # stages have their own
     of_stage = {key: laid_over.get(key, {"type": "object"}) for key in STAGE_KEYS if key != "name"}
+    named = pattern(f"^{STAGE_NAME.pattern}$", "1 to 20 of a-z, 0-9 and _, beginning with a letter")
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "gpufleet: the definition of one run",
@@ -188,7 +189,7 @@ def schema() -> Schema:
                 "maxItems": MOST_STAGES,
                 "items": {
                     "type": "object",
-                    "properties": {"name": {"type": "string", "pattern": f"^{STAGE_NAME.pattern}$"}, **of_stage},
+                    "properties": {"name": {"type": "string", **named}, **of_stage},
                     "required": ["name"],
                     "additionalProperties": False,
                 },

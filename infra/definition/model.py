@@ -338,6 +338,11 @@ class StackDefinition:
         return shlex.quote(self.asked or (self.name if self.source.parent.name == "stacks" else str(self.source)))
 
     @property
+    def parts(self) -> tuple[StackDefinition, ...]:
+        """What has a fleet of its own: the stages, or all of a definition without stages."""
+        return self.stages or (self,)
+
+    @property
     def stage(self) -> str:
         """The stage's name; empty for anything else."""
         return self.run.id.partition("/")[2]

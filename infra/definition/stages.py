@@ -42,7 +42,8 @@ def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]
         found.append(replace(one, run=run, before=before))
     if not found:
         return build(replace(tree, entries=rest), ())[0], findings.problems
-    whole = replace(found[0], run=replace(found[0].run, id=found[0].run.id.partition("/")[0]), before=())
+    found = [replace(each, next_stage=name) for each, name in zip(found, [*names[1:], ""], strict=True)]
+    whole = replace(found[0], run=replace(found[0].run, id=found[0].run.id.partition("/")[0]), before=(), next_stage="")
     return replace(whole, stages=tuple(found), tree=tree), [*findings.problems, *problems]
 
 

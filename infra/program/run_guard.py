@@ -236,6 +236,11 @@ def creation_digest(definition: StackDefinition, *, version: str = DIGESTS[0]) -
         "base_weights": definition.storage.base_weights,
         **({"inputs": definition.storage.inputs} if definition.storage.inputs else {}),
         "limits": _digested(definition.limits, version),
+        **(
+            {"stages": [creation_digest(each, version=version) for each in definition.stages]}
+            if definition.stages
+            else {}
+        ),
         **({"goal": _digested(definition.goal, version)} if definition.goal != Goal() else {}),
         **({"account": _digested(definition.account, version)} if definition.account != Account() else {}),
         **({"notify": _digested(definition.notify, version)} if definition.notify != Notify() else {}),

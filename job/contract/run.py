@@ -41,6 +41,7 @@ class InputData:
     uri: str | None
     sha256: str | None
     files: tuple[InputFile, ...]
+    stage: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +133,7 @@ class RunFile(Terms):
     code_sha256: str | None  # hash of the job's archive, which every node unpacks; None: not named
     estimate: BillEstimate
     goal: dict[str, Decimal]  # by name
+    whole_usd: tuple[Decimal, Decimal] | None  # p10 and p90 of the run that this is a stage of
 
     def gpus(self, instance_type: str) -> int:
         """The GPUs of a node of this type, from the bill; 0: unknown."""
@@ -189,6 +191,8 @@ def document(
     nodes: int = 1,
     gather_s: float | None = None,
     goal: Mapping[str, str] = MappingProxyType({}),
+    before: Sequence[str] = (),
+    whole_usd: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The object of run.json; money and hours become decimal strings, times are UTC, ISO.
 
@@ -205,6 +209,8 @@ def document(
         "gather_s": (gather_s, None),
         "fallback": (fallback, None),
         "goal": (dict(goal), {}),
+        "before": (list(before), []),
+        "whole_usd": (whole_usd, None),
     }
     return {
         "schema": SCHEMA,
@@ -285,7 +291,12 @@ def _typed(fields: Fields) -> RunFile:
         code_sha256=None if archive is None else given.section("archive").take("sha256", reading.text, None),
         estimate=BillEstimate.from_json(fields.section("estimate"), money.hourly),
         goal=fields.take("goal", reading.mapping(reading.amount), {}),
+        whole_usd=_span(fields.take("whole_usd", reading.mapping(reading.unsigned), None)),
     )
+
+
+def _span(usd: Mapping[str, Decimal] | None) -> tuple[Decimal, Decimal] | None:
+    return None if usd is None else (usd["p10"], usd["p90"])
 
 
 def _each(cls: type[T], section: Fields, key: str) -> tuple[T, ...]:
@@ -330,6 +341,7 @@ def _inputs(entry: Fields) -> InputData:
         uri=entry.take("uri", reading.text, None),
         sha256=entry.take("sha256", reading.text, None),
         files=listing.files(entry),
+        stage=entry.take("stage", reading.name, ""),
     )
 
 

@@ -36,6 +36,7 @@ METRICS = "metrics.jsonl"
 LOG = "job.log"
 RESULTS = "results.json"
 RECEIPT = "receipt.json"
+HANDED_ON = "handed_on.json"  # in a stage's final folder: the files that later stages may take, with their hashes
 DONE = "done.json"  # how it ended: the node sends it if the supervisor could not
 
 # Folders.

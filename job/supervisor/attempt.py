@@ -182,6 +182,7 @@ class Supervisor:
         self.others = attempts.Others(
             self.store, self.run_file, self.node, self.world.fleet_history, self.say, self.record.now
         )
+        self.others.before = attempts.read_before(self.store, self.run_file, self.node)
         earlier = self.others.attempts
         self.number = len(earlier) + 1
         self.meter = Meter(

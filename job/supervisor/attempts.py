@@ -14,16 +14,17 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-from gpufleet.job.contract import attempt, bucket, reading
+from gpufleet.job.contract import attempt, bucket, reading, terms
 from gpufleet.job.contract.attempt import Aside, AttemptRecord, Exit, Node
 from gpufleet.job.contract.codes import AttemptExit
 from gpufleet.job.contract.done import Done
-from gpufleet.job.contract.reading import epoch, iso
+from gpufleet.job.contract.reading import Fields, epoch, iso
 from gpufleet.job.contract.receipt import AttemptCost
 from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.spent import KEPT_S, Attempt, History, Left, OtherNodes
+from gpufleet.job.contract.workdir import RUN
 from gpufleet.job.supervisor import fleet
-from gpufleet.job.supervisor.store import Store, StoreError
+from gpufleet.job.supervisor.store import Store, StoreError, beside, open_store
 from gpufleet.job.supervisor.world import Cause
 
 REFUSALS = 2  # nodes that a run may refuse: fewer than the boots without progress that end it
@@ -126,6 +127,20 @@ def read_ended(
     nodes = OtherNodes(Node("", "", "", launched_at=epoch(done.at) or 0.0), read(store, done=done, say=say))
     nodes.take(history or History(), now)
     return judged(nodes.count(run, gone=[node.instance for node, _ in nodes.nodes]), known or {}, history, now)
+
+
+def read_before(
+    store: Store, run: RunFile, own: Node, opened: Callable[[str], Store] = open_store
+) -> tuple[Decimal, Decimal]:
+    """USD and seconds that the stages before this one have spent. Raises StoreError; DoubtError for a damaged one."""
+    usd, seconds = Decimal(0), Decimal(0)
+    for stage in run.before:
+        place = opened(f"{beside(store.uri, run.run)}/{bucket.stage_of(run.run, stage)}")
+        of_stage = terms.read(Fields(reading.parse(place.get_bytes(RUN) or b"")))
+        nodes = OtherNodes(replace(own, instance=""), read(place))
+        spent = nodes.total(of_stage)
+        usd, seconds = usd + spent[0] + of_stage.fixed_usd, seconds + spent[1]
+    return usd, seconds
 
 
 class Others(OtherNodes):
