@@ -1,86 +1,70 @@
-"""A stage counts what earlier stages have spent, and takes what they left only as they listed it."""
+"""What the stages after training append outlives the node, line by line."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from gpufleet.job.contract.run import InputData, load
-from gpufleet.job.supervisor import staging
+from gpufleet.job.supervisor.publish import Mirror
 from gpufleet.job.supervisor.store import FolderStore
-from tests.job import runs
-from tests.job.supervisor_world import Bench
+from tests.job.supervisor_world import Bench, FakeTrainer
 
 
-def stage_bench(folder: Path, stage: str, **changes: Any) -> Bench:
-    named = {**runs.tree()["run"], "id": f"r1/{stage}"}
-    bench = Bench(folder, run=named, **changes)
-    bench.store = FolderStore(bench.bucket / "r1" / stage)
-    bench.store.put_bytes(json.dumps(bench.tree).encode(), "run.json")
-    return bench
+def append(workdir: Path, content: str) -> None:
+    path = workdir / "stages" / "verdicts.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.write(content)
 
 
-@pytest.fixture
-def prepared(tmp_path: Path) -> Bench:
-    """A first stage that is done."""
-    bench = stage_bench(tmp_path, "prepare")
-    assert bench.attempt("i-1").run() == 0
-    assert bench.json("done.json")["reason"] == "finished"
-    return bench
+def test_a_line_that_is_half_written_is_neither_sent_nor_restored(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "bucket")
+    append(tmp_path, '{"a": 1}\n{"a": ')
+    Mirror(store, tmp_path).send()
+    assert store.get_bytes("stages/verdicts.jsonl") == b'{"a": 1}\n'
+    store.put_bytes(b'{"a": 1}\n{"a', "stages/verdicts.jsonl")
+    assert Mirror(store, tmp_path).restore() == 1
+    assert (tmp_path / "stages" / "verdicts.jsonl").read_bytes() == b'{"a": 1}\n'
 
 
-def spent(bench: Bench, instance: str) -> Decimal:
-    beats = bench.store.get_bytes(f"heartbeat/{instance}.jsonl") or b""
-    return Decimal(json.loads(beats.splitlines()[-1])["spent_usd"])
+def test_only_what_grew_is_sent_again(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "bucket")
+    mirror = Mirror(store, tmp_path)
+    append(tmp_path, "{}\n")
+    mirror.send()
+    store.delete(["stages/verdicts.jsonl"])
+    mirror.send()
+    assert store.get_bytes("stages/verdicts.jsonl") is None
+    append(tmp_path, "{}\n")
+    mirror.send()
+    assert store.get_bytes("stages/verdicts.jsonl") == b"{}\n{}\n"
 
 
-def test_what_an_earlier_stage_has_spent_counts_towards_the_run_s_limits(tmp_path: Path, prepared: Bench) -> None:
-    before = spent(prepared, "i-1")
-    alone = stage_bench(tmp_path, "alone")
-    assert alone.attempt("i-2").run() == 0
-    after = stage_bench(tmp_path, "train", before=["prepare"])
-    assert after.attempt("i-2").run() == 0
-    assert spent(after, "i-2") == spent(alone, "i-2") + before
-    assert after.json("receipt.json")["usd"]["actual"] == alone.json("receipt.json")["usd"]["actual"]  # its own alone
-    limits = {"max_usd": str(before), "max_hours": "2", "deadline": None}
-    poor = stage_bench(tmp_path, "poor", before=["prepare"], limits=limits)
-    assert poor.attempt("i-3").run() == 0
-    assert poor.json("done.json")["reason"] == "max_usd"
-    assert not poor.trainers
+def test_what_no_attempt_has_published_does_not_survive_on_a_used_disk(tmp_path: Path) -> None:
+    append(tmp_path, "{}\n")
+    assert Mirror(FolderStore(tmp_path / "bucket"), tmp_path).restore() == 0
+    assert not (tmp_path / "stages").exists()
 
 
-def taken(bench: Bench, folder: Path) -> Path:
-    """What a later stage gets of the bench's stage; its folder."""
-    later = stage_bench(folder, "later")
-    run = load(runs.place(folder / "i-9", later.tree))
-    left = InputData(uri=None, sha256=None, files=(), stage="prepare")
-    run = replace(run, dataset=None, weights=None, folders={"prepare": left})
-    staging.inputs(staging.Stage(store=later.store, run=run, workdir=folder / "i-9", say=print))
-    return folder / "i-9/user/inputs/prepare"
+def test_the_next_attempt_finds_the_lines_of_one_that_crashed(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    found: list[str] = []
+
+    def work(trainer: FakeTrainer) -> int | None:
+        path = trainer.workdir / "stages" / "verdicts.jsonl"
+        found.append(path.read_text() if path.exists() else "")
+        append(trainer.workdir, json.dumps({"of": trainer.workdir.name}) + "\n")
+        return 1 if len(found) == 1 else None
+
+    assert bench.attempt("i-1", script={5: work}).run() == 1
+    assert bench.attempt("i-2", script={5: work}).run() == 0
+    assert found == ["", '{"of": "i-1"}\n']
+    assert bench.json("attempts/i-1.json")["results"] is True  # else three lost nodes would end the run
+    assert bench.store.get_bytes("stages/verdicts.jsonl") == b'{"of": "i-1"}\n{"of": "i-2"}\n'
 
 
-def test_a_later_stage_gets_what_an_earlier_one_left_and_nothing_else(tmp_path: Path, prepared: Bench) -> None:
-    prepared.store.put_bytes(b"of a node that was lost", "final/stray.txt")
-    listed = {each["name"]: each for each in prepared.json("final/handed_on.json")["files"]}
-    assert listed
-    folder = taken(prepared, tmp_path)
-    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert there == {*listed, "handed_on.json"}
-
-
-def test_other_bytes_than_those_listed_are_refused(tmp_path: Path, prepared: Bench) -> None:
-    name = prepared.json("final/handed_on.json")["files"][0]["name"]
-    content = prepared.store.get_bytes(f"final/{name}") or b""
-    prepared.store.put_bytes(b"?" + content[1:], f"final/{name}")
-    with pytest.raises(staging.MismatchError, match=name):
-        taken(prepared, tmp_path)
-
-
-def test_a_stage_that_has_left_no_list_gives_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the input prepare is not where the run says"):
-        taken(stage_bench(tmp_path, "prepare"), tmp_path)
+def test_lines_of_earlier_attempts_are_no_progress_of_this_one(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.store.put_bytes(b"{}\n", "stages/verdicts.jsonl")
+    assert bench.attempt().run() == 0
+    assert "results" not in bench.json("attempts/i-1.json")
