@@ -21,10 +21,10 @@ limits: {max_usd: 8, max_hours: 8}
 stages:
   - name: prepare
     job: {command: 'python stage.py prepare {outputs}'}
-    fleet: {instance_types: [g6.xlarge], capacity: on-demand}
+    fleet: {instance_types: [c7i.xlarge], capacity: on-demand}
   - name: train
     job: {command: 'python stage.py train {inputs.prepare} {outputs}'}
   - name: judge
     job: {command: 'python stage.py judge {inputs.train} {outputs}'}
-    fleet: {instance_types: [g6.xlarge]}
+    fleet: {instance_types: [c7i.xlarge]}
 """

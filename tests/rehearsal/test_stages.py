@@ -126,7 +126,7 @@ def test_three_stages_run_one_after_another_each_on_its_own_fleet(tmp_path: Path
         assert [run.wait(stage)["reason"] for stage in STAGES] == ["finished"] * 3
         assert run.store("judge").get_bytes("final/done.txt") == b"prepare\ntrain\njudge\n"
         kinds = [[(each.type, each.spot) for each in run.nodes(stage)] for stage in STAGES]
-        assert kinds == [[("g6.xlarge", False)], [("g5.2xlarge", True)], [("g6.xlarge", True)]]
+        assert kinds == [[("c7i.xlarge", False)], [("g5.2xlarge", True)], [("c7i.xlarge", True)]]
         assert run.result().reason == "finished"
         wait_for("the last node's end", lambda: not run.living(), log=run.logs)
 

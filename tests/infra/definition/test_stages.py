@@ -26,7 +26,7 @@ def test_a_stage_has_its_own_job_and_fleet_and_the_file_s_rest(tmp_path: Path) -
     assert whole.run.id == "r1"
     assert [each.run.id for each in whole.stages] == ["r1/prepare", "r1/train", "r1/judge"]
     prepare, train, judge = whole.stages
-    assert (prepare.fleet.instance_types, prepare.fleet.capacity) == (("g6.xlarge",), "on-demand")
+    assert (prepare.fleet.instance_types, prepare.fleet.capacity) == (("c7i.xlarge",), "on-demand")
     assert (train.fleet.instance_types, train.fleet.capacity) == (("g5.2xlarge",), "spot")
     assert {each.fleet.region for each in whole.stages} == {"us-east-2"}
     assert {each.limits for each in whole.stages} == {whole.limits}
