@@ -119,6 +119,7 @@ def _stages(definition: StackDefinition, root: Path, now: datetime, *, as_json: 
         return bill_of(held, root, catalog, today=now.date(), hazards=hazards, not_ready=[*missing])
 
     found, wrong = price_stages(definition, price_stage, now.date())
+    broken: dict[str, str] = {}
     if found is not None:
         sys.stdout.write(json.dumps(found.to_json(), indent=2) + "\n" if as_json else "\n".join(found.lines()) + "\n")
         wrong += [
@@ -126,9 +127,16 @@ def _stages(definition: StackDefinition, root: Path, now: datetime, *, as_json: 
         ]
     for stage in definition.stages:
         wrong += [*code_problems(stage, root), *image_problems(stage)]
+    for stage, bill in zip(definition.stages, found.bills if found else (), strict=False):
+        facts = replace(
+            policy.facts(stage, bill), usd_p90=found.usd.p90 if found else None
+        )  # rules are of the whole run
+        broken |= {each.rule: each.message for each in policy.broken(rules, facts)}
+    for rule, message in broken.items():
+        print(f"gpufleet: breaks {rule} of policy.yaml: {message}", file=sys.stderr)
     if wrong:
         raise DefinitionError(str(definition.source), in_order(wrong))
-    return 0
+    return 1 if broken else 0
 
 
 def _several(args: argparse.Namespace, root: Path, now: datetime) -> int:

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     root, now, definitions = project_root(Path.cwd()), datetime.now(UTC), []
     for name in names_of(root):
         try:
-            definitions.append(load(find(name, root), now=now, past_deadline=True))
+            definitions += load(find(name, root), now=now, past_deadline=True, staged=True).parts
         except DefinitionError:  # `gpufleet cost` shows its problems
             continue
     regions = sorted({*args.region, *(each.fleet.region for each in definitions)})
