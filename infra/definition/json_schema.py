@@ -39,7 +39,7 @@ from gpufleet.infra.definition.schema import READY_MADE, SECTIONS, rule_of_key
 from gpufleet.infra.definition.stages import KEYS as STAGE_KEYS
 from gpufleet.infra.definition.stages import MOST as MOST_STAGES
 from gpufleet.infra.definition.stages import NAME as STAGE_NAME
-from gpufleet.infra.definition.stages import STAGES
+from gpufleet.infra.definition.stages import RERUN, STAGES
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.kind import COMMAND, EXPERIMENTS
 from gpufleet.job.kind.command import (
@@ -193,6 +193,10 @@ def schema() -> Schema:
                     "required": ["name"],
                     "additionalProperties": False,
                 },
+            },
+            RERUN: {
+                "description": "begins with a later stage, and takes the outputs of earlier ones from another run",
+                **_object({"run": {"type": "string"}, "from": {"type": "string"}}),
             },
             "rehearsal": {"description": "the same job, small enough for a laptop: laid over the sections above"},
             "scenarios": {"description": "variants laid over the file, for `gpufleet compare`"},

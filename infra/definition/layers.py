@@ -36,22 +36,22 @@ def definition(
     launchable: bool = True,
     catalog: Catalog | None = None,
     plain: StackDefinition | None = None,
-    before: tuple[str, ...] = (),
+    earlier: stages.Earlier = stages.NONE_EARLIER,
 ) -> tuple[StackDefinition, list[Problem]]:
     """The tree's definition and its problems. Without `launchable`, its types need only be known. `plain` is the
-    definition, without problems, under the tree's overlay: sections that are equal there are not read again. `before`:
-    the names of the stages before this one.
+    definition, without problems, under the tree's overlay: sections that are equal there are not read again. `earlier`:
+    the stages before this one.
     """
     if stages.STAGES in tree.entries:
 
-        def build_stage(laid: Mapping, names: tuple[str, ...]) -> tuple[StackDefinition, list[Problem]]:
+        def build_stage(laid: Mapping, names: stages.Earlier) -> tuple[StackDefinition, list[Problem]]:
             return definition(
-                laid, path, text, now, past_deadline, launchable=launchable, catalog=catalog, before=names
+                laid, path, text, now, past_deadline, launchable=launchable, catalog=catalog, earlier=names
             )
 
         return stages.staged(tree, build_stage)
     findings = Findings(tree=tree)
-    check_keys(tree.entries, [*SECTIONS, "rehearsal", "scenarios", stages.STAGES], "", findings)
+    check_keys(tree.entries, [*SECTIONS, "rehearsal", "scenarios", stages.STAGES, stages.RERUN], "", findings)
     parts: dict[str, Any] = {}
     for name, cls in SECTIONS.items():
         node = tree.entries.get(name)
@@ -68,7 +68,8 @@ def definition(
         purpose=purpose(text),
         python=python.text if isinstance(python, Scalar) else "",
         interruptions=interruptions,
-        before=before,
+        before=earlier.before,
+        taken=earlier.taken,
         tree=tree,
         **parts,
     )

@@ -343,6 +343,12 @@ class StackDefinition:
         return self.stages or (self,)
 
     @property
+    def left(self) -> dict[str, str]:
+        """The folder of each earlier stage, by its name, whose outputs a stage may take."""
+        run = self.run.id.partition("/")[0]
+        return {each.partition("/")[2]: each for each in (*self.taken, *(f"{run}/{name}" for name in self.before))}
+
+    @property
     def stage(self) -> str:
         """The stage's name; empty for anything else."""
         return self.run.id.partition("/")[2]

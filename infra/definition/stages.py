@@ -7,10 +7,12 @@ checkpoints, limits, receipt) holds for it. Its entry is laid over the file as a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.model import Run, StackDefinition
+from gpufleet.infra.definition.rules import RULES
 from gpufleet.infra.definition.schema import Findings, check_keys, entries_of
 from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, merge
 from gpufleet.infra.errors import Problem, of_form
@@ -20,31 +22,66 @@ LAID = ("job", "fleet", "estimate")  # sections of an entry
 KEYS = ("name", *LAID, REHEARSAL)
 NAME = re.compile(r"[a-z][a-z0-9_]{0,19}")  # a folder's name, a tag, and {inputs.NAME}
 MOST = 8  # a bound of ours: each is a fleet
-Build = Callable[[Mapping, tuple[str, ...]], tuple[StackDefinition, list[Problem]]]
+RERUN = "rerun"
+
+
+class Earlier(NamedTuple):
+    """The stages before one: names of those of its run, and folders (RUN/STAGE) of those that another run has done."""
+
+    before: tuple[str, ...] = ()
+    taken: tuple[str, ...] = ()
+
+
+NONE_EARLIER = Earlier()
+Build = Callable[[Mapping, Earlier], tuple[StackDefinition, list[Problem]]]
 
 
 def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]:
-    """The definition of a file with `stages`, and its problems. `build` reads the tree of one stage, with the names of
-    the stages before it.
+    """The definition of a file with `stages`, and its problems. `build` reads the tree of one stage, with the stages
+    before it. With `rerun`, those before its `from` are another run's.
     """
     findings, found, problems = Findings(tree=tree), list[StackDefinition](), list[Problem]()
-    rest = {key: node for key, node in tree.entries.items() if key not in (STAGES, "scenarios")}
+    rest = {key: node for key, node in tree.entries.items() if key not in (STAGES, "scenarios", RERUN)}
+    entries = list(_entries(tree, findings))
+    earlier, begin = _rerun(tree, [entry for _, entry in entries], findings)
+    taken: list[str] = []
     names: list[str] = []
-    for index, (path, entry) in enumerate(_entries(tree, findings)):
+    for index, (path, entry) in enumerate(entries):
         check_keys(entry, list(KEYS), path, findings)
-        name = _name(entry.get("name"), path, names, findings)
+        name = _name(entry.get("name"), path, [*names, *(each.partition("/")[2] for each in taken)], findings)
         own = {key: merge(rest.get(key), entry[key]) for key in LAID if key in entry}
-        one, wrong = build(replace(tree, entries={**rest, **own}), tuple(names))
+        one, wrong = build(replace(tree, entries={**rest, **own}), Earlier(tuple(names), tuple(taken)))
         problems += of_form(f"{STAGES}[{index}]", wrong)
         _fleet(one, path, findings)
+        if index < begin:
+            taken.append(f"{earlier}/{name}")
+            continue
         before, run = tuple(names), replace(one.run, id=f"{one.run.id}/{name}")
         names.append(name)
         found.append(replace(one, run=run, before=before))
     if not found:
-        return build(replace(tree, entries=rest), ())[0], findings.problems
+        return build(replace(tree, entries=rest), NONE_EARLIER)[0], findings.problems
     found = [replace(each, next_stage=name) for each, name in zip(found, [*names[1:], ""], strict=True)]
-    whole = replace(found[0], run=replace(found[0].run, id=found[0].run.id.partition("/")[0]), before=(), next_stage="")
+    whole = replace(
+        found[0], run=replace(found[0].run, id=found[0].run.id.partition("/")[0]), before=(), taken=(), next_stage=""
+    )
     return replace(whole, stages=tuple(found), tree=tree), [*findings.problems, *problems]
+
+
+def _rerun(tree: Mapping, stages: Sequence[dict[str, Node]], findings: Findings) -> tuple[str, int]:
+    """The run whose stages this one takes over, and the number of stages that it has done; none without `rerun`."""
+    if RERUN not in tree.entries:
+        return "", 0
+    entries = entries_of(tree.entries[RERUN], RERUN, "a section with run and from", findings)
+    check_keys(entries, ["run", "from"], RERUN, findings)
+    run, begin = (each.text if isinstance(each := entries.get(key), Scalar) else "" for key in ("run", "from"))
+    names = [each.text if isinstance(each := entry.get("name"), Scalar) else "" for entry in stages]
+    if not re.fullmatch(RULES[Run, "id"].pattern, run):
+        findings.add(f"{RERUN}.run", "the id of an earlier run of this stack", value=run)
+    if begin not in names[1:]:
+        findings.add(f"{RERUN}.from", f"a stage after the first: {', '.join(names[1:])}", value=begin)
+        return run, 0
+    return run, names.index(begin)
 
 
 def rehearsed(tree: Mapping) -> Mapping:

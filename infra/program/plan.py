@@ -213,9 +213,8 @@ def _gather(
         entries["base_weights"] = input_entry(definition.storage.base_weights, weights)
     if packed:
         entries["code"] = packed.input_entry()
-    handed_on = {
-        name: _left_by(name) for _, name in definition.job.parameters.demands.inputs if name in definition.before
-    }
+    left, asked = definition.left, (name for _, name in definition.job.parameters.demands.inputs)
+    handed_on = {name: _left_by(left[name]) for name in asked if name in left}
     if found or handed_on:
         entries["folders"] = handed_on | {name: each.input_entry() for name, each in found.items()}
     complete = len(found) == len(definition.storage.inputs or {})
@@ -233,7 +232,7 @@ def _gather(
 
 
 def _left_by(stage: str) -> dict[str, Any]:
-    """An input that an earlier stage of the run leaves, as in run.json."""
+    """What the stage with this folder leaves, as an input in run.json."""
     return {"uri": None, "sha256": None, "files": [], "stage": stage}
 
 

@@ -241,6 +241,7 @@ def creation_digest(definition: StackDefinition, *, version: str = DIGESTS[0]) -
             if definition.stages
             else {}
         ),
+        **({"taken": definition.taken} if definition.taken else {}),
         **({"goal": _digested(definition.goal, version)} if definition.goal != Goal() else {}),
         **({"account": _digested(definition.account, version)} if definition.account != Account() else {}),
         **({"notify": _digested(definition.notify, version)} if definition.notify != Notify() else {}),

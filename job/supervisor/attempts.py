@@ -29,6 +29,8 @@ from gpufleet.job.supervisor.world import Cause
 
 REFUSALS = 2  # nodes that a run may refuse: fewer than the boots without progress that end it
 WRONG = "node refused, bytes arrived wrong"
+LAUNCH_S = 10.0  # AWS tells launches in whole seconds
+CHANGED_S = 300.0  # from a change of a fleet to the notice of a node that it takes (assumed)
 
 
 def interruption(cause: Cause, at: float) -> Exit:
@@ -190,7 +192,9 @@ def judged(attempts: Iterable[Attempt], known: Mapping[str, bool], past: History
         taken, launched = known.get(each.instance, each.reclaimed), each.record.launched
         if past is None or not each.noticed or taken is not None or launched < now - KEPT_S:
             return taken
-        return not any(launched <= at <= launched + float(each.lived_s) for at in past.changes)
+        noticed = epoch(each.record.exit.at) if each.record.exit else None
+        begin = max(launched + LAUNCH_S, (noticed or 0.0) - CHANGED_S)
+        return not any(begin <= at <= launched + float(each.lived_s) for at in past.changes)
 
     return [replace(each, reclaimed=judge(each)) for each in attempts]
 

@@ -82,7 +82,7 @@ def build(
 
 def _elapsed(attempts: Sequence[Attempt], done: Done) -> Decimal:
     """Hours from the first node's launch to the run's end."""
-    begin = min(attempt.record.launched for attempt in attempts)
+    begin = min((attempt.record.launched for attempt in attempts), default=epoch(done.at) or 0.0)
     return Decimal(f"{max(0.0, (epoch(done.at) or begin) - begin) / 3600:.4f}")
 
 

@@ -95,7 +95,7 @@ def _fill(
     without one the listing of its place.
     """
     shared = beside(stage.store.uri, stage.run.run)
-    left = f"{shared}/{bucket.stage_of(stage.run.run, wanted.stage)}/{FINAL}"
+    left = f"{shared}/{wanted.stage}/{FINAL}"
     place = opened(left if wanted.stage else wanted.uri or f"{shared}/{bucket.INPUTS}/{wanted.sha256}")
     files = wanted.files
     try:

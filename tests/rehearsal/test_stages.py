@@ -51,12 +51,23 @@ print("step 2", flush=True)
 class StagedRun:
     """The run, launched. A stage does not end while a file with its name is in `hold`."""
 
-    def __init__(self, cloud: Cloud, runner: NodeRunner, hold: Path, definition: StackDefinition) -> None:
-        self.cloud, self.runner, self.hold, self.definition = cloud, runner, hold, definition
+    def __init__(
+        self, cloud: Cloud, runner: NodeRunner, engine: Engine, hold: Path, definition: StackDefinition
+    ) -> None:
+        self.cloud, self.runner, self.engine, self.hold, self.definition = cloud, runner, engine, hold, definition
+        self.run = "r1"
         (self.bucket,) = (name for kind, name in cloud.leftovers() if kind == "bucket")
 
+    def again(self, stage: str) -> None:
+        """A second run, which begins with this stage and takes the earlier ones of the first."""
+        self.run = "r2"
+        file = self.definition.source
+        file.write_text(f"{file.read_text().replace('id: r1', 'id: r2')}rerun: {{run: r1, from: {stage}}}\n")
+        result = self.engine.up()
+        assert result.ok, result.text
+
     def store(self, stage: str) -> S3Store:
-        return S3Store(f"s3://{self.bucket}/r1/{stage}", client=self.cloud.client("s3"))
+        return S3Store(f"s3://{self.bucket}/{self.run}/{stage}", client=self.cloud.client("s3"))
 
     def json(self, stage: str, key: str) -> dict[str, Any] | None:
         content = self.store(stage).get_bytes(key)
@@ -64,7 +75,7 @@ class StagedRun:
 
     def nodes(self, stage: str) -> list[CloudInstance]:
         """All that a stage has had, the oldest first."""
-        return [each for each in self.cloud.instances() if each.tags["gpufleet:run"] == f"r1/{stage}"]
+        return [each for each in self.cloud.instances() if each.tags["gpufleet:run"] == f"{self.run}/{stage}"]
 
     def started(self, stage: str, times: int) -> CloudInstance:
         """The stage's newest node, once its script has been started so often."""
@@ -116,7 +127,7 @@ def launched(folder: Path, text: str = PINNED) -> Iterator[StagedRun]:
             with Engine.open(project, cloud.environment(), "staged", say=lambda line: None, real=False) as engine:
                 result = engine.up()
                 assert result.ok, result.text
-                yield StagedRun(cloud, runner, hold, definition)
+                yield StagedRun(cloud, runner, engine, hold, definition)
         finally:
             runner.close()
 
@@ -129,6 +140,10 @@ def test_three_stages_run_one_after_another_each_on_its_own_fleet(tmp_path: Path
         assert kinds == [[("c7i.xlarge", False)], [("g5.2xlarge", True)], [("c7i.xlarge", True)]]
         assert run.result().reason == "finished"
         wait_for("the last node's end", lambda: not run.living(), log=run.logs)
+        run.again("judge")
+        assert run.wait("judge")["reason"] == "finished"
+        assert run.store("judge").get_bytes("final/done.txt") == b"prepare\ntrain\njudge\n"
+        assert [len(run.nodes(stage)) for stage in STAGES] == [0, 0, 1]
 
 
 def test_interrupted_in_each_stage_and_killed_between_them_it_ends_once_and_costs_the_sum(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def node_statements(
             "Action": ["s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload"],
             "Resource": f"{bucket_arn}/{run}/*",
         },
+        *_taken_over(definition, bucket_arn),
         {
             "Sid": "OldCheckpoints",
             "Effect": "Allow",
@@ -207,6 +208,14 @@ def _ask_again(schedule_arn: str) -> dict[str, Any]:
     """The right to start the state machine that empties the fleet and asks for its nodes later."""
     arn = machine_arn(schedule_arn)
     return {"Sid": "AskAgain", "Effect": "Allow", "Action": "states:StartExecution", "Resource": arn}
+
+
+def _taken_over(definition: StackDefinition, bucket_arn: str) -> list[dict[str, Any]]:
+    """The right to read what another run's stages have left."""
+    folders = dict.fromkeys(each for stage in definition.stages for each in stage.taken)
+    arns = [f"{bucket_arn}/{each}/{bucket.FINAL}*" for each in folders]
+    read = {"Sid": "TakenOver", "Effect": "Allow", "Action": "s3:GetObject"}
+    return [{**read, "Resource": one_or_all(arns)}] if arns else []
 
 
 def _begin_stages(definition: StackDefinition, schedule_arn: str) -> list[dict[str, Any]]:

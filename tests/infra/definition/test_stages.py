@@ -41,6 +41,27 @@ def test_the_rehearsal_of_a_stage_is_laid_over_it_alone(tmp_path: Path) -> None:
     assert read(tmp_path, text).stages[1].job.parameters.demands.inputs[0][1] == "prepare"
 
 
+def test_a_rerun_begins_with_a_later_stage_and_takes_the_earlier_ones_of_another_run(tmp_path: Path) -> None:
+    again = STAGED.replace("id: r1", "id: r2") + "rerun: {run: r1, from: train}\n"
+    train, judge = read(tmp_path, again).stages
+    assert (train.run.id, train.before, train.left) == ("r2/train", (), {"prepare": "r1/prepare"})
+    assert (judge.before, judge.left) == (("train",), {"prepare": "r1/prepare", "train": "r2/train"})
+    assert train.next_stage == "judge"
+
+
+@pytest.mark.parametrize(
+    ("rerun", "said"),
+    [
+        ("{run: r1, from: prepare}", "rerun.from: 'prepare'.*a stage after the first: train, judge"),
+        ("{run: R, from: train}", "rerun.run"),
+        ("{run: r1, since: train}", "rerun.since"),
+    ],
+)
+def test_a_rerun_of_nothing_is_refused(tmp_path: Path, rerun: str, said: str) -> None:
+    with pytest.raises(DefinitionError, match=said):
+        read(tmp_path, f"{STAGED}rerun: {rerun}\n")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [

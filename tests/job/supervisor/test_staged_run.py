@@ -58,7 +58,7 @@ def taken(bench: Bench, folder: Path) -> Path:
     """What a later stage gets of the bench's stage; its folder."""
     later = stage_bench(folder, "later")
     run = load(runs.place(folder / "i-9", later.tree))
-    left = InputData(uri=None, sha256=None, files=(), stage="prepare")
+    left = InputData(uri=None, sha256=None, files=(), stage="r1/prepare")
     run = replace(run, dataset=None, weights=None, folders={"prepare": left})
     staging.inputs(staging.Stage(store=later.store, run=run, workdir=folder / "i-9", say=print))
     return folder / "i-9/user/inputs/prepare"
