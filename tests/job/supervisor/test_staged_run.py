@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from gpufleet.job.contract.attempt import AttemptRecord, Beat, Exit
+from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import InputData, load
-from gpufleet.job.supervisor import staging
+from gpufleet.job.contract.spent import Attempt, History
+from gpufleet.job.supervisor import attempts, staging
 from gpufleet.job.supervisor.store import FolderStore
 from tests.job import runs
 from tests.job.supervisor_world import Bench
@@ -84,3 +87,18 @@ def test_other_bytes_than_those_listed_are_refused(tmp_path: Path, prepared: Ben
 def test_a_stage_that_has_left_no_list_gives_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the input prepare is not where the run says"):
         taken(stage_bench(tmp_path, "prepare"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed_s", "reclaimed"),
+    [(1.0, True), (100.0, True), (1000.0, False), (1250.0, False), (5000.0, True)],
+    ids=["its own launch", "a second start", "before its notice", "after it", "after its end"],
+)
+def test_the_change_that_launched_a_stage_s_node_does_not_explain_its_notice(changed_s: float, reclaimed: bool) -> None:
+    at = runs.LAUNCHED
+    ending = Exit(75, "notice", True, iso(at + 1200), iso(at + 1320))
+    record = AttemptRecord(instance="i-1", launched_at=iso(at), exit=ending)
+    lived = Decimal(1320)
+    node = Attempt(record=record, beat=Beat(), seconds=lived, lived_s=lived, usd=Decimal(1), compute_usd=Decimal(1))
+    (found,) = attempts.judged([node], {}, History(changes=(at + changed_s,)), at + 2000)
+    assert found.reclaimed is reclaimed
