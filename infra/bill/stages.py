@@ -24,6 +24,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import Problem
 from gpufleet.infra.show.sheet import Column, Sheet, plain
 from gpufleet.infra.text import about_hours
+from gpufleet.job.text import counted
 
 Need = tuple[Decimal, Decimal]  # USD as the meter counts, and node-hours, of half of the runs, with a clean stop
 
@@ -53,7 +54,7 @@ class StagedBill:
         limits, region = self.whole.limits, self.whole.fleet.region
         yield from text.wrap(
             f"{self.whole.name}: about {middle} USD ({low} to {high} in eight runs of ten),"
-            f" {about_hours(self.wall_h)} h, {len(self.bills)} stages one after another in {region};"
+            f" {about_hours(self.wall_h)} h, {counted(len(self.bills), 'stage')} one after another in {region};"
             f" stops at {limits.max_usd.normalize():f} USD."
         )
         yield from picture(self.usd, limits.max_usd)

@@ -166,7 +166,7 @@ def make(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Given:
+class JobFiles:
     """What one job is given: its files, as they lie here, and their entries in run.json."""
 
     missing: list[str]  # what `up` still needs
@@ -187,7 +187,7 @@ class Given:
 
 def _gather(
     definition: StackDefinition, root: Path, now: datetime, own: archive.Archive, *, preview: bool, goes_on: bool
-) -> Given:
+) -> JobFiles:
     """Reads what the job is given. Raises GpufleetError; in a preview what is missing only is a warning."""
     folder = definition.storage.dataset_folder(root)
     missing = not_ready(definition, root)
@@ -218,7 +218,7 @@ def _gather(
     if found or handed_on:
         entries["folders"] = handed_on | {name: each.input_entry() for name, each in found.items()}
     complete = len(found) == len(definition.storage.inputs or {})
-    return Given(
+    return JobFiles(
         missing=missing,
         dataset=dataset,
         dataset_folder=folder,
@@ -237,7 +237,7 @@ def _left_by(stage: str) -> dict[str, Any]:
 
 
 def _one_job(
-    definition: StackDefinition, given: Given, root: Path, now: datetime, verdict: RunDecision, own: archive.Archive
+    definition: StackDefinition, given: JobFiles, root: Path, now: datetime, verdict: RunDecision, own: archive.Archive
 ) -> Plan:
     """The plan of a run without stages. Raises DefinitionError."""
     catalog = load_catalog(root, day=now.date())
@@ -272,7 +272,7 @@ def _one_job(
 
 
 def _in_stages(
-    whole: StackDefinition, given: list[Given], root: Path, now: datetime, verdict: RunDecision, own: archive.Archive
+    whole: StackDefinition, given: list[JobFiles], root: Path, now: datetime, verdict: RunDecision, own: archive.Archive
 ) -> Plan:
     """The plan of a run in stages. Raises DefinitionError."""
     catalog, rules = load_catalog(root, day=now.date()), policy.find_policy(root)
@@ -303,7 +303,7 @@ def _unconfirmed(definition: StackDefinition) -> list[str]:
 def _plan(
     definition: StackDefinition,
     bill: Bill,
-    given: Given,
+    given: JobFiles,
     now: datetime,
     verdict: RunDecision,
     own: archive.Archive,

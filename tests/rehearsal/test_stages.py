@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from gpufleet.infra.account.stages import combine
+from gpufleet.infra.account.stages import combine, report
+from gpufleet.infra.account.stop import ask
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.contract.bucket import DONE
@@ -51,20 +53,10 @@ print("step 2", flush=True)
 class StagedRun:
     """The run, launched. A stage does not end while a file with its name is in `hold`."""
 
-    def __init__(
-        self, cloud: Cloud, runner: NodeRunner, engine: Engine, hold: Path, definition: StackDefinition
-    ) -> None:
-        self.cloud, self.runner, self.engine, self.hold, self.definition = cloud, runner, engine, hold, definition
-        self.run = "r1"
+    def __init__(self, cloud: Cloud, runner: NodeRunner, hold: Path, definition: StackDefinition) -> None:
+        self.cloud, self.runner, self.hold, self.definition = cloud, runner, hold, definition
+        self.run = definition.run.id
         (self.bucket,) = (name for kind, name in cloud.leftovers() if kind == "bucket")
-
-    def again(self, stage: str) -> None:
-        """A second run, which begins with this stage and takes the earlier ones of the first."""
-        self.run = "r2"
-        file = self.definition.source
-        file.write_text(f"{file.read_text().replace('id: r1', 'id: r2')}rerun: {{run: r1, from: {stage}}}\n")
-        result = self.engine.up()
-        assert result.ok, result.text
 
     def store(self, stage: str) -> S3Store:
         return S3Store(f"s3://{self.bucket}/{self.run}/{stage}", client=self.cloud.client("s3"))
@@ -85,6 +77,13 @@ class StagedRun:
 
     def living(self) -> list[CloudInstance]:
         return [each for each in self.cloud.instances() if each.ended_at is None]
+
+    def status(self) -> list[str]:
+        """What `gpufleet status` says of each stage."""
+        ec2, s3 = self.cloud.client("ec2"), self.cloud.client("s3")
+        said = list(report(self.definition, ec2, s3, datetime.now(UTC)))
+        first = next(index for index, line in enumerate(said) if line.startswith("stage "))
+        return [line[12:] for line in said[first : first + len(STAGES)]]
 
     def receipt(self, stage: str) -> Receipt:
         return Receipt.from_json(self.wait(stage, RECEIPT))
@@ -127,7 +126,7 @@ def launched(folder: Path, text: str = PINNED) -> Iterator[StagedRun]:
             with Engine.open(project, cloud.environment(), "staged", say=lambda line: None, real=False) as engine:
                 result = engine.up()
                 assert result.ok, result.text
-                yield StagedRun(cloud, runner, engine, hold, definition)
+                yield StagedRun(cloud, runner, hold, definition)
         finally:
             runner.close()
 
@@ -140,10 +139,6 @@ def test_three_stages_run_one_after_another_each_on_its_own_fleet(tmp_path: Path
         assert kinds == [[("c7i.xlarge", False)], [("g5.2xlarge", True)], [("c7i.xlarge", True)]]
         assert run.result().reason == "finished"
         wait_for("the last node's end", lambda: not run.living(), log=run.logs)
-        run.again("judge")
-        assert run.wait("judge")["reason"] == "finished"
-        assert run.store("judge").get_bytes("final/done.txt") == b"prepare\ntrain\njudge\n"
-        assert [len(run.nodes(stage)) for stage in STAGES] == [0, 0, 1]
 
 
 def test_interrupted_in_each_stage_and_killed_between_them_it_ends_once_and_costs_the_sum(tmp_path: Path) -> None:
@@ -160,6 +155,11 @@ def test_interrupted_in_each_stage_and_killed_between_them_it_ends_once_and_cost
         run.cloud.allow("StartExecution")
         run.cloud.interrupt(run.started("train", 1).id)  # with a notice, in the second
         again = run.started("train", 2)
+        assert [line.partition(", ")[0] for line in run.status()] == [
+            "prepare: finished",
+            "train: under way",
+            "judge: after train",
+        ]
         (run.hold / "train").unlink()
         run.wait("train")
         run.cloud.kill(again.id)  # done, and perhaps not handed on
@@ -175,3 +175,31 @@ def test_interrupted_in_each_stage_and_killed_between_them_it_ends_once_and_cost
         beats = run.store("judge").get_bytes(f"heartbeat/{run.nodes('judge')[0].id}.jsonl") or b""
         metered = Decimal(json.loads(beats.splitlines()[-1])["spent_usd"])  # what the cap counts: all stages
         assert metered > sum(each.actual for each in parts[:2])
+
+
+def test_a_run_that_is_asked_to_stop_trains_in_no_further_stage(tmp_path: Path) -> None:
+    with launched(tmp_path) as run:
+        (run.hold / "prepare").touch()
+        run.started("prepare", 1)
+        for stage in run.definition.stages:
+            ask(stage, run.cloud.client("ec2"), run.cloud.client("s3"), datetime.now(UTC), say=lambda line: None)
+        (run.hold / "prepare").unlink()  # a command that saves nothing is left to its end
+        assert run.wait("prepare")["reason"] == "finished"
+        assert run.wait("train")["reason"] == "stopped"
+        wait_for("the last node's end", lambda: not run.living(), log=run.logs)
+        assert not run.nodes("judge")
+        assert not [*run.hold.glob("train.*")]
+        assert [line.partition(", ")[0] for line in run.status()[1:]] == ["train: stopped", "judge: after train"]
+
+
+def test_a_rerun_takes_what_another_run_s_stage_has_left(tmp_path: Path) -> None:
+    text = f"{PINNED.replace('id: r1', 'id: r2')}rerun: {{run: r1, from: judge}}\n"
+    with launched(tmp_path, text) as run:
+        left = b"prepare\ntrain\n"
+        listed = {"name": "done.txt", "bytes": len(left), "sha256": hashlib.sha256(left).hexdigest()}
+        theirs = S3Store(f"s3://{run.bucket}/r1/train/final", client=run.cloud.client("s3"))
+        theirs.put_bytes(left, "done.txt")
+        theirs.put_bytes(json.dumps({"schema": 1, "files": [listed]}).encode(), "handed_on.json")
+        assert run.wait("judge")["reason"] == "finished"
+        assert run.store("judge").get_bytes("final/done.txt") == b"prepare\ntrain\njudge\n"
+        assert [len(run.nodes(stage)) for stage in STAGES] == [0, 0, 1]

@@ -24,15 +24,15 @@ def priced(stage: StackDefinition) -> Bill:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> StackDefinition:
+def definition(tmp_path_factory: pytest.TempPathFactory) -> StackDefinition:
     file = tmp_path_factory.mktemp("staged") / "staged.yaml"
     file.write_text(STAGED)
     return load(file, now=datetime(2026, 11, 30, tzinfo=UTC), staged=True)
 
 
 @pytest.fixture(scope="module")
-def bill(whole: StackDefinition) -> StagedBill:
-    found, wrong = price_stages(whole, priced, date(2026, 11, 30))
+def bill(definition: StackDefinition) -> StagedBill:
+    found, wrong = price_stages(definition, priced, date(2026, 11, 30))
     assert not wrong
     assert found is not None
     return found
@@ -58,8 +58,8 @@ def test_a_stage_leaves_what_later_ones_need(bill: StagedBill) -> None:
     assert hours[0] < hours[1] < hours[2] == bill.whole.limits.max_hours
 
 
-def test_limits_that_do_not_pay_for_all_stages_are_refused(whole: StackDefinition) -> None:
-    poor = replace(whole, limits=replace(whole.limits, max_usd=Decimal("0.15")))
+def test_limits_that_do_not_pay_for_all_stages_are_refused(definition: StackDefinition) -> None:
+    poor = replace(definition, limits=replace(definition.limits, max_usd=Decimal("0.15")))
     found, (problem,) = price_stages(poor, priced, date(2026, 11, 30))
     assert found is None
     assert problem.path == "limits.max_usd"
