@@ -328,6 +328,12 @@ class StackDefinition:
     interruptions: Interruptions = Interruptions()  # the rest of `rehearsal` is laid over the other sections
     scenario: str = ""  # its name; empty for the file as it is
     variant: Variant = Variant()
+    # In the order in which they run. Each is a run of its own in this one's folder; empty: the file has no stages. The
+    # other fields of a whole definition are those of its first stage.
+    stages: tuple[StackDefinition, ...] = ()
+    before: tuple[str, ...] = ()  # of a stage: the names of the stages before it
+    next_stage: str = ""  # of a stage: the name of the stage after it
+    taken: tuple[str, ...] = ()  # of a stage: the folders (RUN/STAGE) of another run's stages that this run takes over
     own_data: bool = False  # whether a scenario states its own counts for the data (job.parameters.data)
     tree: Mapping | None = field(default=None, compare=False, repr=False)  # as written; None: from no file
     asked: str = field(default="", compare=False, repr=False)  # STACK as the user gave it; empty: not from a command

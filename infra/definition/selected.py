@@ -31,7 +31,7 @@ class Selected:
     scenario: str = ""
     asked: str = ""  # as the user named it
 
-    def load(self, *, now: datetime, past_deadline: bool = False) -> StackDefinition:
+    def load(self, *, now: datetime, past_deadline: bool = False, staged: bool = False) -> StackDefinition:
         """The definition, after the checks that a run needs. Raises like loader.load and scenarios.scenario."""
         if not self.scenario:
             found = load(self.path, now=now, past_deadline=past_deadline, staged=staged)

@@ -35,7 +35,8 @@ LINE_KINDS = ("compute", "hourly", "fixed", "interruptions")  # how the meter co
 class InputData:
     """A dataset, base weights, a command's code or one of its inputs. With `uri` None, the files are below
     inputs/<sha256>/ beside the run. Without `files` it is an s3:// prefix whose dataset.json (weights.json) lists them.
-    For a command's input it is everything there, and `sha256` is the listing's.
+    For a command's input it is everything there, and `sha256` is the listing's. With `stage` it is what the stage with
+    this folder has left.
     """
 
     uri: str | None
@@ -201,8 +202,8 @@ def document(
     "files"}}, and `base_weights` like `dataset` where the run has them; a `uri` of None means that the files lie under
     inputs/<sha256>/ of the run's own bucket. A command has "code" like `dataset` (and "commit", "changed") and
     "folders": {name: like `dataset`} in their place. `expires` is the time at which AWS ends the fleet. `image` is set
-    if a command's speed is that of its own image. `nodes`, `fallback` and `gather_s` are as contract/terms.py reads
-    them, and are left out if they have its defaults.
+    if a command's speed is that of its own image. `nodes`, `fallback`, `gather_s` and `before` are as
+    contract/terms.py reads them; these, `goal` and `whole_usd` are left out if they have its defaults.
     """
     optional: dict[str, tuple[Any, Any]] = {
         "nodes": (nodes, 1),

@@ -185,7 +185,8 @@ class Others(OtherNodes):
 
 def judged(attempts: Iterable[Attempt], known: Mapping[str, bool], past: History | None, now: float) -> list[Attempt]:
     """The attempts, with what is `known` of their interruptions, and with AWS's history for those with an unexplained
-    notice. If the fleet was changed during a node's life, that change ended the node, and whoever made it pays.
+    notice. If the fleet was changed shortly before a node's notice or after it, that change ended the node, and whoever
+    made it pays. The change that launched a stage's node ended none.
     """
 
     def judge(each: Attempt) -> bool | None:

@@ -245,7 +245,7 @@ def _private_images(definition: StackDefinition) -> list[dict[str, Any]]:
     return [
         # the action cannot be narrowed to a resource
         {"Sid": "LogInToEcr", "Effect": "Allow", "Action": log_in, "Resource": "*"},
-        {"Sid": "PrivateImage", "Effect": "Allow", "Action": pull, "Resource": arns[0] if len(arns) == 1 else arns},
+        {"Sid": "PrivateImage", "Effect": "Allow", "Action": pull, "Resource": one_or_all(arns)},
     ]
 
 
