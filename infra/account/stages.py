@@ -23,7 +23,7 @@ from gpufleet.job.contract.workdir import RECEIPT, RUN
 
 
 def endings(whole: StackDefinition, s3: Any) -> list[tuple[StackDefinition, Done | None]]:
-    """How each stage ended, in their order; None for one that has not."""
+    """How each stage ended, in order; None for one that has not."""
     folders = ((stage, find_folder(s3, stage)) for stage in whole.stages)
     return [(stage, folder.read_done() if folder else None) for stage, folder in folders]
 
@@ -45,7 +45,9 @@ def report(whole: StackDefinition, ec2: Any, s3: Any, now: datetime, scheduler: 
     yield first
     begun = True
     for index, (stage, done) in enumerate(ended):
-        state = f"{done.reason}, {done.at}" if done else "under way" if begun else f"after {ended[index - 1][0].stage}"
+        folder = find_folder(s3, stage)
+        now_at = "asked to end" if folder and folder.asked() else "under way"
+        state = f"{done.reason}, {done.at}" if done else now_at if begun else f"after {ended[index - 1][0].stage}"
         begun = begun and done is not None and done.reason == FINISHED
         yield f"{'' if index else 'stage':<12}{stage.stage}: {state}"
     yield from rest

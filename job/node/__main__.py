@@ -27,7 +27,7 @@ from gpufleet.job.contract import done as ends
 from gpufleet.job.contract import terms
 from gpufleet.job.contract.attempt import SLOW, SUPERSEDED, AttemptRecord, Exit, Node
 from gpufleet.job.contract.aws import FLEET_TAG, FREE_S, NOTICE_PATH
-from gpufleet.job.contract.bucket import ATTEMPTS, DONE, HEARTBEATS, attempt_key, boot_log_key, stage_of
+from gpufleet.job.contract.bucket import ASKED, ATTEMPTS, DONE, HEARTBEATS, attempt_key, boot_log_key, stage_of
 from gpufleet.job.contract.codes import AttemptExit
 from gpufleet.job.contract.messages import AskAgain
 from gpufleet.job.contract.reading import Fields, iso
@@ -379,8 +379,11 @@ class NodeRun:
         ending = self._read_ending() if stage else None
         if ending is None or ending.reason != ends.FINISHED:
             return
+        listed = self._list()
+        if listed and ASKED in self.keys:
+            return say(f"somebody asked the run to end: the stage {stage} does not begin")
         self.allowance.open()  # nothing spends until the next stage has a node
-        if not retry(5, lambda: self._start_machine(f"-{stage}", "{}")):
+        if not listed or not retry(5, lambda: self._start_machine(f"-{stage}", "{}")):
             self._leave(f"the stage {stage} could not be begun: the next node tries again")
         say(f"the stage {stage} begins")
 

@@ -24,7 +24,7 @@ from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.spent import KEPT_S, Attempt, History, Left, OtherNodes
 from gpufleet.job.contract.workdir import RUN
 from gpufleet.job.supervisor import fleet
-from gpufleet.job.supervisor.store import Store, StoreError, beside, open_store
+from gpufleet.job.supervisor.store import Store, StoreError, bucket_uri, open_store
 from gpufleet.job.supervisor.world import Cause
 
 REFUSALS = 2  # nodes that a run may refuse: fewer than the boots without progress that end it
@@ -137,7 +137,7 @@ def read_before(
     """USD and seconds that the stages before this one have spent. Raises StoreError; DoubtError for a damaged one."""
     usd, seconds = Decimal(0), Decimal(0)
     for stage in run.before:
-        place = opened(f"{beside(store.uri, run.run)}/{bucket.stage_of(run.run, stage)}")
+        place = opened(f"{bucket_uri(store.uri, run.run)}/{bucket.stage_of(run.run, stage)}")
         of_stage = terms.read(Fields(reading.parse(place.get_bytes(RUN) or b"")))
         nodes = OtherNodes(replace(own, instance=""), read(place))
         spent = nodes.total(of_stage)

@@ -26,7 +26,7 @@ from gpufleet.job.contract.reading import DoubtError, Fields
 from gpufleet.job.contract.run import InputData, RunFile
 from gpufleet.job.contract.workdir import CHECKPOINTS, CODE, DATA, EXPORTS, FINAL, HANDED_ON, INPUTS, NAMED, RUN, USER
 from gpufleet.job.foreign import ForeignFolder
-from gpufleet.job.supervisor.store import Entry, GivenUpError, MissingError, Store, StoreError, beside, open_store
+from gpufleet.job.supervisor.store import Entry, GivenUpError, MissingError, Store, StoreError, bucket_uri, open_store
 
 UNFIT = (DoubtError, MissingError)  # errors of a checkpoint that must not be resumed from
 T = TypeVar("T")
@@ -94,7 +94,7 @@ def _fill(
     """Downloads an input's files into `folder`; if run.json does not name them, the input's own `manifest` does, or
     without one the listing of its place.
     """
-    shared = beside(stage.store.uri, stage.run.run)
+    shared = bucket_uri(stage.store.uri, stage.run.run)
     left = f"{shared}/{wanted.stage}/{FINAL}"
     place = opened(left if wanted.stage else wanted.uri or f"{shared}/{bucket.INPUTS}/{wanted.sha256}")
     files = wanted.files

@@ -96,7 +96,7 @@ def parent(uri: str) -> str:
     return uri.rstrip("/").rsplit("/", 1)[0]
 
 
-def beside(uri: str, run: str) -> str:
+def bucket_uri(uri: str, run: str) -> str:
     """The bucket that holds the run at `uri`, also where it is a stage of another run, one folder deeper."""
     return parent(parent(uri)) if "/" in run else parent(uri)
 

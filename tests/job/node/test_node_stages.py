@@ -42,6 +42,11 @@ def test_a_stage_that_ended_otherwise_begins_nothing(node: StubNode, reason: str
     assert node.boot().calls_starting(BEGIN, DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
 
 
+def test_a_run_that_was_asked_to_end_begins_no_further_stage(node: StubNode) -> None:
+    node.put("stop.json", {"by": "me", "at": "2026-11-30T00:00:00Z"})
+    assert node.boot().calls_starting(BEGIN, DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
+
+
 def test_a_start_that_aws_refuses_leaves_the_fleet_for_another_node(node: StubNode) -> None:
     node.fails("states")
     outcome = node.boot()
