@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import problems
 from gpufleet.infra.bill.fallback import Fallback, fallback_problems, price_fallbacks
 from gpufleet.infra.bill.project import bill_of
+from gpufleet.infra.bill.side import Quantiles
+from gpufleet.infra.bill.stages import StagedBill, price_stages
 from gpufleet.infra.bill.table import kept_sentence
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare.cheaper import Cheaper, bill_and_cheaper
@@ -93,6 +96,8 @@ class Plan:
 
     def shown(self, today: date) -> list[str]:
         """The bill in a dozen lines, and what a destroy will leave."""
+        if self.staged:
+            return [*self.staged.lines(), f"Kept after destroy: {self.kept_after_destroy()['what']}."]
         lines = answer(
             self.bill,
             f"gpufleet cost {self.definition.priced_argument}",
