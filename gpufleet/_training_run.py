@@ -71,6 +71,10 @@ class TrainingRun(pulumi.ComponentResource):
             earlier = _earlier_names(opts)
             was = engine.last_update((TYPE, [name, *earlier]), path.stem)
             plan = engine.planned(root, str(path), was, scenario=scenario, tags=tags)
+            if plan.staged:
+                raise GpufleetError(
+                    f"{path} has stages: give it a Pulumi stack of its own, whose program is gpufleet's"
+                )
             _check_network(vpc_id, subnets, plan.definition.fleet.zones)
             _claim(plan.definition.name, name)
         except GpufleetError as error:

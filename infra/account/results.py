@@ -35,6 +35,7 @@ from gpufleet.job import atomic, progress
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.bucket import CHECKPOINTS, EXPORTS, FINAL
 from gpufleet.job.contract.done import EARLY, FINISHED, FLEET_GONE, NODE_ENDED, Done
+from gpufleet.job.contract.goal import results_in
 from gpufleet.job.contract.receipt import Receipt, parse
 from gpufleet.job.contract.results import refusal
 from gpufleet.job.contract.run import load
@@ -264,7 +265,8 @@ def make_receipt(
         found = attempts.read_ended(store, run, done, history, now, known=known, say=say)
         if not found:
             raise ValueError("no node has left a record")
-        return receipt.build(run, found, done, objects={each.name: each.bytes for each in folder.objects()})
+        objects = {each.name: each.bytes for each in folder.objects()}
+        return receipt.build(run, found, done, objects=objects, results=results_in(target))
     except (OSError, ArithmeticError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 

@@ -32,8 +32,10 @@ from gpufleet.job.contract import attempt, bucket, reading
 from gpufleet.job.contract.aws import SWITCH
 from gpufleet.job.contract.commit import BEST, Best
 from gpufleet.job.contract.gang import GangGeneration, Presence
+from gpufleet.job.contract.goal import goal_text
 from gpufleet.job.contract.reading import epoch, iso
-from gpufleet.job.contract.receipt import network, start_up
+from gpufleet.job.contract.receipt import network, parse, start_up
+from gpufleet.job.contract.workdir import RECEIPT
 from gpufleet.job.text import counted
 
 AWAY_S = 120.0  # one of several nodes counts as away when its last sign of life is older than this
@@ -80,6 +82,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, schedu
     ended = not fleets or is_over(fleets[0], now)
     yield from _progress(folder, definition, now, ended, leader)
     yield from _checkpoints(folder)
+    yield from _goals(folder, definition)
     done, asked = folder.read_done(), folder.asked()
     if asked and not done:
         yield f"asked       to end, by {asked.by} at {asked.at}"
@@ -258,6 +261,14 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
     yield f"spent       ${beat.spent_usd or 0:.4f} of ${definition.limits.max_usd}"
     if beat.ceiling_s:
         yield f"            {beat.ceiling_s / 3600:.2f} h of it at the on-demand price: AWS gives no spot price"
+
+
+def _goals(folder: RunFolder, definition: StackDefinition) -> Iterator[str]:
+    """What the run is meant to reach; once it has a receipt, with what it reached."""
+    texts = [goal_text(name, figure) for name, figure in definition.goal.wanted.items()]
+    with suppress(reading.DoubtError):
+        texts = [grade.text for grade in parse(folder.read(RECEIPT) or b"").goals]
+    yield from (f"{'' if index else 'goal':<12}{text}" for index, text in enumerate(texts))
 
 
 def _checkpoints(folder: RunFolder) -> Iterator[str]:

@@ -56,4 +56,4 @@ def look(
 
 
 def _run(fleet: dict[str, Any]) -> str:
-    return tags_of(fleet).get(RUN_TAG, "")
+    return tags_of(fleet).get(RUN_TAG, "").partition("/")[0]  # a stage is a run in its run's folder

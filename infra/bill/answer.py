@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.side import Quantiles
-from gpufleet.infra.bill.table import interruptions_usd, stale_prices
+from gpufleet.infra.bill.table import goals, interruptions_usd, stale_prices
 from gpufleet.infra.errors import BeforeLaunch
 from gpufleet.infra.text import about_hours, columns, wrap
 from gpufleet.job.text import counted
@@ -35,7 +35,7 @@ def answer(
     usd = next((each.usd for each in fallbacks), bill.usd)
     lines = [*wrap(f"{bill.title}: {headline(bill, fallbacks)}"), *picture(usd, bill.cap.max_usd if bill.cap else None)]
     lines += _charges(bill, usd)
-    lines += wrap(cheaper) if cheaper else []
+    lines += [*goals(bill), *(wrap(cheaper) if cheaper else [])]
     to_do = [each for each in bill.warnings if isinstance(each, BeforeLaunch)]
     rest, old = len(bill.warnings) - len(to_do), stale_prices(bill, today)
     actions = [*grouped(to_do), *([f"`gpufleet prices refresh`: {old}"] if old else [])]

@@ -43,6 +43,15 @@ class KeptStorage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Chance:
+    """A goal before the run: the share of simulated runs that finish and meet it. None: only the run will tell."""
+
+    name: str
+    wanted: Decimal
+    share: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Bill:
     """Everything that one may ask before spending money."""
 
@@ -77,6 +86,7 @@ class Bill:
     prices_as_of: date  # the date of the oldest price in the lines
     max_price_age_days: int  # from the definition; the bill warns of prices that are older
     calibrated: bool
+    goals: tuple[Chance, ...]  # the definition's
     buys: Quantiles | None  # hours of training that the limits pay for, if the file does not say how long the run is
     hourly_usd: Mapping[str, Decimal]  # USD per node-hour of each hourly line other than compute
 

@@ -14,7 +14,7 @@ from decimal import Decimal
 from typing import Any
 
 from gpufleet.infra.bill import doubts, limits, lines, options
-from gpufleet.infra.bill.bill import Bill, Cap, KeptStorage
+from gpufleet.infra.bill.bill import Bill, Cap, Chance, KeptStorage
 from gpufleet.infra.bill.lines import Line
 from gpufleet.infra.bill.options import BillBasis
 from gpufleet.infra.bill.side import FEW, UNBOUND, Side, cadence, exact, price_side, span_usd, supposed
@@ -23,6 +23,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import Problem
 from gpufleet.infra.market import COMPARED
 from gpufleet.infra.risk import closed_form, simulation
+from gpufleet.job.contract.goal import HOURS, USD
 from gpufleet.job.kind import batch
 
 
@@ -96,6 +97,7 @@ def price_of(basis: BillBasis, *, not_ready: Sequence[str] = (), runs: int = sim
         prices_as_of=min(line.as_of for line in chosen.lines),
         max_price_age_days=definition.estimate.max_price_age_days,
         calibrated=chosen.runtime.calibrated,
+        goals=_chances(definition, chosen),
         buys=chosen.trained_hours if endless else None,
         hourly_usd={each.name: each.usd_per_hour for each in lines.hourly_charges(definition, catalog)},
     )
@@ -129,6 +131,21 @@ def _break_even(spot: Side | None, on_demand: Side | None) -> float | None:
     if spot is None or on_demand is None:
         return None
     return closed_form.break_even(spot.exposure, float(on_demand.total))
+
+
+def _chances(definition: StackDefinition, chosen: Side) -> tuple[Chance, ...]:
+    """The chance of each goal, from the draws behind the bill's range."""
+    runs, exposure = chosen.within, chosen.exposure
+    drawn = {USD: float(chosen.total) + runs.usd - exposure.uninterrupted_usd, HOURS: runs.wall_hours}
+    done = ~runs.stopped | batch.is_endless(definition.job.parameters)
+    return tuple(
+        Chance(
+            name=name,
+            wanted=figure,
+            share=float((done & (drawn[name] <= float(figure))).mean()) if name in drawn else None,
+        )
+        for name, figure in definition.goal.wanted.items()
+    )
 
 
 def _cap(definition: StackDefinition, chosen: Side) -> Cap:

@@ -82,6 +82,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "basis": bill.chosen.runtime.basis,
         "calibrated": bill.calibrated,
         "cap": bill.cap and plain(bill.cap, "max_usd", "max_hours", "probability", "first", "at_hours"),
+        **({"goals": [plain(goal, "name", "wanted", "share") for goal in bill.goals]} if bill.goals else {}),
         "kept": plain(bill.kept, "what", "gb", "usd_per_month", "days") | {"parts": plain(dict(bill.kept.parts))},
         "not_priced": list(NOT_PRICED),
         "account_discount_usd": str(account_discount(bill.chosen.lines)),

@@ -23,6 +23,7 @@ from gpufleet.infra.risk.hazard import word
 from gpufleet.infra.show.sheet import Column, Sheet
 from gpufleet.infra.text import share, wrap
 from gpufleet.job.contract.aws import MINIMUM_S, NOTICE_S
+from gpufleet.job.contract.goal import goal_text
 from gpufleet.job.text import counted
 
 if TYPE_CHECKING:
@@ -255,6 +256,7 @@ def _rest(bill: Bill, today: date | None, accuracy: object, fallbacks: Sequence[
         cadence = bill.cadence.sentence()
         yield from wrap(f"{cadence[0].upper()}{cadence[1:]}.")
     yield from wrap(_limits(bill, fallbacks))
+    yield from goals(bill)
     yield from wrap(kept_sentence(bill))
     days = [line.as_of for line in bill.lines]
     age = "" if today is None else f"; {price_age(bill, today)}"
@@ -271,6 +273,17 @@ def _rest(bill: Bill, today: date | None, accuracy: object, fallbacks: Sequence[
         yield f"How right earlier bills were: {accuracy}."
     for warning in bill.warnings:
         yield from wrap(f"Warning: {warning}")
+
+
+def goals(bill: Bill) -> Iterator[str]:
+    """A sentence about the goals and the chance of each; nothing without a goal."""
+    if not bill.goals:
+        return
+    said = [
+        f"{goal_text(goal.name, goal.wanted)} ({'the run will tell' if goal.share is None else share(goal.share)})"
+        for goal in bill.goals
+    ]
+    yield from wrap(f"Goals, and the share of runs that meet each: {', '.join(said)}.")
 
 
 def kept_sentence(bill: Bill) -> str:

@@ -25,12 +25,13 @@ from gpufleet.infra.definition.loader import project_root
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.scenarios import scenario
 from gpufleet.infra.discover.marks import checks_warning
-from gpufleet.infra.errors import BeforeLaunch, DefinitionError, GpufleetError, Problem
+from gpufleet.infra.errors import BeforeLaunch, DefinitionError, GpufleetError, Problem, in_order
 from gpufleet.infra.evidence.receipts import score
 from gpufleet.infra.inputs.readiness import code_problems, image_problems, not_ready
 from gpufleet.infra.review import policy
 
 if TYPE_CHECKING:
+    from gpufleet.infra.bill.bill import Bill
     from gpufleet.infra.bill.fallback import Fallback
 
 
@@ -56,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
     if args.scenario is not None:
         definition = scenario(stack.path_of(args), args.scenario, now=now, to_run=False)
     else:
-        definition = stack.definition_of(args, past_deadline=False)
+        definition = stack.definition_of(args, past_deadline=False, staged=True)
+    if definition.stages:
+        return _stages(definition, root, now, as_json=args.json)
     if definition.variant.reference:
         claim = _claim(definition)
         if args.json:
@@ -97,6 +100,42 @@ def run(args: argparse.Namespace) -> int:
     late = [*limits.deadline_problems(definition, bill, now), *without]
     if found := [*code_problems(definition, root), *image_problems(definition), *problems(definition, bill), *late]:
         raise DefinitionError(str(definition.source), found)
+    return 1 if broken else 0
+
+
+def _stages(definition: StackDefinition, root: Path, now: datetime, *, as_json: bool) -> int:
+    """Prints the bill of a run in stages."""
+    from gpufleet.infra.bill.project import bill_of
+    from gpufleet.infra.bill.stages import price_stages
+    from gpufleet.infra.evidence.observations import observations
+    from gpufleet.infra.risk.hazard import learn
+
+    catalog, hazards = load_catalog(day=now.date()), learn(observations(root))
+    rules = policy.find_policy(root) or policy.Policy()
+
+    def price_stage(stage: StackDefinition) -> Bill:
+        missing = map(BeforeLaunch, not_ready(stage, root))
+        held = policy.held_to(stage, rules)
+        return bill_of(held, root, catalog, today=now.date(), hazards=hazards, not_ready=[*missing])
+
+    found, wrong = price_stages(definition, price_stage, now.date())
+    broken: dict[str, str] = {}
+    if found is not None:
+        sys.stdout.write(json.dumps(found.to_json(), indent=2) + "\n" if as_json else "\n".join(found.lines()) + "\n")
+        wrong += [
+            each for stage, bill in zip(definition.stages, found.bills, strict=True) for each in problems(stage, bill)
+        ]
+    for stage in definition.stages:
+        wrong += [*code_problems(stage, root), *image_problems(stage)]
+    for stage, bill in zip(definition.stages, found.bills if found else (), strict=False):
+        facts = replace(
+            policy.facts(stage, bill), usd_p90=found.usd.p90 if found else None
+        )  # rules are of the whole run
+        broken |= {each.rule: each.message for each in policy.broken(rules, facts)}
+    for rule, message in broken.items():
+        print(f"gpufleet: breaks {rule} of policy.yaml: {message}", file=sys.stderr)
+    if wrong:
+        raise DefinitionError(str(definition.source), in_order(wrong))
     return 1 if broken else 0
 
 

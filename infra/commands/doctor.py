@@ -26,16 +26,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """1 if something stands in the way of `pulumi up`."""
-    definition = stack.definition_of(args)
+    definition = stack.definition_of(args, staged=True)
     if args.rights:
         print(rights.policy(definition))
         return 0
     if args.pin:
         doctor.pin(definition, aws.client("ssm", definition.fleet.region))
-        definition = stack.definition_of(args)
+        definition = stack.definition_of(args, staged=True)
     root = project_root(Path.cwd())
     checks = [
-        *doctor.examine(definition, root, aws.client),
+        *dict.fromkeys(check for each in definition.parts for check in doctor.examine(each, root, aws.client)),
         proof.check(root, definition.fleet.region, datetime.now(UTC).date()),
     ]
     tell([{key: getattr(each, key) for key in ("name", "state", "found", "fix")} for each in checks])

@@ -11,6 +11,7 @@ from gpufleet.infra import text
 from gpufleet.infra.account import aws
 from gpufleet.infra.account.all_runs import ListedRun, all_runs
 from gpufleet.infra.definition.loader import find, load, names_of, project_root
+from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.evidence import receipts
 from gpufleet.job.text import counted
@@ -23,10 +24,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0, also without any run."""
-    root, now, definitions = project_root(Path.cwd()), datetime.now(UTC), []
+    root, now, definitions = project_root(Path.cwd()), datetime.now(UTC), list[StackDefinition]()
     for name in names_of(root):
         try:
-            definitions.append(load(find(name, root), now=now, past_deadline=True))
+            definitions += load(find(name, root), now=now, past_deadline=True, staged=True).parts
         except DefinitionError:  # `gpufleet cost` shows its problems
             continue
     regions = sorted({*args.region, *(each.fleet.region for each in definitions)})

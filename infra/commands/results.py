@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from gpufleet.infra import progress
-from gpufleet.infra.account import aws, results
+from gpufleet.infra.account import aws, results, stages
 from gpufleet.infra.commands import stack
 from gpufleet.infra.definition.loader import project_root
+from gpufleet.job import atomic
 from gpufleet.job.contract.workdir import RECEIPT
+from gpufleet.job.supervisor import receipt
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,11 +26,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """1 if the run lacks files that its kind of end leaves."""
-    definition, root = stack.definition_of(args), project_root(Path.cwd())
+    definition, root = stack.definition_of(args, staged=True), project_root(Path.cwd())
     target = args.to or root / "results" / definition.name / definition.run.id
     s3, ec2 = (aws.client(service, definition.fleet.region) for service in ("s3", "ec2"))
     say = progress.say(args)
-    code = results.fetch(definition, s3, ec2, target, light=args.light, exports=args.exports, say=say)
+    fetch = partial(results.fetch, light=args.light, exports=args.exports, say=say)
+    if not definition.stages:
+        code = fetch(definition, s3, ec2, target)
+    else:
+        code = max(fetch(each, s3, ec2, target / each.stage) for each in stages.begun(definition, s3))
+        if (whole := stages.combine(definition, target)) is not None:
+            atomic.write_json(target / RECEIPT, whole.to_json())
+            say(receipt.text(whole))
     if (target / RECEIPT).is_file():
         say(results.keep(definition, s3, target / RECEIPT, root))
     return code

@@ -13,6 +13,8 @@ from gpufleet.infra.definition.loader import project_root
 from gpufleet.infra.definition.model import Run, StackDefinition
 from gpufleet.infra.definition.rules import RULES
 from gpufleet.infra.definition.selected import Selected, selected
+from gpufleet.infra.definition.stages import NAME
+from gpufleet.infra.errors import GpufleetError
 
 
 def argument(parser: argparse.ArgumentParser, *, earlier_runs: bool = False) -> None:
@@ -26,8 +28,8 @@ def argument(parser: argparse.ArgumentParser, *, earlier_runs: bool = False) -> 
 
 def _id(text: str) -> str:
     """The run id; an empty one is refused, because it is an unset shell variable."""
-    rule = RULES[Run, "id"]
-    if not re.fullmatch(rule.pattern, text):
+    rule, (run, slash, stage) = RULES[Run, "id"], text.partition("/")
+    if not re.fullmatch(rule.pattern, run) or (slash and not NAME.fullmatch(stage)):
         raise argparse.ArgumentTypeError(f"{text!r} is not accepted; allowed: {rule.allowed}")
     return text
 
@@ -37,17 +39,34 @@ def path_of(args: argparse.Namespace) -> Path:
     return _chosen(args).path
 
 
-def definition_of(args: argparse.Namespace, *, past_deadline: bool = True) -> StackDefinition:
-    """The definition that the stack runs; its scenario, if it runs one, is named on standard error.
+def definition_of(args: argparse.Namespace, *, past_deadline: bool = True, staged: bool = False) -> StackDefinition:
+    """The definition that the stack runs; its scenario, if it runs one, is named on standard error. With --run ID/STAGE
+    it is that of a stage; `staged`: the command also takes the whole of several.
 
     A deadline may have passed: its run can still be looked at and swept.
     """
     chosen = _chosen(args)
-    definition = chosen.load(now=datetime.now(UTC), past_deadline=past_deadline)
+    run = getattr(args, "run_id", None) or ""
+    definition = chosen.load(now=datetime.now(UTC), past_deadline=past_deadline, staged=staged or "/" in run)
     if chosen.scenario:
         print(f"gpufleet: {definition.name}'s scenario {chosen.scenario}, as `pulumi config` says", file=sys.stderr)
-    run = getattr(args, "run_id", None)
-    return replace(definition, run=replace(definition.run, id=run)) if run else definition
+    if "/" in run:
+        return _stage_of(definition, run)
+    stages = tuple(_as_run(each, f"{run}/{each.stage}") for each in definition.stages)
+    return replace(_as_run(definition, run), stages=stages) if run else definition
+
+
+def _as_run(definition: StackDefinition, run: str) -> StackDefinition:
+    return replace(definition, run=replace(definition.run, id=run))
+
+
+def _stage_of(definition: StackDefinition, run: str) -> StackDefinition:
+    """The stage that --run names. Raises GpufleetError."""
+    for each in definition.stages:
+        if each.stage == run.partition("/")[2]:
+            return _as_run(each, run)
+    named = ", ".join(each.stage for each in definition.stages)
+    raise GpufleetError(f"{definition.source} has no stage {run.partition('/')[2]}; it has {named or 'none'}")
 
 
 def _chosen(args: argparse.Namespace) -> Selected:

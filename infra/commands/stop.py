@@ -15,7 +15,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    definition = stack.definition_of(args)
+    definition = stack.definition_of(args, staged=True)
     region = definition.fleet.region
-    ask(definition, aws.client("ec2", region), aws.client("s3", region), datetime.now(UTC))
+    for each in definition.parts:  # whichever stage comes next finds that it was asked to end
+        ask(each, aws.client("ec2", region), aws.client("s3", region), datetime.now(UTC))
     return 0

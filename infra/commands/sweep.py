@@ -27,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """1 if something unwanted is left; 2 if nothing is, but AWS does not show everything."""
-    definition = stack.definition_of(args)
+    definition = stack.definition_of(args, staged=True)
     region = definition.fleet.region
     who = checks.identity(aws.client("sts", region))
     if who.state == "problem":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -62,8 +62,10 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
     """
     catalog = load_catalog(root, day=now.date())
     rules = policy.find_policy(root)
-    definition = policy.held_to(load(path, now=now, past_deadline=True), rules)
-    variants = tuple(policy.held_to(each, rules) for each in scenarios(path, now=now))
+    definition = policy.held_to(load(path, now=now, past_deadline=True, staged=True), rules)
+    # Each stage's work is ranked by itself, as a scenario's is.
+    stages = tuple(replace(each, scenario=each.stage) for each in definition.stages)
+    variants = tuple(policy.held_to(each, rules) for each in stages or scenarios(path, now=now))
     asked = chosen(path, variants, scenario)
     whose = asked[0] if scenario else definition
     study = Study(

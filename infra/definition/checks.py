@@ -171,10 +171,10 @@ def _check_given(s: StackDefinition, findings: Findings) -> None:
         remote = "A folder of this machine is shipped." if "://" in code.folder else ""
         if problem := remote or _place_problem(code.folder, anywhere=True):
             findings.add(f"{config.path}.code.folder", "a folder, as seen from the project's", problem)
-    named = storage.inputs or {}
+    named = [*(storage.inputs or {}), *s.left]
     for path, name in config.demands.inputs:
         if name not in named:
-            there = f"an input of storage.inputs, which has {', '.join(named) or 'none'}"
+            there = f"an input of storage.inputs or an earlier stage, which are {', '.join(named) or 'none'}"
             findings.add(f"{config.path}.{path}", there, nearest(name, named), value=f"{{inputs.{name}}}")
 
 

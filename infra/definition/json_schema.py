@@ -36,6 +36,10 @@ from gpufleet.infra.definition.loader import SCHEMA
 from gpufleet.infra.definition.model import Account, Estimate, Fleet, Interruptions, Job, Storage, Variant
 from gpufleet.infra.definition.rules import REQUIRED
 from gpufleet.infra.definition.schema import READY_MADE, SECTIONS, rule_of_key
+from gpufleet.infra.definition.stages import KEYS as STAGE_KEYS
+from gpufleet.infra.definition.stages import MOST as MOST_STAGES
+from gpufleet.infra.definition.stages import NAME as STAGE_NAME
+from gpufleet.infra.definition.stages import RERUN, STAGES
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.kind import COMMAND, EXPERIMENTS
 from gpufleet.job.kind.command import (
@@ -167,8 +171,10 @@ def schema() -> Schema:
             "image": _field(Job, "image", pages["job"]),
             "command": _field(CommandConfig, "command", pages[COMMAND]) | _text(Rule()),
         },
-        "oneOf": [{"required": ["experiment"]}, {"required": ["command"]}],
     }
+    one_job = {"job": {"oneOf": [{"required": ["experiment"]}, {"required": ["command"]}]}}  # stages have their own
+    of_stage = {key: laid_over.get(key, {"type": "object"}) for key in STAGE_KEYS if key != "name"}
+    named = pattern(f"^{STAGE_NAME.pattern}$", "1 to 20 of a-z, 0-9 and _, beginning with a letter")
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "gpufleet: the definition of one run",
@@ -176,12 +182,29 @@ def schema() -> Schema:
         "properties": {
             **sections,
             "job": every_job,
+            STAGES: {
+                "description": "steps of the run, each with a job and a fleet laid over the file's",
+                "type": "array",
+                "minItems": 2,
+                "maxItems": MOST_STAGES,
+                "items": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string", **named}, **of_stage},
+                    "required": ["name"],
+                    "additionalProperties": False,
+                },
+            },
+            RERUN: {
+                "description": "begins with a later stage, and takes the outputs of earlier ones from another run",
+                **_object({"run": {"type": "string"}, "from": {"type": "string"}}),
+            },
             "rehearsal": {"description": "the same job, small enough for a laptop: laid over the sections above"},
             "scenarios": {"description": "variants laid over the file, for `gpufleet compare`"},
         },
         "required": [name for name, cls in SECTIONS.items() if _required(cls)],
         "additionalProperties": False,
         "allOf": [
+            {"if": {"not": {"required": [STAGES]}}, "then": {"properties": one_job}},
             *between.of_every_kind(),
             *(_kind(name, job, over, laid_over) for name, (job, over) in kinds.items()),
         ],

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpufleet.infra.definition import checks
+from gpufleet.infra.definition import checks, stages
 from gpufleet.infra.definition.model import Interruptions, StackDefinition, Variant
 from gpufleet.infra.definition.schema import SECTIONS, Findings, build, check_keys, entries_of, job_keys
 from gpufleet.infra.definition.yaml_tree import Mapping, Node, Scalar, find_node, merge
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gpufleet.infra.catalog import Catalog
 
 # Sections that may be laid over; the run's identity is not among them.
-OVERLAID = ("job", "fleet", "storage", "limits", "account", "notify", "estimate")
+OVERLAID = ("job", "fleet", "storage", "limits", "goal", "account", "notify", "estimate")
 # What editors look for in a file's comments to find its schema: a path, or an address.
 MODELINE = "# yaml-language-server: $schema="
 MOST_SCENARIOS = 100  # a bound of ours: each is a whole file to check and to price
@@ -36,12 +36,22 @@ def definition(
     launchable: bool = True,
     catalog: Catalog | None = None,
     plain: StackDefinition | None = None,
+    earlier: stages.Earlier = stages.NONE_EARLIER,
 ) -> tuple[StackDefinition, list[Problem]]:
     """The tree's definition and its problems. Without `launchable`, its types need only be known. `plain` is the
-    definition, without problems, under the tree's overlay: sections that are equal there are not read again.
+    definition, without problems, under the tree's overlay: sections that are equal there are not read again. `earlier`:
+    the stages before this one.
     """
+    if stages.STAGES in tree.entries:
+
+        def build_stage(laid: Mapping, names: stages.Earlier) -> tuple[StackDefinition, list[Problem]]:
+            return definition(
+                laid, path, text, now, past_deadline, launchable=launchable, catalog=catalog, earlier=names
+            )
+
+        return stages.staged(tree, build_stage)
     findings = Findings(tree=tree)
-    check_keys(tree.entries, [*SECTIONS, "rehearsal", "scenarios"], "", findings)
+    check_keys(tree.entries, [*SECTIONS, "rehearsal", "scenarios", stages.STAGES, stages.RERUN], "", findings)
     parts: dict[str, Any] = {}
     for name, cls in SECTIONS.items():
         node = tree.entries.get(name)
@@ -52,12 +62,14 @@ def definition(
         Interruptions, find_node(tree, "rehearsal.interruptions"), "rehearsal.interruptions", findings
     )
     python = find_node(tree, "rehearsal.python")
-    definition = StackDefinition(
+    found = StackDefinition(
         name=path.stem,
         source=path,
         purpose=purpose(text),
         python=python.text if isinstance(python, Scalar) else "",
         interruptions=interruptions,
+        before=earlier.before,
+        taken=earlier.taken,
         tree=tree,
         **parts,
     )
@@ -66,12 +78,13 @@ def definition(
         from gpufleet.infra.catalog import load_catalog
 
         catalog = load_catalog()
-    checks.check(definition, findings, now=now, catalog=catalog, past_deadline=past_deadline, launchable=launchable)
-    return definition, findings.problems
+    checks.check(found, findings, now=now, catalog=catalog, past_deadline=past_deadline, launchable=launchable)
+    return found, findings.problems
 
 
 def rehearsed(tree: Mapping) -> Mapping:
     """The tree with the sections of `rehearsal` laid over; `rehearsal` itself stays, for its interruptions."""
+    tree = stages.rehearsed(tree)
     overlay = tree.entries.get("rehearsal")
     return apply_overlay(tree, overlay.entries) if isinstance(overlay, Mapping) else tree
 

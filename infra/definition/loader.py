@@ -39,8 +39,10 @@ def load(
     rehearsal: bool = False,
     past_deadline: bool = False,
     catalog: Catalog | None = None,
+    staged: bool = False,
 ) -> StackDefinition:
-    """The definition in `path`, with its `rehearsal` section laid over it when asked.
+    """The definition in `path`, with its `rehearsal` section laid over it when asked. A file with stages is refused to
+    callers that are not prepared for them, which `staged` says.
 
     `now` (aware) is what the deadline is compared with. `past_deadline` accepts one that has passed: for a run that is
     already over. `catalog`: the existing types and regions; None: those known here. Raises DefinitionError with every
@@ -58,13 +60,17 @@ def load(
         raise DefinitionError(str(path), in_order(problems))
     if overlay is not None:
         problems += layers.overlay_problems(overlay, tree)
-        laid = layers.rehearsed(tree)
+    if (laid := layers.rehearsed(tree)) is not tree:
         merged, found = layers.definition(laid, path, text, now, past_deadline, catalog=catalog, plain=sound)
         problems += of_form("rehearsal", found)
     problems += layers.variants(tree, path, text, now, catalog, sound)[1]
     if problems:
         raise DefinitionError(str(path), in_order(problems))
-    return merged if rehearsal else plain
+    chosen = merged if rehearsal else plain
+    if chosen.stages and not staged:
+        named = ", ".join(each.run.id for each in chosen.stages)
+        raise GpufleetError(f"{path} has stages, and this takes a single job. Commands with --run take one of {named}")
+    return chosen
 
 
 def tagged(definition: StackDefinition, tags: abc.Mapping[str, str]) -> StackDefinition:

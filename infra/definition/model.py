@@ -18,6 +18,7 @@ from gpufleet.infra.definition.yaml_tree import Mapping, Scalar, find_node
 from gpufleet.infra.errors import Problem
 from gpufleet.infra.market.market import Market
 from gpufleet.infra.market.reservation import CapacityBlock as CapacityBlock
+from gpufleet.job.contract.goal import HOURS, USD
 from gpufleet.job.kind import JobConfig
 from gpufleet.job.kind.common import added_later
 from gpufleet.job.text import stamp
@@ -264,6 +265,21 @@ def rehearsed_steps(step_ms: float) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """What the run is meant to cost, take and reach. It stops nothing; the receipt says what was met."""
+
+    usd: Decimal | None = None
+    hours: Decimal | None = None  # from the first node's launch to the run's end, with waits
+    results: dict[str, Decimal] | None = None  # figures by name: job/contract/goal.py
+
+    @property
+    def wanted(self) -> dict[str, Decimal]:
+        """Every goal by its name."""
+        given = {USD: self.usd, HOURS: self.hours, **(self.results or {})}
+        return {name: figure for name, figure in given.items() if figure is not None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
     """The plan's estimate behind a scenario; shown beside the bill's."""
 
@@ -304,6 +320,7 @@ class StackDefinition:
     fleet: Fleet
     storage: Storage
     limits: Limits
+    goal: Goal = Goal()
     account: Account = Account()
     notify: Notify = Notify()
     estimate: Estimate = Estimate()
@@ -311,6 +328,12 @@ class StackDefinition:
     interruptions: Interruptions = Interruptions()  # the rest of `rehearsal` is laid over the other sections
     scenario: str = ""  # its name; empty for the file as it is
     variant: Variant = Variant()
+    # In the order in which they run. Each is a run of its own in this one's folder; empty: the file has no stages. The
+    # other fields of a whole definition are those of its first stage.
+    stages: tuple[StackDefinition, ...] = ()
+    before: tuple[str, ...] = ()  # of a stage: the names of the stages before it
+    next_stage: str = ""  # of a stage: the name of the stage after it
+    taken: tuple[str, ...] = ()  # of a stage: the folders (RUN/STAGE) of another run's stages that this run takes over
     own_data: bool = False  # whether a scenario states its own counts for the data (job.parameters.data)
     tree: Mapping | None = field(default=None, compare=False, repr=False)  # as written; None: from no file
     asked: str = field(default="", compare=False, repr=False)  # STACK as the user gave it; empty: not from a command
@@ -319,6 +342,22 @@ class StackDefinition:
     def argument(self) -> str:
         """STACK for further commands: a name leads only to a file of stacks/, or through a stack's own settings."""
         return shlex.quote(self.asked or (self.name if self.source.parent.name == "stacks" else str(self.source)))
+
+    @property
+    def parts(self) -> tuple[StackDefinition, ...]:
+        """What has a fleet of its own: the stages, or all of a definition without stages."""
+        return self.stages or (self,)
+
+    @property
+    def left(self) -> dict[str, str]:
+        """The folder of each earlier stage, by its name, whose outputs a stage may take."""
+        run = self.run.id.partition("/")[0]
+        return {each.partition("/")[2]: each for each in (*self.taken, *(f"{run}/{name}" for name in self.before))}
+
+    @property
+    def stage(self) -> str:
+        """The stage's name; empty for anything else."""
+        return self.run.id.partition("/")[2]
 
     @property
     def priced_argument(self) -> str:

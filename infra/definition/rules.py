@@ -14,6 +14,7 @@ from gpufleet.infra.definition.model import (
     Disk,
     Estimate,
     Fleet,
+    Goal,
     Interruptions,
     Job,
     Keep,
@@ -87,6 +88,9 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Limits, "max_usd"): Rule(minimum=0.01, maximum=100_000, unit="USD"),
     (Limits, "max_hours"): Rule(minimum=0.01, maximum=720, unit="hours"),
     (Limits, "usd_per_hour"): Rule(minimum=0.001, maximum=10_000, unit="USD per node-hour"),
+    (Goal, "usd"): Rule(minimum=0.01, maximum=100_000, unit="USD"),
+    (Goal, "hours"): Rule(minimum=0.01, maximum=10_000, unit="hours"),
+    (Goal, "results"): Rule(most=10),  # a bound of ours
     (Account, "tags"): Rule(
         pattern=r"[A-Za-z0-9 _.:/=+@-]{0,256}",
         most=7,  # S3 allows 10 for an object, the stack uses three

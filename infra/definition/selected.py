@@ -31,13 +31,14 @@ class Selected:
     scenario: str = ""
     asked: str = ""  # as the user named it
 
-    def load(self, *, now: datetime, past_deadline: bool = False) -> StackDefinition:
+    def load(self, *, now: datetime, past_deadline: bool = False, staged: bool = False) -> StackDefinition:
         """The definition, after the checks that a run needs. Raises like loader.load and scenarios.scenario."""
         if not self.scenario:
-            found = load(self.path, now=now, past_deadline=past_deadline)
+            found = load(self.path, now=now, past_deadline=past_deadline, staged=staged)
         else:
             found = one_scenario(self.path, self.scenario, now=now, past_deadline=past_deadline)
-        return replace(found, asked=self.asked)
+        stages = tuple(replace(each, asked=self.asked) for each in found.stages)
+        return replace(found, asked=self.asked, stages=stages)
 
 
 def selected(stack: str, root: Path) -> Selected:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import problems
 from gpufleet.infra.bill.fallback import Fallback, fallback_problems, price_fallbacks
 from gpufleet.infra.bill.project import bill_of
+from gpufleet.infra.bill.side import Quantiles
+from gpufleet.infra.bill.stages import StagedBill, price_stages
 from gpufleet.infra.bill.table import kept_sentence
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare.cheaper import Cheaper, bill_and_cheaper
@@ -59,6 +62,13 @@ class Plan:
     inputs: dict[str, folders.Listed]  # the inputs of a command
     run_config: str  # the text of run.json
     warnings: tuple[str, ...]
+    stages: tuple[Plan, ...] = ()  # each of a run in stages, whose other fields are then its first stage's
+    staged: StagedBill | None = None  # of such a run
+
+    @property
+    def parts(self) -> tuple[Plan, ...]:
+        """What has a fleet of its own."""
+        return self.stages or (self,)
 
     def user_data(self, bucket: str, log_group: str, schedule: str, notify: str = "") -> str:
         """The node's script in base64. The program calls this once AWS has given the names."""
@@ -75,11 +85,19 @@ class Plan:
 
     def kept_after_destroy(self) -> dict[str, str]:
         """What a destroy will leave, with its price. Preview and up must say it, because a destroy runs no program."""
-        kept = self.bill.kept
-        return {"what": kept.what, "usd_per_month": f"${kept.usd_per_month:.4f}"}
+        kept = [each.bill.kept for each in self.parts]
+        monthly = sum((each.usd_per_month for each in kept), Decimal(0))
+        return {"what": "; ".join(dict.fromkeys(each.what for each in kept)), "usd_per_month": f"${monthly:.4f}"}
+
+    @property
+    def usd(self) -> Quantiles:
+        """The dollars of the run."""
+        return self.staged.usd if self.staged else self.bill.usd
 
     def shown(self, today: date) -> list[str]:
         """The bill in a dozen lines, and what a destroy will leave."""
+        if self.staged:
+            return [*self.staged.lines(), f"Kept after destroy: {self.kept_after_destroy()['what']}."]
         lines = answer(
             self.bill,
             f"gpufleet cost {self.definition.priced_argument}",
@@ -92,7 +110,7 @@ class Plan:
     def numbers(self) -> dict[str, Any]:
         """The bill's figures as numbers, for a program that reads them through a StackReference."""
         return {
-            "usd": {name: float(round(amount, 4)) for name, amount in asdict(self.bill.usd).items()},
+            "usd": {name: float(round(amount, 4)) for name, amount in asdict(self.usd).items()},
             "hours": {name: float(round(hours, 4)) for name, hours in asdict(self.bill.hours).items()},
             "kept_usd_per_month": float(round(self.bill.kept.usd_per_month, 4)),
         }
@@ -102,7 +120,7 @@ class Plan:
         return {
             "definition": self.definition.name,
             "bill": record.outputs(self.bill),
-            "usd": {name: f"${amount:.2f}" for name, amount in asdict(self.bill.usd).items()},
+            "usd": {name: f"${amount:.2f}" for name, amount in asdict(self.usd).items()},
             "hours": {name: f"{hours:.2f}" for name, hours in asdict(self.bill.hours).items()},
             "kept": self.kept_after_destroy(),
             "numbers": self.numbers(),
@@ -132,12 +150,52 @@ def make(
         path = find(name, root)
     except GpufleetError as error:  # perhaps a Pulumi stack called dev
         raise GpufleetError(f"{error}\n`pulumi config set definition NAME` chooses the one to run.") from None
-    definition = Selected(path=path, scenario=scenario, asked=name).load(now=now, past_deadline=over)
+    definition = Selected(path=path, scenario=scenario, asked=name).load(now=now, past_deadline=over, staged=True)
     if tags:
-        definition = tagged(definition, tags)
+        definition = replace(tagged(definition, tags), stages=tuple(tagged(each, tags) for each in definition.stages))
+    goes_on = (previous.outputs.get("run") or {}).get("id") == definition.run.id
+    own = archive.build(Path(job.__file__).parent)
+    given = [_gather(each, root, now, own, preview=preview, goes_on=goes_on) for each in definition.parts]
+    codes = dict.fromkeys(each.code.sha256 for each in given if each.code)
+    verdict = judge(
+        definition,
+        dataset_sha256=" ".join(filter(None, dict.fromkeys(each.dataset_sha256 for each in given))),
+        weights_sha256=next((each.weights.sha256 for each in given if each.weights), None),
+        code_sha256=" ".join([own.sha256, *codes]),
+        previous=previous,
+        now=now,
+    )
+    if definition.stages:
+        return _in_stages(definition, given, root, now, verdict, own)
+    return _one_job(definition, given[0], root, now, verdict, own)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobFiles:
+    """What one job is given: its files, as they lie here, and their entries in run.json."""
+
+    missing: list[str]  # what `up` still needs
+    dataset: DatasetManifest | None
+    dataset_folder: Path | None
+    weights: WeightsManifest | None
+    weights_folder: Path | None
+    code: code.Packed | None
+    inputs: dict[str, folders.Listed]
+    entries: dict[str, Any]  # `inputs` of run.json
+    dataset_sha256: str  # for the run's record
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that a plan takes as they are."""
+        names = ("dataset", "dataset_folder", "weights", "weights_folder", "code", "inputs")
+        return {name: getattr(self, name) for name in names}
+
+
+def _gather(
+    definition: StackDefinition, root: Path, now: datetime, own: archive.Archive, *, preview: bool, goes_on: bool
+) -> JobFiles:
+    """Reads what the job is given. Raises GpufleetError; in a preview what is missing only is a warning."""
     folder = definition.storage.dataset_folder(root)
     missing = not_ready(definition, root)
-    goes_on = (previous.outputs.get("run") or {}).get("id") == definition.run.id
     if not goes_on:
         missing[:0] = definition.fleet.market.not_begun(now)
     if missing and not preview:
@@ -148,30 +206,45 @@ def make(
             verify(folder, dataset)  # reads and hashes every byte
         except ValueError as error:
             raise GpufleetError(str(error)) from error
-    own = archive.build(Path(job.__file__).parent)
     weights_folder = definition.storage.weights_folder(root)
     weights = _weights(weights_folder) if weights_folder else None
     tree = code.read(definition, root)
     packed = code.pack(tree, root) if tree else None
     found = folders.read(definition, root)
-    given: dict[str, Any] = {"archive": {"sha256": own.sha256, "bytes": len(own.content)}}
+    entries: dict[str, Any] = {"archive": {"sha256": own.sha256, "bytes": len(own.content)}}
     if definition.job.parameters.dataset_kind:
-        given["dataset"] = input_entry(definition.storage.dataset, dataset)
+        entries["dataset"] = input_entry(definition.storage.dataset, dataset)
     if definition.storage.base_weights is not None:
-        given["base_weights"] = input_entry(definition.storage.base_weights, weights)
+        entries["base_weights"] = input_entry(definition.storage.base_weights, weights)
     if packed:
-        given["code"] = packed.input_entry()
-    if found:
-        given["folders"] = {name: each.input_entry() for name, each in found.items()}
+        entries["code"] = packed.input_entry()
+    left, asked = definition.left, (name for _, name in definition.job.parameters.demands.inputs)
+    handed_on = {name: _left_by(left[name]) for name in asked if name in left}
+    if found or handed_on:
+        entries["folders"] = handed_on | {name: each.input_entry() for name, each in found.items()}
     complete = len(found) == len(definition.storage.inputs or {})
-    verdict = judge(
-        definition,
+    return JobFiles(
+        missing=missing,
+        dataset=dataset,
+        dataset_folder=folder,
+        weights=weights,
+        weights_folder=weights_folder,
+        code=packed,
+        inputs=found,
+        entries=entries,
         dataset_sha256=dataset.sha256 if dataset else " ".join(each.sha256 for each in found.values() if complete),
-        weights_sha256=weights.sha256 if weights else None,
-        code_sha256=" ".join([own.sha256, *([packed.sha256] if packed else [])]),
-        previous=previous,
-        now=now,
     )
+
+
+def _left_by(stage: str) -> dict[str, Any]:
+    """What the stage with this folder leaves, as an input in run.json."""
+    return {"uri": None, "sha256": None, "files": [], "stage": stage}
+
+
+def _one_job(
+    definition: StackDefinition, given: JobFiles, root: Path, now: datetime, verdict: RunDecision, own: archive.Archive
+) -> Plan:
+    """The plan of a run without stages. Raises DefinitionError."""
     catalog = load_catalog(root, day=now.date())
     if verdict.continues:  # a run that continues keeps its region and types, even if new prices would exclude them
         definition = replace(definition, limits=replace(definition.limits, usd_per_hour=None))
@@ -181,38 +254,99 @@ def make(
         definition = policy.held_to(definition, rules)
         bill, cheaper = bill_and_cheaper(definition, root, catalog, now=now, rules=rules)
     wrong, late = problems(definition, bill), list[str]()
-    far = [ecr.abroad(image, definition.fleet.region) for image in definition.job.images]
-    unshown = rehearsed.saves_doubt(definition, root)
     fallbacks = price_fallbacks(definition, bill, now)
     if not verdict.continues:  # how much work a begun run still has is not known here
         wrong += limits.deadline_problems(definition, bill, now)
         wrong += fallback_problems(definition, bill, fallbacks)
         late += limits.deadline_warnings(definition, bill, now)
-        if definition.notify.email:
-            late.append(
-                f"{definition.notify.email} gets nothing before it confirms, by the link in AWS's first message."
-            )
+        late += _unconfirmed(definition)
     if wrong and not verdict.continues:  # a begun run keeps its limits; new prices cannot stop it
         raise DefinitionError(str(definition.source), wrong)
+    return _plan(
+        definition,
+        bill,
+        given,
+        now,
+        verdict,
+        own,
+        root,
+        fallbacks=fallbacks,
+        cheaper=cheaper,
+        late=[*map(str, wrong), *late],
+    )
+
+
+def _in_stages(
+    whole: StackDefinition, given: list[JobFiles], root: Path, now: datetime, verdict: RunDecision, own: archive.Archive
+) -> Plan:
+    """The plan of a run in stages. Raises DefinitionError."""
+    catalog, rules = load_catalog(root, day=now.date()), policy.find_policy(root)
+
+    def price_stage(stage: StackDefinition) -> Bill:
+        return bill_of(policy.held_to(stage, rules), root, catalog, today=now.date())
+
+    staged, wrong = price_stages(whole, price_stage, now.date())
+    if staged is None:
+        raise DefinitionError(str(whole.source), wrong)
+    wrong = [each for stage, bill in zip(whole.stages, staged.bills, strict=True) for each in problems(stage, bill)]
+    if wrong and not verdict.continues:
+        raise DefinitionError(str(whole.source), wrong)
+    late = [] if verdict.continues else _unconfirmed(whole)
+    plans = tuple(
+        _plan(stage, bill, each, now, verdict, own, root, late=late, whole_usd=staged.usd)
+        for stage, bill, each in zip(staged.launched, staged.bills, given, strict=True)
+    )
+    warnings = tuple(dict.fromkeys(warning for plan in plans for warning in plan.warnings))
+    return replace(plans[0], definition=whole, stages=plans, staged=staged, warnings=warnings)
+
+
+def _unconfirmed(definition: StackDefinition) -> list[str]:
+    email = definition.notify.email
+    return [f"{email} gets nothing before it confirms, by the link in AWS's first message."] if email else []
+
+
+def _plan(
+    definition: StackDefinition,
+    bill: Bill,
+    given: JobFiles,
+    now: datetime,
+    verdict: RunDecision,
+    own: archive.Archive,
+    root: Path,
+    *,
+    fallbacks: list[Fallback] | None = None,
+    cheaper: Cheaper | None = None,
+    late: list[str],
+    whole_usd: Quantiles | None = None,
+) -> Plan:
+    """The plan of what has one fleet of its own."""
+    catalog = load_catalog(root, day=now.date())
+    far = [ecr.abroad(image, definition.fleet.region) for image in definition.job.images]
+    config = run_config.run_config(
+        definition,
+        bill,
+        given.entries,
+        expires=verdict.run.valid_until,
+        fallbacks=fallbacks or [],
+        whole_usd=whole_usd,
+    )
     return Plan(
         now=now,
         definition=definition,
         bill=bill,
-        fallbacks=fallbacks,
+        fallbacks=fallbacks or [],
         pools={market: options.pools(definition, catalog, market) for market in definition.fleet.market.fleets},
         cheaper=cheaper,
         verdict=verdict,
         archive=own,
-        dataset=dataset,
-        dataset_folder=folder,
-        weights=weights,
-        weights_folder=weights_folder,
-        code=packed,
-        inputs=found,
-        run_config=run_file.encode(
-            run_config.run_config(definition, bill, given, expires=verdict.run.valid_until, fallbacks=fallbacks)
-        ).decode(),
-        warnings=(*missing, *map(str, wrong), *late, *filter(None, [*far, unshown]), *verdict.warnings),
+        **given.fields(),
+        run_config=run_file.encode(config).decode(),
+        warnings=(
+            *given.missing,
+            *late,
+            *filter(None, [*far, rehearsed.saves_doubt(definition, root)]),
+            *verdict.warnings,
+        ),
     )
 
 

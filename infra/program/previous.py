@@ -70,7 +70,10 @@ def _of_kind(there: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
 def _previous(outputs: Mapping[str, Any], there: Mapping[str, Any], region: str) -> Previous:
     return Previous(
         outputs=outputs,
-        fleets=frozenset(str((fleet.get("tags") or {}).get(RUN_TAG, "")) for fleet in _of_kind(there, FLEET)),
+        # A stage is a run in its run's folder.
+        fleets=frozenset(
+            str((fleet.get("tags") or {}).get(RUN_TAG, "")).partition("/")[0] for fleet in _of_kind(there, FLEET)
+        ),
         fleet_ids=frozenset(str(f["arn"]).rpartition("/")[2] for f in _of_kind(there, FLEET) if "arn" in f),
         objects=frozenset(str(each["key"]) for each in _of_kind(there, OBJECT) if "key" in each),
         region=region,

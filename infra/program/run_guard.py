@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from gpufleet.infra.definition.model import Account, Notify, StackDefinition, days_to_keep
+from gpufleet.infra.definition.model import Account, Goal, Notify, StackDefinition, days_to_keep
 from gpufleet.infra.errors import DefinitionError, Problem
 from gpufleet.job.contract.bucket import input_key
 from gpufleet.job.text import stamp
@@ -236,6 +236,13 @@ def creation_digest(definition: StackDefinition, *, version: str = DIGESTS[0]) -
         "base_weights": definition.storage.base_weights,
         **({"inputs": definition.storage.inputs} if definition.storage.inputs else {}),
         "limits": _digested(definition.limits, version),
+        **(
+            {"stages": [creation_digest(each, version=version) for each in definition.stages]}
+            if definition.stages
+            else {}
+        ),
+        **({"taken": definition.taken} if definition.taken else {}),
+        **({"goal": _digested(definition.goal, version)} if definition.goal != Goal() else {}),
         **({"account": _digested(definition.account, version)} if definition.account != Account() else {}),
         **({"notify": _digested(definition.notify, version)} if definition.notify != Notify() else {}),
     }

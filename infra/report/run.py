@@ -93,6 +93,7 @@ def html(run: RunResults) -> str:
         (
             page.figures(list(_figures(run))),
             "" if charts.drawable() else paragraph(charts.LACKING),
+            page.section("Goals", *(paragraph(f"{each.text}.") for each in receipt.goals)),
             "" if is_rehearsal(receipt) else page.section("Bill against receipt", _money(run), _lines_table(receipt)),
             page.section("Training", *_training(run)),
             page.section("Nodes", *_nodes(run), _attempts_table(receipt)),

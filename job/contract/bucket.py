@@ -33,6 +33,11 @@ INPUTS, GRAPHS = workdir.INPUTS, workdir.GRAPHS
 ARCHIVE, CODE = "job.tar.gz", "code.tar.gz"  # gpufleet's job package and a command's code, below inputs/<its sha256>/
 
 
+def stage_of(run: str, stage: str) -> str:
+    """The folder of another stage, from that of one stage."""
+    return f"{run.partition('/')[0]}/{stage}"
+
+
 def attempt_key(instance: str) -> str:
     """The key of a node's record."""
     return f"{ATTEMPTS}{instance}.json"

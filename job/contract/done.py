@@ -28,7 +28,8 @@ FLEET_GONE = "fleet-gone"  # nothing launches a node any more
 
 FAILURES = (FAILED, BOOT_LOOP)
 NODE_ENDED = (BOOT_LOOP, TIMER)
-EARLY = (MAX_USD, MAX_HOURS, DEADLINE, EXPIRY, STOPPED, FLEET_GONE)  # ends before the planned one that are no failure
+LIMITS = (MAX_USD, MAX_HOURS, DEADLINE, EXPIRY)
+EARLY = (*LIMITS, STOPPED, FLEET_GONE)  # ends before the planned one that are no failure
 GRADED = (FINISHED, MAX_USD, MAX_HOURS)  # ends to which the bill's p10 and p90 apply
 
 

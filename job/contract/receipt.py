@@ -13,6 +13,7 @@ from typing import Any
 
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.attempt import Exit
+from gpufleet.job.contract.goal import Grade
 from gpufleet.job.contract.reading import Amount, Fields, Step
 from gpufleet.job.contract.spent import CENT_100
 from gpufleet.job.text import printable
@@ -117,6 +118,7 @@ class Receipt:
     with_notice: int = 0
     without_notice: int = 0
     attempts: tuple[AttemptCost, ...]  # oldest first
+    goals: tuple[Grade, ...] = ()  # the definition's
     measured: Mapping[str, Any] | None = field(default=None, compare=False)  # the run's own speed: job/measured.py
 
     @property
@@ -173,6 +175,7 @@ class Receipt:
                 "without_notice": self.without_notice,
             },
             "attempts": [attempt.to_json() for attempt in self.attempts],
+            **({"goals": [goal.to_json() for goal in self.goals]} if self.goals else {}),
             "measured": self.measured and dict(self.measured),
         }
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from gpufleet.job import atomic
@@ -34,12 +35,14 @@ LINE_KINDS = ("compute", "hourly", "fixed", "interruptions")  # how the meter co
 class InputData:
     """A dataset, base weights, a command's code or one of its inputs. With `uri` None, the files are below
     inputs/<sha256>/ beside the run. Without `files` it is an s3:// prefix whose dataset.json (weights.json) lists them.
-    For a command's input it is a prefix of which everything is taken, and `sha256` is the hash of the listing.
+    For a command's input it is a prefix of which everything is taken, and `sha256` is the hash of the listing. With
+    `stage` it is what the stage with this folder has left.
     """
 
     uri: str | None
     sha256: str | None
     files: tuple[InputFile, ...]
+    stage: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +133,8 @@ class RunFile(Terms):
     folders: dict[str, InputData]  # a command's inputs, by name
     code_sha256: str | None  # hash of the job's archive, which every node unpacks; None: not named
     estimate: BillEstimate
+    goal: dict[str, Decimal]  # by name
+    whole_usd: tuple[Decimal, Decimal] | None  # p10 and p90 of the run that this is a stage of
 
     def gpus(self, instance_type: str) -> int:
         """The GPUs of a node of this type, from the bill; 0: unknown."""
@@ -186,6 +191,9 @@ def document(
     image: str | None = None,
     nodes: int = 1,
     gather_s: float | None = None,
+    goal: Mapping[str, str] = MappingProxyType({}),
+    before: Sequence[str] = (),
+    whole_usd: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The object of run.json; money and hours become decimal strings, times are UTC, ISO.
 
@@ -194,10 +202,17 @@ def document(
     "files"}}, and `base_weights` like `dataset` where the run has them; a `uri` of None means that the files lie under
     inputs/<sha256>/ of the run's own bucket. A command has "code" like `dataset` (and "commit", "changed") and
     "folders": {name: like `dataset`} in place of dataset and base weights. `expires` is the time at which AWS ends the
-    fleet. `image` is set if a command's speed is that of its own image. `nodes`, `fallback` and `gather_s` are what
-    contract/terms.py reads, and are left out if they have the defaults of that file.
+    fleet. `image` is set if a command's speed is that of its own image. `nodes`, `fallback`, `gather_s` and `before`
+    are what contract/terms.py reads; these, `goal` and `whole_usd` are left out if they have the defaults of that file.
     """
-    optional = {"nodes": (nodes, 1), "gather_s": (gather_s, None), "fallback": (fallback, None)}
+    optional: dict[str, tuple[Any, Any]] = {
+        "nodes": (nodes, 1),
+        "gather_s": (gather_s, None),
+        "fallback": (fallback, None),
+        "goal": (dict(goal), {}),
+        "before": (list(before), []),
+        "whole_usd": (whole_usd, None),
+    }
     return {
         "schema": SCHEMA,
         "run": {"id": run, "stack": stack, "experiment": experiment, "owner": owner},
@@ -276,7 +291,13 @@ def _typed(fields: Fields) -> RunFile:
         else {},
         code_sha256=None if archive is None else given.section("archive").take("sha256", reading.text, None),
         estimate=BillEstimate.from_json(fields.section("estimate"), money.hourly),
+        goal=fields.take("goal", reading.mapping(reading.amount), {}),
+        whole_usd=_span(fields.take("whole_usd", reading.mapping(reading.unsigned), None)),
     )
+
+
+def _span(usd: Mapping[str, Decimal] | None) -> tuple[Decimal, Decimal] | None:
+    return None if usd is None else (usd["p10"], usd["p90"])
 
 
 def _each(cls: type[T], section: Fields, key: str) -> tuple[T, ...]:
@@ -321,6 +342,7 @@ def _inputs(entry: Fields) -> InputData:
         uri=entry.take("uri", reading.text, None),
         sha256=entry.take("sha256", reading.text, None),
         files=listing.files(entry),
+        stage=entry.take("stage", reading.name, ""),
     )
 
 

@@ -172,6 +172,7 @@ class OtherNodes:
         self._seen: dict[str, float] = {}
         self._missing: dict[str, float] = {}  # since when each node has been without an end
         self._is_asked, self._asked_at = False, 0.0  # whether AWS was asked, and has answered
+        self.before = Decimal(0), Decimal(0)  # USD and seconds of the stages before this one
         self.hear(nodes)
 
     def hear(self, nodes: Iterable[Left]) -> None:
@@ -225,11 +226,14 @@ class OtherNodes:
         return count_nodes(terms, self.nodes, lives, self.own.launched_at)
 
     def total(self, terms: Terms) -> tuple[Decimal, Decimal]:
-        """USD and billed seconds of all other nodes; nodes without a record count at the highest price."""
+        """USD and billed seconds of all other nodes and of the stages before. Nodes without a record count at the highest
+        price.
+        """
         untold = [(AttemptRecord(instance=name, launched_at=iso(at)), None) for name, at in self.untold.items()]
         launches = [self.own.launched_at, *(node.launched for node, _ in self.nodes)]
         paid = [*self.count(terms), *count_nodes(terms, untold, self.lives, *launches)]
-        return sum((each.usd for each in paid), Decimal(0)), sum((each.seconds for each in paid), Decimal(0))
+        usd, seconds = self.before
+        return sum((each.usd for each in paid), usd), sum((each.seconds for each in paid), seconds)
 
     def means(self, terms: Terms) -> Means:
         """What this node, and the nodes that train with it, may still spend."""

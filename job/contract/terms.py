@@ -108,6 +108,7 @@ class Terms:
     nodes: int = 1  # that train together
     gather_s: float | None = None  # how long nodes wait for others before all leave; None: for ever
     fallback: FallbackTerms | None = None
+    before: tuple[str, ...] = ()  # of a run that is a stage of another: the stages before it, whose money counts too
 
     @property
     def is_gang(self) -> bool:
@@ -155,6 +156,7 @@ def read(run: Fields) -> Terms:
         nodes=run.take("nodes", reading.choice(*range(1, MOST_NODES + 1)), 1),
         gather_s=run.take("gather_s", reading.seconds, None),
         fallback=reading.filled(FallbackTerms, run.section("fallback")) if "fallback" in run.tree else None,
+        before=run.take("before", reading.listed(reading.text), ()),
     )
 
 

@@ -36,6 +36,7 @@ METRICS = "metrics.jsonl"
 LOG = "job.log"
 RESULTS = "results.json"
 RECEIPT = "receipt.json"
+HANDED_ON = "handed_on.json"  # in a stage's final folder: the files that later stages may take, with their hashes
 DONE = "done.json"  # how the run ended: the node sends this file if the supervisor could not
 
 # Folders.

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,7 +27,7 @@ from gpufleet.job.contract import done as ends
 from gpufleet.job.contract import terms
 from gpufleet.job.contract.attempt import SLOW, SUPERSEDED, AttemptRecord, Exit, Node
 from gpufleet.job.contract.aws import FLEET_TAG, FREE_S, NOTICE_PATH
-from gpufleet.job.contract.bucket import ATTEMPTS, DONE, HEARTBEATS, attempt_key, boot_log_key
+from gpufleet.job.contract.bucket import ASKED, ATTEMPTS, DONE, HEARTBEATS, attempt_key, boot_log_key, stage_of
 from gpufleet.job.contract.codes import AttemptExit
 from gpufleet.job.contract.messages import AskAgain
 from gpufleet.job.contract.reading import Fields, iso
@@ -178,6 +179,7 @@ class NodeRun:
             if self._fetching is None:
                 self._fetch_run_file()  # run.json says which kind of fleet this is
             self._upload_log()
+            self._hand_on()
             self._stop_fleet()
             self._leave("the run was over before this boot")
 
@@ -192,6 +194,8 @@ class NodeRun:
         self.record = replace(self.record, capacity=self.hand_over.market)
         if self.hand_over.took_over:
             self.notices.tell("on spot it would miss its deadline: it continues on demand")
+        if "/" in self.settings.run and (own := self._find_fleet()) is not None:
+            self.allowance.fleets = [own]  # another stage's fleet has its own hour
         if self.hand_over.fleet:
             # the end of spot's allowance must not end the on-demand fleet
             self.allowance.fleets = [self.hand_over.fleet]
@@ -246,8 +250,25 @@ class NodeRun:
         """What the run may still spend, by the config from AWS: the training process may change the other copy."""
         return self.others.means(terms.read(Fields(atomic.read_object(self.folder / RUN))))
 
+    def _spent_before(self) -> tuple[Decimal, Decimal]:
+        """USD and seconds that the stages before this one have spent."""
+        usd, seconds = Decimal(0), Decimal(0)
+        for stage in self._terms().before:
+            there = Objects(self.settings.bucket, stage_of(self.settings.run, stage))
+            folder, own = self.folder / "before" / stage, replace(self.others.own, instance="")
+            kept = all(there.get_folder(each, folder / each) for each in (ATTEMPTS, HEARTBEATS))
+            if not kept or not retry(4, lambda to=folder, of=there: of.get(RUN, to / RUN)):  # type: ignore[misc]
+                self._crash(f"what the stage {stage} has spent cannot be read")
+            records, beats = attempts.read(folder / ATTEMPTS, _set_aside), folder / HEARTBEATS
+            nodes = OtherNodes(own, [(each, attempts.beat(beats, each.instance, _set_aside)) for each in records])
+            of_stage = terms.read(Fields(atomic.read_object(folder / RUN) or {}))
+            spent = nodes.total(of_stage)
+            usd, seconds = usd + spent[0] + of_stage.fixed_usd, seconds + spent[1]
+        return usd, seconds
+
     def _limit(self, workdir: Path) -> None:
         """Sets timer and schedule by what the run may still spend. Ends the run if that is too little."""
+        self.others.before = self._spent_before()
         over, limit = self.allowance.begin(self._means(), workdir)
 
         def recount() -> Means | None:
@@ -346,8 +367,32 @@ class NodeRun:
         if self._speaks():  # AWS may end this machine during the next steps
             self.notices.end(f"it is over: {reason}{detail and ', '}{detail}")
         self.hand_over.end()
+        self._hand_on()
         self._stop_fleet()
         self._leave(reason)
+
+    def _hand_on(self) -> None:
+        """Begins the next stage, if there is one and this one has done its work. Twice is once: a fleet gets the size
+        that it has. Where that fails, this fleet stays, and its next node does it.
+        """
+        stage = self.settings.next_stage
+        ending = self._read_ending() if stage else None
+        if ending is None or ending.reason != ends.FINISHED:
+            return
+        listed = self._list()
+        if listed and ASKED in self.keys:
+            return say(f"somebody asked the run to end: the stage {stage} does not begin")
+        self.allowance.open()  # nothing spends until the next stage has a node
+        if not listed or not retry(5, lambda: self._start_machine(f"-{stage}", "{}")):
+            self._leave(f"the stage {stage} could not be begun: the next node tries again")
+        say(f"the stage {stage} begins")
+
+    def _start_machine(self, suffix: str, given: str, *options: str) -> bool:
+        """Whether the run's state machine whose name has this suffix was started."""
+        group, account = self.settings.schedule.partition("/")[0], self.machine.account
+        machine = f"arn:aws:states:{self.settings.region}:{account}:stateMachine:{group}{suffix}"
+        asked = ("aws", "stepfunctions", "start-execution", "--state-machine-arn", machine, "--output", "text")
+        return call(*asked, *options, "--input", given)
 
     def _stand_down(self) -> NoReturn:
         """Ends this spot node, because the run continues on demand, and its fleet if it still exists."""
@@ -405,15 +450,8 @@ class NodeRun:
 
     def _ask_again(self, name: str, pause_s: float) -> NoReturn:
         """Ends this node after others were missing for too long; a pause without bills follows, then all come again."""
-        group, account = self.settings.schedule.partition("/")[0], self.machine.account
-        machine = f"arn:aws:states:{self.settings.region}:{account}:stateMachine:{group}"
-        begun = retry(
-            3,
-            lambda: call(
-                *("aws", "stepfunctions", "start-execution", "--state-machine-arn", machine, "--output", "text"),
-                *("--name", f"{self.settings.run}-{name}", "--input", json.dumps({"pause_s": round(pause_s)})),
-            ),
-        )
+        pause, once = json.dumps({"pause_s": round(pause_s)}), ("--name", f"{self.settings.run}-{name}")
+        begun = retry(3, lambda: self._start_machine("", pause, *once))
         then = f"AWS is asked for all again in {pause_s / 60:.0f} minutes" if begun else "its fleet asks at once"
         say(f"others were missing: {then}")
         self.allowance.open()
@@ -520,9 +558,13 @@ class NodeRun:
 
     def _who_ended(self) -> str:
         """The node that ended the run; empty if none is known."""
-        is_there = self.objects.get(DONE, self.folder / DONE)
-        ending = ends.read((self.folder / DONE).read_bytes()) if is_there else None
+        ending = self._read_ending()
         return "" if ending is None else ending.instance
+
+    def _read_ending(self) -> ends.Done | None:
+        """How the run ended; None if that is not known."""
+        is_there = self.objects.get(DONE, self.folder / DONE)
+        return ends.read((self.folder / DONE).read_bytes()) if is_there else None
 
     def _upload_log(self) -> None:
         retry(2, lambda: self.objects.put(self.folder / "boot.log", boot_log_key(self.machine.instance)))

@@ -31,6 +31,7 @@ class Settings:
     data_device: str
     root: Path  # / on EC2
     metadata: str  # the address of an embedded metadata service
+    next_stage: str = ""  # of a run in stages: the stage that follows this one
     fallback: str = ""  # 1: a second fleet stands by, on demand
     notify: str = ""  # JSON: whom the node tells; empty: nobody
 
@@ -53,6 +54,7 @@ class Settings:
             run_config_sha256=environment["RUN_CONFIG_SHA256"],
             timer_s=int(environment["TIMER_SECONDS"]),
             schedule=environment.get("SCHEDULE", ""),
+            next_stage=environment.get("NEXT_STAGE", ""),
             fallback=environment.get("FALLBACK", ""),
             notify=environment.get("NOTIFY", ""),
             device=environment["DEVICE"],

@@ -23,6 +23,7 @@ from gpufleet.job.contract.attempt import SUPERSEDED, Beat, Exit, Node
 from gpufleet.job.contract.aws import HANDOVER_S
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.commit import BEST, Manifest, Published
+from gpufleet.job.contract.goal import results_in
 from gpufleet.job.contract.messages import (
     Accept,
     Alarm,
@@ -181,6 +182,7 @@ class Supervisor:
         self.others = attempts.Others(
             self.store, self.run_file, self.node, self.world.fleet_history, self.say, self.record.now
         )
+        self.others.before = attempts.read_before(self.store, self.run_file, self.node)
         earlier = self.others.attempts
         self.number = len(earlier) + 1
         self.meter = Meter(
@@ -640,7 +642,8 @@ class Supervisor:
             own = count_node(run, replace(record, instance=self.node.instance), self.heartbeat())
             every = sorted([*self.others.attempts, own], key=lambda each: each.record.launched)
             measurement = receipt.measure(run, every, self.workdir, record, at=done.at)
-            made = receipt.build(run, every, done, objects=self._objects(), measurement=measurement)
+            found = results_in(self.workdir)
+            made = receipt.build(run, every, done, objects=self._objects(), measurement=measurement, results=found)
             text = receipt.text(made)
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             self.say(f"no receipt: {type(error).__name__}: {error}")

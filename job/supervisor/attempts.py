@@ -14,20 +14,23 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-from gpufleet.job.contract import attempt, bucket, reading
+from gpufleet.job.contract import attempt, bucket, reading, terms
 from gpufleet.job.contract.attempt import Aside, AttemptRecord, Exit, Node
 from gpufleet.job.contract.codes import AttemptExit
 from gpufleet.job.contract.done import Done
-from gpufleet.job.contract.reading import epoch, iso
+from gpufleet.job.contract.reading import Fields, epoch, iso
 from gpufleet.job.contract.receipt import AttemptCost
 from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.spent import KEPT_S, Attempt, History, Left, OtherNodes
+from gpufleet.job.contract.workdir import RUN
 from gpufleet.job.supervisor import fleet
-from gpufleet.job.supervisor.store import Store, StoreError
+from gpufleet.job.supervisor.store import Store, StoreError, bucket_uri, open_store
 from gpufleet.job.supervisor.world import Cause
 
 REFUSALS = 2  # nodes that a run may refuse: fewer than the boots without progress that end a run
 WRONG = "node refused, bytes arrived wrong"
+LAUNCH_S = 10.0  # AWS tells launches in whole seconds
+CHANGED_S = 300.0  # from a change of a fleet to the notice of a node that it takes (assumed)
 
 
 def interruption(cause: Cause, at: float) -> Exit:
@@ -128,6 +131,20 @@ def read_ended(
     return judged(nodes.count(run, gone=[node.instance for node, _ in nodes.nodes]), known or {}, history, now)
 
 
+def read_before(
+    store: Store, run: RunFile, own: Node, opened: Callable[[str], Store] = open_store
+) -> tuple[Decimal, Decimal]:
+    """USD and seconds that the stages before this one have spent. Raises StoreError; DoubtError for a damaged one."""
+    usd, seconds = Decimal(0), Decimal(0)
+    for stage in run.before:
+        place = opened(f"{bucket_uri(store.uri, run.run)}/{bucket.stage_of(run.run, stage)}")
+        of_stage = terms.read(Fields(reading.parse(place.get_bytes(RUN) or b"")))
+        nodes = OtherNodes(replace(own, instance=""), read(place))
+        spent = nodes.total(of_stage)
+        usd, seconds = usd + spent[0] + of_stage.fixed_usd, seconds + spent[1]
+    return usd, seconds
+
+
 class Others(OtherNodes):
     """The run's other attempts, read repeatedly: an earlier node may still run, and a later one may have come. All
     share the run's limits.
@@ -168,14 +185,17 @@ class Others(OtherNodes):
 
 def judged(attempts: Iterable[Attempt], known: Mapping[str, bool], past: History | None, now: float) -> list[Attempt]:
     """The attempts with who ended each: as `known`, or, for an unexplained notice, by AWS's history. If the fleet was
-    changed during a node's life, that change ended the node, and whoever changed the fleet pays.
+    changed shortly before a node's notice or after it, that change ended the node, and whoever changed the fleet pays.
+    The change that launched a stage's node ended none.
     """
 
     def judge(each: Attempt) -> bool | None:
         taken, launched = known.get(each.instance, each.reclaimed), each.record.launched
         if past is None or not each.noticed or taken is not None or launched < now - KEPT_S:
             return taken
-        return not any(launched <= at <= launched + float(each.lived_s) for at in past.changes)
+        noticed = epoch(each.record.exit.at) if each.record.exit else None
+        begin = max(launched + LAUNCH_S, (noticed or 0.0) - CHANGED_S)
+        return not any(begin <= at <= launched + float(each.lived_s) for at in past.changes)
 
     return [replace(each, reclaimed=judge(each)) for each in attempts]
 

@@ -21,7 +21,7 @@ from gpufleet.job import measured
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.workdir import GRAPHS
-from gpufleet.job.supervisor.store import GivenUpError, Store, open_store, parent
+from gpufleet.job.supervisor.store import GivenUpError, Store, bucket_uri, open_store
 
 MOST_BYTES = 512 * 1024 * 1024  # per node and direction: a damaged or foreign folder must not cost minutes
 
@@ -31,7 +31,7 @@ def place(run: RunFile, uri: str) -> str:
     settings shape a graph, and torch itself distinguishes graphs.
     """
     shapes = json.dumps([run.experiment, measured.settings(run.experiment, run.parameters)], sort_keys=True)
-    return f"{parent(uri)}/{bucket.GRAPHS}/{hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
+    return f"{bucket_uri(uri, run.run)}/{bucket.GRAPHS}/{hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
 
 
 class GraphMirror:

@@ -38,6 +38,7 @@ from gpufleet.job.contract.workdir import (
     CHECKPOINTS,
     EXPORTS,
     FINAL,
+    HANDED_ON,
     METRICS,
     OUTPUTS,
     OWN,
@@ -385,7 +386,18 @@ class Publisher:
             is_result = path.suffix in (".json", ".csv", ".txt", ".png", ".md") and path.name not in OWN
             if is_result and not refusal(path.name) and self._own.is_file(path):
                 self._send(path, path.name)
+        if "/" in self._run:
+            self._hand_on()
         self.metrics()
+
+    def _hand_on(self) -> None:
+        """Lists what a stage leaves, for later stages to verify. They begin only once this one is done."""
+        folder = self._workdir / FINAL
+        files = [
+            {"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": self._hash(path)}
+            for path in _files(folder)
+        ]
+        self._store.put_bytes(atomic.json_bytes({"schema": 1, "files": files}), f"{FINAL}/{HANDED_ON}")
 
     def _require(self, names: Iterable[str]) -> list[tuple[str, int]]:
         """Sends the exports that a checkpoint relies on, unless an earlier attempt did; returns names and sizes."""

@@ -23,14 +23,16 @@ from statistics import median
 from typing import Any
 
 from gpufleet.job import measured
-from gpufleet.job.contract import bucket, metrics
+from gpufleet.job.contract import bucket, goal, metrics
 from gpufleet.job.contract.attempt import AttemptRecord, Hardware
 from gpufleet.job.contract.aws import FREE_S
-from gpufleet.job.contract.done import Done
+from gpufleet.job.contract.done import FINISHED, LIMITS, Done
+from gpufleet.job.contract.reading import epoch
 from gpufleet.job.contract.receipt import CAUSES, AttemptCost, Receipt, ReceiptLine, money, network, seconds, start_up
 from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.spent import CENT_100, MINIMUM_S, Attempt, hours
 from gpufleet.job.contract.workdir import LOG, METRICS
+from gpufleet.job.kind import batch
 
 GB, MONTH_H = Decimal(10**9), 730  # hours in a month, as in the bill
 UNKEPT_DAYS = 1  # how long a bucket exists that is deleted with the stack
@@ -43,10 +45,11 @@ def build(
     *,
     objects: Mapping[str, int] | None = None,
     measurement: Mapping[str, Any] | None = None,
+    results: goal.Results = lambda name: None,
 ) -> Receipt:
     """The content of receipt.json. `attempts` has the oldest first; the last attempt ends the run. `done` says how it
     ended and until when costs count; `objects`: bytes of the run's objects by key, None if not known; `measurement` is
-    what `measure` returns.
+    what `measure` returns; `results` gives the figures that goals ask for.
     """
     estimate, lines = run.estimate, _lines(run, attempts, objects)
     actual = _total(line.actual for line in lines)
@@ -71,8 +74,22 @@ def build(
         with_notice=sum(attempt.interrupted for attempt in attempts),
         without_notice=sum(attempt.record.exit is None for attempt in attempts[:-1]),
         attempts=tuple(_cost(attempt, last=attempt is attempts[-1]) for attempt in attempts),
+        goals=goal.grade(
+            run.goal, usd=actual, hours=_elapsed(attempts, done), done=_did_all(run, done), results=results
+        ),
         measured=measurement,
     )
+
+
+def _elapsed(attempts: Sequence[Attempt], done: Done) -> Decimal:
+    """Hours from the first node's launch to the run's end."""
+    begin = min((attempt.record.launched for attempt in attempts), default=epoch(done.at) or 0.0)
+    return Decimal(f"{max(0.0, (epoch(done.at) or begin) - begin) / 3600:.4f}")
+
+
+def _did_all(run: RunFile, done: Done) -> bool:
+    """Whether the run did its work. Work without an end is done when a limit ends it."""
+    return done.reason == FINISHED or (batch.is_endless(run.config) and done.reason in LIMITS)
 
 
 def measure(
@@ -148,6 +165,7 @@ def text(receipt: Receipt) -> str:
         lines.append(f"  {line.name:<34} {money(line.estimate):>10} {money(line.actual):>10}{note}")
     named = ", ".join(f"{name} {_signed(usd)}" for name, usd in receipt.causes.items())
     lines.append(f"  difference {_signed(receipt.difference)} = {named}")
+    lines += [f"  goal {each.text}" for each in receipt.goals]
     for attempt in receipt.attempts:
         end = attempt.exit.reason if attempt.exit else "gone without notice"
         if attempt.reclaimed is False:

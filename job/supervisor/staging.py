@@ -24,9 +24,9 @@ from gpufleet.job.contract.commit import BEST, COMMIT, Best, Manifest
 from gpufleet.job.contract.inputs import DATASET, WEIGHTS, InputFile
 from gpufleet.job.contract.reading import DoubtError, Fields
 from gpufleet.job.contract.run import InputData, RunFile
-from gpufleet.job.contract.workdir import CHECKPOINTS, CODE, DATA, EXPORTS, FINAL, INPUTS, NAMED, RUN, USER
+from gpufleet.job.contract.workdir import CHECKPOINTS, CODE, DATA, EXPORTS, FINAL, HANDED_ON, INPUTS, NAMED, RUN, USER
 from gpufleet.job.foreign import ForeignFolder
-from gpufleet.job.supervisor.store import Entry, GivenUpError, MissingError, Store, StoreError, open_store, parent
+from gpufleet.job.supervisor.store import Entry, GivenUpError, MissingError, Store, StoreError, bucket_uri, open_store
 
 UNFIT = (DoubtError, MissingError)  # errors of a checkpoint that must not be resumed from
 T = TypeVar("T")
@@ -80,7 +80,8 @@ def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
         _fill(stage, "base weights", stage.run.weights, WEIGHTS, stage.workdir / INPUTS, opened)
     user = stage.workdir / USER
     for name, wanted in stage.run.folders.items():
-        _fill(stage, f"input {name}", wanted, "", user / NAMED / name, opened)
+        manifest = HANDED_ON if wanted.stage else ""
+        _fill(stage, f"input {name}", wanted, manifest, user / NAMED / name, opened)
         ForeignFolder(user).open_to_all(user / NAMED / name)
     if stage.run.code is not None:
         _fill(stage, "code", stage.run.code, "", stage.workdir / INPUTS, opened)
@@ -95,7 +96,9 @@ def _fill(
     """Downloads an input's files into `folder`. If run.json does not name the files, the input's own `manifest` does;
     without a manifest, the listing of the input's place.
     """
-    place = opened(wanted.uri or f"{parent(stage.store.uri)}/{bucket.INPUTS}/{wanted.sha256}")
+    shared = bucket_uri(stage.store.uri, stage.run.run)
+    left = f"{shared}/{wanted.stage}/{FINAL}"
+    place = opened(left if wanted.stage else wanted.uri or f"{shared}/{bucket.INPUTS}/{wanted.sha256}")
     files = wanted.files
     try:
         if not files and manifest:

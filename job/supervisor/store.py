@@ -99,6 +99,11 @@ def parent(uri: str) -> str:
     return uri.rstrip("/").rsplit("/", 1)[0]
 
 
+def bucket_uri(uri: str, run: str) -> str:
+    """The bucket that holds the run at `uri`, also where it is a stage of another run, one folder deeper."""
+    return parent(parent(uri)) if "/" in run else parent(uri)
+
+
 _UNDER_WAY = re.compile(r".*\.[0-9a-f]{32}~", re.DOTALL)
 _LOCK = f"lock.{'0' * 32}~"  # not an object either
 

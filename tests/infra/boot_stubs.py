@@ -231,6 +231,7 @@ class StubNode:
         self.container_options = ""
         self.notify: dict[str, Any] = {}
         self.fallback = False
+        self.next_stage, self.before = "", list[str]()
         self.image = "public.ecr.aws/x/pytorch:1@sha256:aa"
         self.job_image = ""
         self.parameters: dict[str, Any] = {}
@@ -329,6 +330,7 @@ class StubNode:
                 "limits": self.limits,
                 "capacity": self.capacity,
                 **({"nodes": self.nodes} if self.nodes > 1 else {}),
+                **({"before": self.before} if self.before else {}),
                 "rates": {
                     "g5.2xlarge": {
                         "on_demand": "1.20",
@@ -351,6 +353,7 @@ class StubNode:
             schedule=SCHEDULE,
             notify=json.dumps(self.notify) if self.notify else "",
             fallback=self.fallback,
+            next_stage=self.next_stage,
             archive_sha256=packed.sha256,
             run_config_sha256=hashlib.sha256(run_config.encode()).hexdigest(),
             timer_seconds=TIMER_S,

@@ -9,6 +9,7 @@ from typing import Any
 from gpufleet.infra.bill import record
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.fallback import Fallback
+from gpufleet.infra.bill.side import Quantiles
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.contract import run
 from gpufleet.job.text import stamp
@@ -21,9 +22,10 @@ def run_config(
     *,
     expires: str,
     fallbacks: Iterable[Fallback] = (),
+    whole_usd: Quantiles | None = None,
 ) -> dict[str, Any]:
     """The object of run.json; `inputs` and `expires` as job.contract.run.document has them. The fleet ends at the
-    deadline, where there is one.
+    deadline, where there is one. `whole_usd`: of a stage, what its run costs.
     """
     limits, market = definition.limits, definition.fleet.market
     by_market = market.last is not None and expires == stamp(market.last)
@@ -47,6 +49,10 @@ def run_config(
         inputs=inputs,
         image=definition.job.image if not definition.job.parameters.code_folders() else None,
         nodes=definition.fleet.nodes,
+        before=definition.before,
+        # The goals of a run in stages are graded once all have ended.
+        goal={} if definition.stage else {name: str(figure) for name, figure in definition.goal.wanted.items()},
+        whole_usd=None if whole_usd is None else {"p10": str(whole_usd.p10), "p90": str(whole_usd.p90)},
         gather_s=round(bill.chosen.exposure.gather_h * 3600, 1) if definition.fleet.lets_go else None,
     )
 

@@ -16,7 +16,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program.run_guard import timer_seconds
 
 ROOT_DEVICE = "/dev/xvda"  # the root device of Amazon Linux 2023 AMIs, among them the Deep Learning Base AMI
-_OPTIONAL = ("JOB_IMAGE", "NOTIFY", "FALLBACK")  # omitted if empty
+_OPTIONAL = ("JOB_IMAGE", "NOTIFY", "FALLBACK", "NEXT_STAGE")  # omitted if empty
 DATA_DEVICE = "/dev/sdf"  # the launch template's name for the data volume; AL2023 links it to its /dev/nvme* name
 
 
@@ -30,6 +30,7 @@ def known(definition: StackDefinition) -> dict[str, Any]:
         "image": definition.job.supervisor_image or definition.job.image,
         "job_image": definition.job.image if definition.job.supervisor_image else "",
         "fallback": bool(definition.fleet.market.stands_by),
+        "next_stage": definition.next_stage,
         "timer_seconds": timer_seconds(definition),
         "device": definition.job.parameters.device,
         "container_options": definition.job.parameters.demands.container_options,
@@ -49,6 +50,7 @@ def render(
     schedule: str,
     notify: str = "",
     fallback: bool = False,
+    next_stage: str = "",
     archive_sha256: str,
     run_config_sha256: str,
     timer_seconds: int,
@@ -59,7 +61,7 @@ def render(
     """The script. `timer_seconds` after boot the node ends its run, whatever job and supervisor do, and earlier once it
     knows what the run has spent. `schedule`: GROUP/NAME of the schedule that ends the fleet by itself, which the node
     moves. `notify`: JSON of whom the node tells (resources/notices.py); empty: nobody. `fallback`: whether a second
-    fleet stands by, on demand.
+    fleet stands by, on demand. `next_stage`: the stage that the node begins once this one is done, or empty.
 
     `image`: the supervisor's; `job_image`: a user's command's, which has its own container, else empty. `device`:
     "cuda" or "cpu". `container_options`: options for `docker run`. `data_volume`: None, "blank" (formatted when nothing
@@ -78,6 +80,7 @@ def render(
         "SCHEDULE": schedule,
         "NOTIFY": notify,
         "FALLBACK": "1" * fallback,
+        "NEXT_STAGE": next_stage,
         "ARCHIVE_SHA256": archive_sha256,
         "RUN_CONFIG_SHA256": run_config_sha256,
         "TIMER_SECONDS": str(timer_seconds),

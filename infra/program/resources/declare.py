@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import pulumi
@@ -17,6 +19,7 @@ from gpufleet.infra.program.resources.gather import GatherMachine
 from gpufleet.infra.program.resources.identity import Identity
 from gpufleet.infra.program.resources.network import GivenVpc, Network
 from gpufleet.infra.program.resources.notices import NoticesComponent
+from gpufleet.infra.program.resources.stages import StageStart
 from gpufleet.infra.program.resources.stop import FleetStop
 from gpufleet.infra.program.resources.storage import StorageComponent, Upload
 from gpufleet.job.contract.bucket import ARCHIVE, CODE, input_key
@@ -79,32 +82,36 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         permissions_boundary=around.permissions_boundary,
         opts=options,
     )
-    fleet = FleetComponent(
-        f"{prefix}fleet",
-        definition,
-        subnets=network.subnets,
-        pools=plan.pools,
-        security_group_id=network.security_group.id,
-        bucket=storage.bucket.bucket,
-        profile_arn=identity.profile.arn,
-        user_data_base64=pulumi.Output.all(
-            storage.bucket.bucket,
-            identity.log_group.name,
-            stop.schedule_name,
-            notices.told_node() if notices else "",
-        ).apply(lambda names: plan.user_data(*names)),
-        valid_until=verdict.run.valid_until,
-        frozen=verdict.continues,
-        over=verdict.over,
-        depends_on=[
-            *network.ready,
-            *storage.ready,
-            *identity.ready,
-            *stop.ready,
-            *(notices.ready if notices else []),
-        ],
-        opts=options,
-    )
+    fleets = [
+        FleetComponent(
+            f"{prefix}fleet{_part(each)}",
+            each.definition,
+            subnets=network.subnets,
+            pools=each.pools,
+            security_group_id=network.security_group.id,
+            bucket=storage.bucket.bucket,
+            profile_arn=identity.profile.arn,
+            user_data_base64=pulumi.Output.all(
+                storage.bucket.bucket,
+                identity.log_group.name,
+                stop.schedule_name,
+                notices.told_node() if notices else "",
+            ).apply(partial(_user_data, each)),
+            valid_until=verdict.run.valid_until,
+            frozen=verdict.continues,
+            over=verdict.over,
+            depends_on=[
+                *network.ready,
+                *storage.ready,
+                *identity.ready,
+                *stop.ready,
+                *(notices.ready if notices else []),
+            ],
+            opts=options,
+        )
+        for each in plan.parts
+    ]
+    fleet, *later = fleets
     launched = None
     if not verdict.over:
         switch: list[pulumi.Resource] = []
@@ -122,8 +129,20 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
                 permissions_boundary=around.permissions_boundary,
                 opts=options,
             ).ready
-        launched = fleet.declare_fleet(switch)
-        both = [launched, *fleet.standing_by]
+        waiting = [each.declare_fleet([]) for each in later]
+        starts: list[pulumi.Resource] = [
+            StageStart(
+                f"{prefix}begin{_part(each)}",
+                each.definition,
+                fleet=theirs,
+                stop=stop,
+                permissions_boundary=around.permissions_boundary,
+                opts=options,
+            ).machine
+            for each, theirs in zip(plan.parts[1:], waiting, strict=True)
+        ]
+        launched = fleet.declare_fleet([*switch, *starts])
+        both = [launched, *fleet.standing_by, *waiting]
         ends = stop.declare_for(both, verdict.run.valid_until)
         known: list[pulumi.Resource] = [ends, *(notices.declare_for(both) if notices else [])]
         if definition.fleet.lets_go:
@@ -132,7 +151,8 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
                 f"{prefix}gather", definition, fleet=launched, stop=stop, permissions_boundary=boundary, opts=options
             )
             known.append(again.machine)
-        fleet.declare_known(launched, known)
+        for each, theirs in zip(fleets, [launched, *waiting], strict=True):
+            each.declare_known(theirs, known)
     return DeclaredRun(
         bucket=storage.bucket.bucket,
         log_group=identity.log_group.name,
@@ -153,28 +173,54 @@ def _with_provider(around: Surroundings, region: str) -> pulumi.ResourceOptions:
 
 def uploads(plan: Plan, root: Path) -> list[Upload]:
     """Job archive, run config, dataset files and base weights, or a command's code and local inputs."""
-    run = plan.definition.run.id
     files = [
         Upload(
             name="job-archive",
             key=input_key(plan.archive.sha256, ARCHIVE),
             file=plan.archive.file(root),
         ),
-        Upload(name="run-config", key=f"{run}/{RUN}", text=plan.run_config, belongs_to_run=True),
+        *(
+            Upload(
+                name=f"run-config{_part(each)}",
+                key=f"{each.definition.run.id}/{RUN}",
+                text=each.run_config,
+                belongs_to_run=True,
+            )
+            for each in plan.parts
+        ),
     ]
+    for each in plan.parts:
+        files += [upload for upload in _inputs(each) if upload.key not in {known.key for known in files}]
+    return files
+
+
+def _user_data(plan: Plan, names: Sequence[str]) -> str:
+    return plan.user_data(*names)
+
+
+def _part(plan: Plan) -> str:
+    """What tells the names of a stage's resources from another's; empty without stages."""
+    return f"-{plan.definition.stage}" if plan.definition.stage else ""
+
+
+def _inputs(plan: Plan) -> list[Upload]:
+    """The files of a job's inputs."""
+    part, files = _part(plan), list[Upload]()
     for what, manifest, folder in (
         ("dataset", plan.dataset, plan.dataset_folder),
         ("weights", plan.weights, plan.weights_folder),
     ):
         if manifest and folder:
             files += [
-                Upload(name=f"{what}-{file.name}", key=input_key(manifest.sha256, file.name), file=folder / file.name)
+                Upload(
+                    name=f"{what}{part}-{file.name}", key=input_key(manifest.sha256, file.name), file=folder / file.name
+                )
                 for file in manifest.files
             ]
     if plan.code:
-        files.append(Upload(name="code", key=input_key(plan.code.sha256, CODE), file=plan.code.file))
+        files.append(Upload(name=f"code{part}", key=input_key(plan.code.sha256, CODE), file=plan.code.file))
     for name, given in plan.inputs.items():
         for file in given.files:
             key, place = input_key(given.sha256, file.name), given.folder and given.folder / file.name
-            files.append(Upload(name=f"input-{name}-{file.name}", key=key, file=place))
+            files.append(Upload(name=f"input{part}-{name}-{file.name}", key=key, file=place))
     return files

@@ -61,7 +61,7 @@ class FleetComponent(pulumi.ComponentResource):
         super().__init__("gpufleet:infra:Fleet", name, None, opts)
         label = named(tags(definition), f"gpufleet-{definition.name}-{definition.run.id}")
         self.template = aws.ec2.LaunchTemplate(
-            f"gpufleet-{definition.name}",
+            f"gpufleet-{definition.name}{definition.stage and '-'}{definition.stage}",
             image_id=definition.fleet.ami,
             user_data=user_data_base64,
             update_default_version=True,
@@ -101,7 +101,8 @@ class FleetComponent(pulumi.ComponentResource):
         # Ignored on an existing fleet. If it is made again for a run that has begun (the run deleted it, and a refresh
         # has just noticed), it starts nothing; except if fleets replace no node.
         market = self._definition.fleet.market
-        target = 0 if self._frozen and market.replaces else self._definition.nodes
+        waits = bool(self._definition.before)  # for the stage before: resources/stages.py
+        target = 0 if waits or (self._frozen and market.replaces) else self._definition.nodes
         return self._fleet(f"{self._name}-fleet", market, target, depends_on)
 
     def declare_known(self, fleet: aws.ec2.Fleet, depends_on: Sequence[pulumi.Resource]) -> None:

@@ -22,7 +22,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program import ecr
 from gpufleet.infra.program.resources.gather import machine_arn
 from gpufleet.infra.program.resources.stop import SERVICE, with_its_nodes
-from gpufleet.infra.program.resources.tags import own_tags, tags
+from gpufleet.infra.program.resources.tags import owned, tags
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.aws import SILENCE, SWITCH
 from gpufleet.job.contract.workdir import RUN
@@ -112,17 +112,20 @@ def node_statements(
             "Action": ["s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload"],
             "Resource": f"{bucket_arn}/{run}/*",
         },
+        *_taken_over(definition, bucket_arn),
         {
             "Sid": "OldCheckpoints",
             "Effect": "Allow",
             "Action": "s3:DeleteObject",
-            "Resource": f"{bucket_arn}/{run}/{bucket.CHECKPOINTS}*",
+            "Resource": one_or_all([f"{bucket_arn}/{each.run.id}/{bucket.CHECKPOINTS}*" for each in definition.parts]),
         },
         {
             "Sid": "LimitsStay",
             "Effect": "Deny",
             "Action": "s3:PutObject",
-            "Resource": [f"{bucket_arn}/{run}/{RUN}", f"{bucket_arn}/{run}/{bucket.FLEETS}*"],
+            "Resource": [
+                f"{bucket_arn}/{each.run.id}/{name}" for each in definition.parts for name in (RUN, f"{bucket.FLEETS}*")
+            ],
         },
         {
             "Sid": "OwnListing",
@@ -143,7 +146,7 @@ def node_statements(
             "Action": "s3:GetObject",
             "Resource": f"{bucket_arn}/{bucket.INPUTS}/*",
         },
-        *_private_images([found for image in definition.job.images if (found := ecr.repository(image))]),
+        *_private_images(definition),
         *(statement for sid, uri in definition.storage.prefixes.items() for statement in _foreign_prefix(sid, uri)),
         *_own_key(definition),
         *_secrets(definition),
@@ -158,9 +161,7 @@ def node_statements(
             "Effect": "Allow",
             "Action": ["ec2:DeleteFleets", "ec2:DescribeFleetHistory", "ec2:TerminateInstances"],
             "Resource": [f"arn:aws:ec2:{definition.fleet.region}:*:{kind}/*" for kind in ("fleet", "instance")],
-            "Condition": {
-                "StringEquals": {f"aws:ResourceTag/{key}": value for key, value in own_tags(definition).items()}
-            },
+            "Condition": {"StringEquals": owned(definition)},
         },
         # such a fleet is only deleted together with them
         *([] if definition.fleet.market.replaces else [with_its_nodes()]),
@@ -171,6 +172,7 @@ def node_statements(
             "Resource": [schedule_arn, *(f"{group}/{each}" for each in others)] if others else schedule_arn,
         },
         *([_ask_again(schedule_arn)] if definition.fleet.lets_go else []),
+        *_begin_stages(definition, schedule_arn),
         *([{"Sid": "Tell", "Effect": "Allow", "Action": "sns:Publish", "Resource": topic_arn}] if topic_arn else []),
         {
             "Sid": "WithItsRole",
@@ -208,28 +210,50 @@ def _ask_again(schedule_arn: str) -> dict[str, Any]:
     return {"Sid": "AskAgain", "Effect": "Allow", "Action": "states:StartExecution", "Resource": arn}
 
 
+def _taken_over(definition: StackDefinition, bucket_arn: str) -> list[dict[str, Any]]:
+    """The right to read what another run's stages have left."""
+    folders = dict.fromkeys(each for stage in definition.stages for each in stage.taken)
+    arns = [f"{bucket_arn}/{each}/{bucket.FINAL}*" for each in folders]
+    read = {"Sid": "TakenOver", "Effect": "Allow", "Action": "s3:GetObject"}
+    return [{**read, "Resource": one_or_all(arns)}] if arns else []
+
+
+def _begin_stages(definition: StackDefinition, schedule_arn: str) -> list[dict[str, Any]]:
+    """The right to start the state machines that begin later stages."""
+    arns = [f"{machine_arn(schedule_arn)}-{each.stage}" for each in definition.stages[1:]]
+    start = {"Sid": "BeginStages", "Effect": "Allow", "Action": "states:StartExecution"}
+    return [{**start, "Resource": one_or_all(arns)}] if arns else []
+
+
 def log_retention(days: int) -> int:
     """The shortest retention CloudWatch Logs accepts that is at least `days`."""
     return next((allowed for allowed in LOG_RETENTION_DAYS if allowed >= days), LOG_RETENTION_DAYS[-1])
 
 
-def _private_images(repositories: list[ecr.Repository]) -> list[dict[str, Any]]:
+def one_or_all(values: list[str]) -> str | list[str]:
+    """A single value by itself, as the definitions of AWS's policies allow."""
+    return values[0] if len(values) == 1 else values
+
+
+def _private_images(definition: StackDefinition) -> list[dict[str, Any]]:
     """The right to log in to ECR and pull from these repositories. Another account must also allow it in its policy."""
-    if not repositories:
+    images = dict.fromkeys(image for each in definition.parts for image in each.job.images)
+    arns = [found.arn for image in images if (found := ecr.repository(image))]
+    if not arns:
         return []
-    arns = [each.arn for each in repositories]
     log_in, pull = "ecr:GetAuthorizationToken", ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"]
     return [
         # the action cannot be narrowed to a resource
         {"Sid": "LogInToEcr", "Effect": "Allow", "Action": log_in, "Resource": "*"},
-        {"Sid": "PrivateImage", "Effect": "Allow", "Action": pull, "Resource": arns[0] if len(arns) == 1 else arns},
+        {"Sid": "PrivateImage", "Effect": "Allow", "Action": pull, "Resource": one_or_all(arns)},
     ]
 
 
 def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
     """The right to read the job's secrets and no others. AWS's own keys need no right; a customer key is named."""
     region, key = definition.fleet.region, definition.account.kms_key
-    named = [*definition.job.parameters.demands.secrets.values(), *filter(None, [definition.notify.webhook])]
+    secret = dict.fromkeys(name for each in definition.parts for name in each.job.parameters.demands.secrets.values())
+    named = [*secret, *filter(None, [definition.notify.webhook])]
     parameters = [each.removeprefix("ssm:") for each in named if each.startswith("ssm:")]
     secrets = [each.removeprefix("secretsmanager:") for each in named if each.startswith("secretsmanager:")]
     found: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""A state machine that changes a run's fleet, with its role; its steps are written by gather.py, fallback.py."""
+"""A state machine that changes a run's fleet, with its role; gather.py, fallback.py and stages.py write its steps."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def state_machine(
     topic_arn: pulumi.Input[str] = "",
     permissions_boundary: pulumi.Input[str] | None,
     parent: pulumi.Resource,
+    part: str = "",
 ) -> aws.sfn.StateMachine:
     """A state machine with these steps, and a role that may change this fleet and publish to the topic. `named` None:
-    the engine chooses the name.
+    the engine chooses the name. `part`: which of a run's machines it is, where there are several.
     """
     child, labels = pulumi.ResourceOptions(parent=parent), tags(definition)
     own = aws.iam.Role(
@@ -51,7 +52,7 @@ def state_machine(
         opts=child,
     )
     return aws.sfn.StateMachine(
-        f"gpufleet-{definition.name}",
+        f"gpufleet-{definition.name}{part}",
         name=named,
         role_arn=own.arn,
         definition=steps,

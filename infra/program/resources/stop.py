@@ -17,7 +17,7 @@ import pulumi
 import pulumi_aws as aws
 
 from gpufleet.infra.definition.model import StackDefinition
-from gpufleet.infra.program.resources.tags import own_tags, tags
+from gpufleet.infra.program.resources.tags import owned, tags
 
 SCHEDULE = "stop"  # the schedule's name within its group
 SERVICE = "scheduler.amazonaws.com"
@@ -140,14 +140,13 @@ def stop_statements(definition: StackDefinition) -> list[dict[str, Any]]:
     node, or to terminate without naming one: the first statement covers requests that name an instance.
     """
     region = definition.fleet.region
-    own = {f"aws:ResourceTag/{key}": value for key, value in own_tags(definition).items()}
     return [
         {
             "Sid": "EndOwnFleet",
             "Effect": "Allow",
             "Action": ["ec2:DeleteFleets", "ec2:TerminateInstances"],
             "Resource": [f"arn:aws:ec2:{region}:*:{kind}/*" for kind in ("fleet", "instance")],
-            "Condition": {"StringEquals": own},
+            "Condition": {"StringEquals": owned(definition)},
         },
         with_its_nodes(),
     ]

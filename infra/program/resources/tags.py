@@ -17,6 +17,13 @@ def own_tags(definition: StackDefinition) -> dict[str, str]:
     }
 
 
+def owned(definition: StackDefinition) -> dict[str, str | list[str]]:
+    """The condition on tags by which rights are narrowed to what the run owns; its stages are runs of their own."""
+    every = [own_tags(each) for each in definition.parts]
+    values = {key: [each[key] for each in every] for key in every[0]}
+    return {f"aws:ResourceTag/{key}": each[0] if len(set(each)) == 1 else each for key, each in values.items()}
+
+
 def tags(definition: StackDefinition) -> dict[str, str]:
     """The stack's own tags and those of the definition file."""
     return {**own_tags(definition), **(definition.account.tags or {})}

@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 
 from gpufleet.infra.account import aws, status
 from gpufleet.infra.cli import main
-from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.definition.model import Goal, StackDefinition
 from gpufleet.job.contract.aws import SWITCH
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from tests.infra.commands_world import EXPIRES, TAGS, declare_bucket, declare_fleet, put
+from tests.receipt_tree import receipt
 
 NOW = datetime(2026, 11, 21, 12, 10, tzinfo=UTC)
 BEAT = b'{"ts":"2026-11-21T12:00:00Z","step":1}\n' * 200 + (
@@ -306,3 +308,16 @@ def test_status_of_nothing_is_an_error_in_words(cloud: Cloud, path: Path, capsys
     assert (
         capsys.readouterr().err == "gpufleet: there is no run r1 of small-growth in us-east-2: run `pulumi up` first.\n"
     )
+
+
+def test_status_shows_the_goals_and_at_the_end_what_came_of_them(cloud: Cloud, stack: StackDefinition) -> None:
+    meant = replace(stack, goal=Goal(usd=Decimal("0.5"), results={"val_loss": Decimal(2)}))
+    declare_fleet(cloud)
+    bucket = declare_bucket(cloud)
+    assert "goal" not in stated(stack)
+    put(cloud, bucket, "job.log", b"x")
+    assert stated(meant)["goal"] == "at most 0.5 USD"
+    assert stated(meant)[""] == "val_loss at most 2"
+    goals = [{"name": "usd", "wanted": "0.5", "reached": "1.1", "met": False}]
+    put(cloud, bucket, "receipt.json", receipt(goals=goals))
+    assert stated(meant)["goal"] == "at most 0.5 USD: missed by 0.6: 1.1"

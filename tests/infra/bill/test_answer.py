@@ -14,9 +14,10 @@ from gpufleet.infra.bill.answer import LINES, answer, grouped, headline, picture
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price
 from gpufleet.infra.bill.fallback import price_fallbacks
+from gpufleet.infra.bill.record import to_json
 from gpufleet.infra.bill.side import Quantiles
 from gpufleet.infra.catalog import load_catalog
-from gpufleet.infra.definition.model import CapacityBlock
+from gpufleet.infra.definition.model import CapacityBlock, Goal
 from gpufleet.infra.errors import BeforeLaunch
 from tests.infra.cost_definitions import definition, on_nodes
 
@@ -155,3 +156,19 @@ def test_a_long_warning_ends_at_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = (each for each in lines(bill) if each.startswith("  - "))
     assert line.endswith("remarkable ...")
     assert len(line) <= 60
+
+
+def test_the_chance_of_a_goal_is_a_share_of_the_runs_behind_the_range() -> None:
+    plain = price(definition(), CATALOG)
+    half = Goal(usd=plain.usd.p50, hours=Decimal(1000), results={"val_loss": Decimal("0.3")})
+    bill = price(replace(definition(), goal=half), CATALOG)
+    by_name = {goal.name: goal.share for goal in bill.goals}
+    assert by_name["usd"] == pytest.approx(0.5, abs=0.02)
+    assert by_name["hours"] == pytest.approx(1 - bill.chosen.probability_stopped)  # a stopped run has met none
+    assert by_name["val_loss"] is None
+    assert bill.usd == plain.usd  # a goal changes no figure
+    said = " ".join(lines(bill))
+    assert f"at most {bill.usd.p50.normalize():f} USD (50%)" in said
+    assert "val_loss at most 0.3 (the run will tell)" in said
+    assert to_json(bill)["goals"][2] == {"name": "val_loss", "wanted": "0.3", "share": None}
+    assert "goals" not in to_json(plain)

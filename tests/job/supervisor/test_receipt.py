@@ -12,7 +12,7 @@ import pytest
 
 from gpufleet.job import measured
 from gpufleet.job.contract.attempt import AttemptRecord, Beat, Exit, Hardware
-from gpufleet.job.contract.done import FINISHED, Done
+from gpufleet.job.contract.done import FINISHED, STOPPED, Done
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.receipt import Receipt
 from gpufleet.job.contract.run import RunFile, load
@@ -315,3 +315,20 @@ def test_a_nodes_start_up_and_network_are_written_read_and_said(run: RunFile) ->
     assert f"set-up 5.0 min, image pull 4.2 min, {by}: " in receipt.text(found)
     unknown = receipt.build(run, [attempt(1800)], DONE)
     assert not {"pulled_s", "network"} & unknown.to_json()["attempts"][0].keys()
+
+
+def test_goals_are_graded_in_the_receipt_and_its_text(tmp_path: Path) -> None:
+    goal = {"usd": "0.15", "hours": "2", "val_loss": "0.3"}
+    run = load(runs.place(tmp_path, runs.tree(goal=goal)))
+    ended = replace(DONE, at=iso(runs.LAUNCHED + 3600))
+    wanted = receipt.build(run, [attempt(1800)], ended, results=lambda name: {"val_loss": Decimal("0.5")}.get(name))
+    made = wanted.to_json()
+    assert Receipt.from_json(made).to_json() == made
+    assert [(each["name"], each["reached"], each["met"]) for each in made["goals"]] == [
+        ("usd", "0.1972", False),
+        ("hours", "1.0000", True),  # from launch to end, not the half that was billed
+        ("val_loss", "0.5", False),
+    ]
+    assert "  goal at most 0.15 USD: missed by 0.0472: 0.1972\n" in receipt.text(wanted)
+    stopped = receipt.build(run, [attempt(1800)], replace(ended, reason=STOPPED))
+    assert not any(each.met for each in stopped.goals)

@@ -1,0 +1,108 @@
+"""A run in stages as its commands see it: which stage it is in, and one receipt of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from gpufleet.infra.account import status
+from gpufleet.infra.account.run_folder import find_folder
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.job.contract import attempt, goal, reading
+from gpufleet.job.contract.bucket import ATTEMPTS
+from gpufleet.job.contract.done import FINISHED, Done
+from gpufleet.job.contract.reading import epoch
+from gpufleet.job.contract.receipt import CAUSES, Receipt, parse
+from gpufleet.job.contract.run import load
+from gpufleet.job.contract.workdir import RECEIPT, RUN
+
+
+def endings(whole: StackDefinition, s3: Any) -> list[tuple[StackDefinition, Done | None]]:
+    """How each stage ended, in order; None for one that has not."""
+    folders = ((stage, find_folder(s3, stage)) for stage in whole.stages)
+    return [(stage, folder.read_done() if folder else None) for stage, folder in folders]
+
+
+def begun(whole: StackDefinition, s3: Any) -> list[StackDefinition]:
+    """The stages that have begun: those up to the first that is not done."""
+    ended = endings(whole, s3)
+    done = next((index for index, (_, end) in enumerate(ended) if end is None or end.reason != FINISHED), len(ended))
+    return [stage for stage, _ in ended[: done + 1]]
+
+
+def report(whole: StackDefinition, ec2: Any, s3: Any, now: datetime, scheduler: Any = None) -> Iterator[str]:
+    """The report of the stage under way, or of the last one, with a line for each stage. Raises AwsRefused when the run
+    has neither a fleet nor a folder.
+    """
+    ended = endings(whole, s3)
+    current = next((stage for stage, done in ended if done is None or done.reason != FINISHED), whole.stages[-1])
+    first, *rest = status.report(current, ec2, s3, now, scheduler)
+    yield first
+    begun = True
+    for index, (stage, done) in enumerate(ended):
+        folder = find_folder(s3, stage)
+        now_at = "asked to end" if folder and folder.asked() else "under way"
+        state = f"{done.reason}, {done.at}" if done else now_at if begun else f"after {ended[index - 1][0].stage}"
+        begun = begun and done is not None and done.reason == FINISHED
+        yield f"{'' if index else 'stage':<12}{stage.stage}: {state}"
+    yield from rest
+
+
+def combine(whole: StackDefinition, folder: Path) -> Receipt | None:
+    """The receipt of all stages that have one below `folder`; None without any. Its figures are their sums; lines name
+    their stage. Its range is the bill's for the whole run, and for a run that ended early the sum of its stages'.
+    """
+    found: list[tuple[str, Receipt]] = []
+    for stage in whole.stages:
+        with suppress(FileNotFoundError, reading.DoubtError):
+            found.append((stage.stage, parse((folder / stage.stage / RECEIPT).read_bytes())))
+    if not found:
+        return None
+    receipts, (last, end) = [each for _, each in found], found[-1]
+    low, high = sum_of(receipts, "p10"), sum_of(receipts, "p90")
+    is_done = end.reason == FINISHED and last == whole.stages[-1].stage
+    if is_done and (span := load(folder / last / RUN).whole_usd) is not None:
+        low, high = span
+    return replace(
+        end,
+        run=whole.run.id,
+        detail=": ".join(filter(None, (last, end.detail))),
+        capacity=", ".join(dict.fromkeys(each.capacity for each in receipts)),
+        estimate=sum_of(receipts, "estimate"),
+        actual=sum_of(receipts, "actual"),
+        p10=low,
+        p90=high,
+        estimate_h=sum_of(receipts, "estimate_h"),
+        actual_h=sum_of(receipts, "actual_h"),
+        lines=tuple(replace(line, name=f"{name}: {line.name}") for name, each in found for line in each.lines),
+        causes={cause: sum((each.causes[cause] for each in receipts), Decimal(0)) for cause in CAUSES},
+        free_usd=sum_of(receipts, "free_usd"),
+        expected=sum(each.expected or 0.0 for each in receipts),
+        with_notice=sum(each.with_notice for each in receipts),
+        without_notice=sum(each.without_notice for each in receipts),
+        attempts=tuple(node for each in receipts for node in each.attempts),
+        goals=goal.grade(
+            whole.goal.wanted,
+            usd=sum_of(receipts, "actual"),
+            hours=_elapsed_h(folder / whole.stages[0].stage / ATTEMPTS, end.at),
+            done=is_done,
+            results=goal.results_in(folder / last),
+        ),
+        measured=None,
+    )
+
+
+def sum_of(receipts: Sequence[Receipt], name: str) -> Decimal:
+    """The sum of one figure of the receipts."""
+    return sum((getattr(each, name) for each in receipts), Decimal(0))
+
+
+def _elapsed_h(folder: Path, end: str) -> Decimal:
+    """Hours from the first node's launch to the run's end."""
+    launches = [attempt.record(path.read_bytes(), lambda _: None).launched for path in folder.glob("*.json")]
+    return Decimal(f"{((epoch(end) or 0.0) - min(launches)) / 3600:.4f}") if launches else Decimal(0)

@@ -1,0 +1,145 @@
+"""The `stages` of a definition: steps of one run, each a job of its own on the hardware that it needs.
+
+A stage is a run in the folder of the whole: its id is RUN/STAGE, so that everything that holds for a run (attempts,
+checkpoints, limits, receipt) holds for it. Its entry is laid over the file as a scenario's is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from gpufleet.infra.definition.model import Run, StackDefinition
+from gpufleet.infra.definition.rules import RULES
+from gpufleet.infra.definition.schema import Findings, check_keys, entries_of
+from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, merge
+from gpufleet.infra.errors import Problem, of_form
+
+STAGES, REHEARSAL = "stages", "rehearsal"
+LAID = ("job", "fleet", "estimate")  # sections of an entry
+KEYS = ("name", *LAID, REHEARSAL)
+NAME = re.compile(r"[a-z][a-z0-9_]{0,19}")  # a folder's name, a tag, and {inputs.NAME}
+MOST = 8  # a bound of ours: each is a fleet
+RERUN = "rerun"
+
+
+class Earlier(NamedTuple):
+    """The stages before one: names of those of its run, and folders (RUN/STAGE) of those that another run has done."""
+
+    before: tuple[str, ...] = ()
+    taken: tuple[str, ...] = ()
+
+
+NONE_EARLIER = Earlier()
+Build = Callable[[Mapping, Earlier], tuple[StackDefinition, list[Problem]]]
+
+
+def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]:
+    """The definition of a file with `stages`, and its problems. `build` reads the tree of one stage, with the stages
+    before it. With `rerun`, those before its `from` are another run's.
+    """
+    findings, found, problems = Findings(tree=tree), list[StackDefinition](), list[Problem]()
+    rest = {key: node for key, node in tree.entries.items() if key not in (STAGES, "scenarios", RERUN)}
+    entries = list(_entries(tree, findings))
+    earlier, begin = _rerun(tree, [entry for _, entry in entries], findings)
+    taken: list[str] = []
+    names: list[str] = []
+    for index, (path, entry) in enumerate(entries):
+        check_keys(entry, list(KEYS), path, findings)
+        name = _name(entry.get("name"), path, [*names, *(each.partition("/")[2] for each in taken)], findings)
+        own = {key: merge(rest.get(key), entry[key]) for key in LAID if key in entry}
+        one, wrong = build(replace(tree, entries={**rest, **own}), Earlier(tuple(names), tuple(taken)))
+        problems += of_form(f"{STAGES}[{index}]", wrong)
+        _fleet(one, path, findings)
+        if index < begin:
+            taken.append(f"{earlier}/{name}")
+            continue
+        before, run = tuple(names), replace(one.run, id=f"{one.run.id}/{name}")
+        names.append(name)
+        found.append(replace(one, run=run, before=before))
+    if not found:
+        return build(replace(tree, entries=rest), NONE_EARLIER)[0], findings.problems
+    found = [replace(each, next_stage=name) for each, name in zip(found, [*names[1:], ""], strict=True)]
+    whole = replace(
+        found[0], run=replace(found[0].run, id=found[0].run.id.partition("/")[0]), before=(), taken=(), next_stage=""
+    )
+    return replace(whole, stages=tuple(found), tree=tree), [*findings.problems, *problems]
+
+
+def _rerun(tree: Mapping, stages: Sequence[dict[str, Node]], findings: Findings) -> tuple[str, int]:
+    """The run whose stages this one takes over, and the number of stages that it has done; none without `rerun`."""
+    if RERUN not in tree.entries:
+        return "", 0
+    entries = entries_of(tree.entries[RERUN], RERUN, "a section with run and from", findings)
+    check_keys(entries, ["run", "from"], RERUN, findings)
+    run, begin = (each.text if isinstance(each := entries.get(key), Scalar) else "" for key in ("run", "from"))
+    names = [each.text if isinstance(each := entry.get("name"), Scalar) else "" for entry in stages]
+    if not re.fullmatch(RULES[Run, "id"].pattern, run):
+        findings.add(f"{RERUN}.run", "the id of an earlier run of this stack", value=run)
+    if begin not in names[1:]:
+        findings.add(f"{RERUN}.from", f"a stage after the first: {', '.join(names[1:])}", value=begin)
+        return run, 0
+    return run, names.index(begin)
+
+
+def rehearsed(tree: Mapping) -> Mapping:
+    """The tree whose stages have their `rehearsal` laid over."""
+    stages = tree.entries.get(STAGES)
+    if not isinstance(stages, Items) or not any(REHEARSAL in each.entries for each in _sections(stages)):
+        return tree
+    items = [_rehearsed(each) if isinstance(each, Mapping) else each for each in stages.items]
+    return replace(tree, entries={**tree.entries, STAGES: replace(stages, items=items)})
+
+
+def _sections(stages: Items) -> list[Mapping]:
+    return [each for each in stages.items if isinstance(each, Mapping)]
+
+
+def _rehearsed(entry: Mapping) -> Mapping:
+    laid = entry.entries.get(REHEARSAL)
+    return (
+        entry
+        if not isinstance(laid, Mapping)
+        else replace(
+            entry,
+            entries={
+                **entry.entries,
+                **{key: merge(entry.entries.get(key), laid.entries[key]) for key in laid.entries},
+            },
+        )
+    )
+
+
+def _entries(tree: Mapping, findings: Findings) -> list[tuple[str, dict[str, Node]]]:
+    """Path and entries of each stage."""
+    listed, allowed = tree.entries[STAGES], f"a list of 2 to {MOST} stages, each with {', '.join(KEYS)}"
+    items = listed.items if isinstance(listed, Items) else []
+    if not 2 <= len(items) <= MOST:
+        findings.add(STAGES, allowed, value=f"{len(items)} of them" if isinstance(listed, Items) else None)
+        return []
+    paths = [f"{STAGES}[{index}]" for index in range(len(items))]
+    return [
+        (path, entries_of(each, path, f"a section with {', '.join(KEYS)}", findings))
+        for path, each in zip(paths, items, strict=True)
+    ]
+
+
+def _name(node: Node | None, path: str, names: list[str], findings: Findings) -> str:
+    name = node.text if isinstance(node, Scalar) else ""
+    if not NAME.fullmatch(name):
+        findings.add(f"{path}.name", "1 to 20 of a-z, 0-9 and _, beginning with a letter")
+    elif name in names:
+        findings.add(f"{path}.name", "each name once", value=name)
+    return name
+
+
+def _fleet(one: StackDefinition, path: str, findings: Findings) -> None:
+    """Reports what the chain of fleets cannot do yet."""
+    market = one.fleet.market
+    if one.fleet.is_gang:
+        findings.add(f"{path}.fleet.nodes", "1: a stage has one node at a time", value=str(one.fleet.nodes))
+    if market.stands_by or not market.replaces:
+        allowed = "spot or on-demand, without fleet.fallback: a stage's fleet waits for the stage before"
+        findings.add(f"{path}.fleet.capacity", allowed, value=one.fleet.capacity)

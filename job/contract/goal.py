@@ -1,0 +1,126 @@
+"""What a run was meant to cost, take and reach, and whether it did: the section `goal` of a definition, graded.
+
+A result is a figure that the run leaves: in results.json by its path (`generated/pass@1`, `phases/0/val_loss`), else
+the last value of that name in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from gpufleet.job.contract import metrics, reading
+from gpufleet.job.contract.reading import Amount, DoubtError
+from gpufleet.job.contract.workdir import METRICS, RESULTS
+
+USD, HOURS = "usd", "hours"
+LESS_IS_BETTER = {
+    "usd",
+    "hours",
+    "loss",
+    "perplexity",
+    "ppl",
+    "error",
+    "wer",
+    "cer",
+    "mse",
+    "rmse",
+    "mae",
+    "seconds",
+    "ms",
+}
+Results = Callable[[str], Decimal | None]  # a figure by its name; None: the run left none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grade:
+    """One goal, and what became of it. `reached` None: the run left no such figure."""
+
+    name: str
+    wanted: Amount
+    reached: Amount | None = None
+    met: bool
+
+    @property
+    def text(self) -> str:
+        """The goal, whether it was met, and by how much."""
+        if self.reached is None:
+            verdict = "missed: the run left no such figure"
+        elif self.met:
+            verdict = f"met with {shown(self.reached)}"
+        elif is_met(self.name, self.wanted, self.reached):
+            verdict = f"missed: the run ended with {shown(self.reached)} before its work was done"
+        else:
+            verdict = f"missed by {shown(abs(self.wanted - self.reached))}: {shown(self.reached)}"
+        return f"{goal_text(self.name, self.wanted)}: {verdict}"
+
+    def to_json(self) -> dict[str, Any]:
+        reached = None if self.reached is None else str(self.reached)
+        return {"name": self.name, "wanted": str(self.wanted), "reached": reached, "met": self.met}
+
+
+def grade(
+    goal: Mapping[str, Decimal], *, usd: Decimal, hours: Decimal, done: bool, results: Results
+) -> tuple[Grade, ...]:
+    """Each goal with its grade. Only a run whose work is `done` meets a goal in money or hours."""
+    spent = {USD: usd, HOURS: hours}
+    found = []
+    for name, wanted in goal.items():
+        reached = spent[name] if name in spent else results(name)
+        met = reached is not None and is_met(name, wanted, reached) and (done or name not in spent)
+        found.append(Grade(name=name, wanted=wanted, reached=reached, met=met))
+    return tuple(found)
+
+
+def is_met(name: str, wanted: Decimal, reached: Decimal) -> bool:
+    """Whether the figure is at least as good as the goal."""
+    return reached <= wanted if is_at_most(name) else reached >= wanted
+
+
+def is_at_most(name: str) -> bool:
+    """Whether a goal of this name is an upper bound: money, hours, a loss, an error, a time."""
+    return bool(LESS_IS_BETTER & set(name.rpartition("/")[2].lower().split("_")))
+
+
+def goal_text(name: str, figure: Decimal) -> str:
+    """The goal in words: `at most 60 USD`, `val_loss at most 0.25`."""
+    bound, units = f"{'at most' if is_at_most(name) else 'at least'} {shown(figure)}", {USD: "USD", HOURS: "hours"}
+    return f"{bound} {units[name]}" if name in units else f"{name} {bound}"
+
+
+def shown(figure: Decimal) -> str:
+    """The figure to the fourth decimal, without zeros at its end."""
+    text = f"{figure:.4f}"
+    return text.rstrip("0").rstrip(".")
+
+
+def results_in(folder: Path) -> Results:
+    """What the files of a work folder, or of downloaded results, say."""
+
+    def content(name: str) -> bytes:
+        path = folder / name
+        return path.read_bytes() if path.is_file() else b""
+
+    lines = metrics.records(content(METRICS).splitlines())
+
+    def find(name: str) -> Decimal | None:
+        found: Any = None
+        try:
+            found = reduce(_part, name.split("/"), reading.parse(content(RESULTS)))
+        except (DoubtError, LookupError, TypeError, ValueError):
+            found = next((each[name] for each in reversed(lines) if each.get(name) is not None), None)
+        try:
+            return Decimal(json.dumps(reading.number(found)))
+        except DoubtError:
+            return None
+
+    return find
+
+
+def _part(tree: Any, key: str) -> Any:
+    return tree[int(key)] if isinstance(tree, list) else tree[key]

@@ -1,0 +1,66 @@
+"""The bill of a run in stages: its parts, their sum, and the money that an early stage cannot take from a later one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, date, datetime
+from decimal import Decimal
+
+import pytest
+
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.bill.stages import StagedBill, price_stages
+from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import StackDefinition
+from tests.infra.staged_files import STAGED
+
+CATALOG = load_catalog()
+
+
+def priced(stage: StackDefinition) -> Bill:
+    return price(stage, CATALOG)
+
+
+@pytest.fixture(scope="module")
+def definition(tmp_path_factory: pytest.TempPathFactory) -> StackDefinition:
+    file = tmp_path_factory.mktemp("staged") / "staged.yaml"
+    file.write_text(STAGED)
+    return load(file, now=datetime(2026, 11, 30, tzinfo=UTC), staged=True)
+
+
+@pytest.fixture(scope="module")
+def bill(definition: StackDefinition) -> StagedBill:
+    found, wrong = price_stages(definition, priced, date(2026, 11, 30))
+    assert not wrong
+    assert found is not None
+    return found
+
+
+def test_each_stage_has_its_own_bill_and_the_whole_is_their_sum(bill: StagedBill) -> None:
+    assert [each.chosen.type for each in bill.bills] == ["c7i.xlarge", "g5.2xlarge", "c7i.xlarge"]
+    assert bill.usd.mean == pytest.approx(sum(each.usd.mean for each in bill.bills), rel=Decimal("0.03"))
+    spread = sum(each.usd.p90 - each.usd.p10 for each in bill.bills)
+    assert bill.usd.p90 - bill.usd.p10 < spread  # each stage has its own luck
+    text = "\n".join(bill.lines())
+    assert all(f"\n{name} " in text for name in ("prepare", "train", "judge"))
+    assert [each["stage"] for each in bill.to_json()["stages"]] == ["prepare", "train", "judge"]
+
+
+def test_a_stage_leaves_what_later_ones_need(bill: StagedBill) -> None:
+    need = [each.chosen.metered_usd.p50 + each.chosen.reserve[0] for each in bill.bills]
+    caps = [stage.limits.max_usd for stage in bill.launched]
+    assert caps[2] == bill.whole.limits.max_usd
+    assert caps[2] - caps[1] >= need[2]
+    assert caps[1] - caps[0] >= need[1]
+    hours = [stage.limits.max_hours for stage in bill.launched]
+    assert hours[0] < hours[1] < hours[2] == bill.whole.limits.max_hours
+
+
+def test_limits_that_do_not_pay_for_all_stages_are_refused(definition: StackDefinition) -> None:
+    poor = replace(definition, limits=replace(definition.limits, max_usd=Decimal("0.15")))
+    found, (problem,) = price_stages(poor, priced, date(2026, 11, 30))
+    assert found is None
+    assert problem.path == "limits.max_usd"
+    assert "prepare 0." in problem.allowed

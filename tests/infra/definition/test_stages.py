@@ -1,0 +1,86 @@
+"""`stages` of a definition: each is a run of its own in the folder of the whole, laid over the file."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import DefinitionError, GpufleetError
+from tests.infra.staged_files import STAGED
+
+NOW = datetime(2026, 11, 30, tzinfo=UTC)
+
+
+def read(folder: Path, text: str = STAGED, *, rehearsal: bool = False) -> StackDefinition:
+    file = folder / "staged.yaml"
+    file.write_text(text)
+    return load(file, now=NOW, rehearsal=rehearsal, staged=True)
+
+
+def test_a_stage_has_its_own_job_and_fleet_and_the_file_s_rest(tmp_path: Path) -> None:
+    whole = read(tmp_path)
+    assert whole.run.id == "r1"
+    assert [each.run.id for each in whole.stages] == ["r1/prepare", "r1/train", "r1/judge"]
+    prepare, train, judge = whole.stages
+    assert (prepare.fleet.instance_types, prepare.fleet.capacity) == (("c7i.xlarge",), "on-demand")
+    assert (train.fleet.instance_types, train.fleet.capacity) == (("g5.2xlarge",), "spot")
+    assert {each.fleet.region for each in whole.stages} == {"us-east-2"}
+    assert {each.limits for each in whole.stages} == {whole.limits}
+    assert judge.before == ("prepare", "train")
+    assert [each.job.parameters.demands.inputs[0][1] for each in (train, judge)] == ["prepare", "train"]
+
+
+def test_the_rehearsal_of_a_stage_is_laid_over_it_alone(tmp_path: Path) -> None:
+    text = STAGED.replace("  - name: train\n", "  - name: train\n    rehearsal: {job: {command: sleep 1}}\n")
+    _, train, judge = read(tmp_path, text, rehearsal=True).stages
+    assert (train.job.parameters.demands.inputs, judge.job.parameters.demands.inputs[0][1]) == ((), "train")
+    assert read(tmp_path, text).stages[1].job.parameters.demands.inputs[0][1] == "prepare"
+
+
+def test_a_rerun_begins_with_a_later_stage_and_takes_the_earlier_ones_of_another_run(tmp_path: Path) -> None:
+    again = STAGED.replace("id: r1", "id: r2") + "rerun: {run: r1, from: train}\n"
+    train, judge = read(tmp_path, again).stages
+    assert (train.run.id, train.before, train.left) == ("r2/train", (), {"prepare": "r1/prepare"})
+    assert (judge.before, judge.left) == (("train",), {"prepare": "r1/prepare", "train": "r2/train"})
+    assert train.next_stage == "judge"
+
+
+@pytest.mark.parametrize(
+    ("rerun", "said"),
+    [
+        ("{run: r1, from: prepare}", "rerun.from: 'prepare'.*a stage after the first: train, judge"),
+        ("{run: R, from: train}", "rerun.run"),
+        ("{run: r1, since: train}", "rerun.since"),
+    ],
+)
+def test_a_rerun_of_nothing_is_refused(tmp_path: Path, rerun: str, said: str) -> None:
+    with pytest.raises(DefinitionError, match=said):
+        read(tmp_path, f"{STAGED}rerun: {rerun}\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("name: train", "name: Train", r"stages\[1\].name"),
+        ("name: train", "name: prepare", r"stages\[1\].name: 'prepare'.*each name once"),
+        ("inputs.prepare", "inputs.judge", "an earlier stage, which are prepare"),  # a later one's
+        ("capacity: on-demand", "capacity: on-demand, nodes: 2", r"stages\[0\].fleet.nodes"),
+        ("capacity: on-demand", "fallback: on-demand", "without fleet.fallback"),
+        ("capacity: on-demand", "colour: red", r"stages\[0\].fleet.colour"),
+        ("  - name: judge\n", "  - name: judge\n    limits: {max_usd: 3}\n", r"stages\[2\].limits"),
+    ],
+)
+def test_what_a_stage_cannot_be_is_refused_at_its_place(tmp_path: Path, old: str, new: str, said: str) -> None:
+    assert STAGED.count(old) == 1
+    with pytest.raises(DefinitionError, match=said):
+        read(tmp_path, STAGED.replace(old, new))
+
+
+def test_a_caller_that_knows_no_stages_is_refused(tmp_path: Path) -> None:
+    read(tmp_path)
+    with pytest.raises(GpufleetError, match=r"has stages.* r1/prepare, r1/train, r1/judge"):
+        load(tmp_path / "staged.yaml", now=NOW)

@@ -1,0 +1,30 @@
+"""A definition with three stages."""
+
+STAGED = """\
+# Three stages. Bound: 8 dollars.
+run: {id: r1, owner: me@example.org}
+job:
+  image: public.ecr.aws/docker/library/python:3.13-slim
+  code: {folder: code}
+  checkpoint: none
+  device: cpu
+  progress: {stdout: 'step (?P<step>[0-9]+)'}
+  work: {hours: {low: 0.1, likely: 0.2, high: 0.4}}
+fleet:
+  region: us-east-2
+  zones: [us-east-2a, us-east-2b]
+  instance_types: [g5.2xlarge]
+  capacity: spot
+storage:
+  keep: {days: 7}
+limits: {max_usd: 8, max_hours: 8}
+stages:
+  - name: prepare
+    job: {command: 'python stage.py prepare {outputs}'}
+    fleet: {instance_types: [c7i.xlarge], capacity: on-demand}
+  - name: train
+    job: {command: 'python stage.py train {inputs.prepare} {outputs}'}
+  - name: judge
+    job: {command: 'python stage.py judge {inputs.train} {outputs}'}
+    fleet: {instance_types: [c7i.xlarge]}
+"""
