@@ -43,12 +43,11 @@ def serve() -> None:
         import awscli.handlers  # noqa: F401 - the CLI imports it with each call
 
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a call's process
-        while sys.stdin not in (ready := select.select([listening, sys.stdin], [], [])[0]):
-            if ready:
-                connection, _ = listening.accept()
-                if not os.fork():
-                    _answer(connection)
-                connection.close()
+        while listening.fileno() in select.select([listening.fileno(), 0], [], [])[0]:
+            connection, _ = listening.accept()
+            if not os.fork():
+                _answer(connection)
+            connection.close()
 
 
 def _answer(connection: socket.socket) -> None:
@@ -61,7 +60,7 @@ def _answer(connection: socket.socket) -> None:
     if not child:
         _run(asked, streams)
     os.close(held)
-    if connection in select.select([connection, ended], [], [])[0]:
+    if connection.fileno() in select.select([connection.fileno(), ended], [], [])[0]:
         os.kill(child, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
