@@ -65,8 +65,8 @@ class Served:
 
 
 def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
-    """The model in `folder`: on a GPU weights and products in bf16, else in fp32. Raises ValueError if the folder is not
-    a character model's, or is damaged, or if the device cannot hold the model.
+    """The model in `folder`: on a GPU weights and products in bf16, else in fp32. Raises ValueError if the folder is
+    not a character model's, or is damaged, or if the device cannot hold the model.
     """
     meta = atomic.read_object(folder / META)
     if meta is None or not (folder / WEIGHTS).is_file():
