@@ -24,6 +24,7 @@ import torch
 
 from gpufleet.job.experiments.engine import device
 from gpufleet.job.experiments.pretrain.model import CharGpt
+from gpufleet.job.experiments.pretrain.serve.batch import TextWriter
 from gpufleet.job.experiments.pretrain.serve.model import Served
 from gpufleet.job.experiments.pretrain.serve.server import Server
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
@@ -46,7 +47,11 @@ def main() -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(0.0, 0.02)
-    served = Served(module=module, name="random weights", sequence=config.data.sequence, meta={})
+    if found.torch.type == "cuda":  # as `open_model` has it
+        module.compute_dtype = torch.bfloat16
+        module.to(torch.bfloat16)
+    window = config.data.sequence
+    served = Served(module=module, name="random weights", sequence=window, meta={}, writer=TextWriter(module, window))
     server = Server(("127.0.0.1", 0), served)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

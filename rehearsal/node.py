@@ -29,6 +29,7 @@ from gpufleet.rehearsal.images import Docker
 from gpufleet.rehearsal.launch import CloudInstance
 
 STANDINS = Path(__file__).parent / "standins"
+AWS = STANDINS / "warm" / "cli.py"
 NEEDED = ("bash", "tar")
 POLL_S = 0.05
 
@@ -40,6 +41,7 @@ class RehearsalNode:
     instance: CloudInstance
     root: Path
     process: subprocess.Popen[bytes]
+    aws: subprocess.Popen[bytes]  # which runs its calls of the AWS CLI
 
     @property
     def log(self) -> Path:
@@ -83,17 +85,19 @@ class NodeRunner:
         script = root / "var/lib/cloud/instance/user-data.txt"
         script.write_text(instance.user_data, encoding="utf-8")
         script.chmod(0o755)
+        environment = self._environment(instance, root)
+        aws = _aws(root / "run", environment)
         with (root / "var/log/cloud-init-output.log").open("wb") as log:
             process = subprocess.Popen(
                 ["bash", str(script)],
                 cwd=root,
-                env=self._environment(instance, root),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        node = RehearsalNode(instance=instance, root=root, process=process)
+        node = RehearsalNode(instance=instance, root=root, process=process, aws=aws)
         self.nodes[instance.id] = node
         watcher = threading.Thread(target=self._watch, args=(node,), daemon=True)
         watcher.start()
@@ -112,6 +116,8 @@ class NodeRunner:
         if self._docker is not None:
             self._docker.remove(instance.id)
         node.process.wait()
+        node.aws.kill()
+        node.aws.communicate()
 
     def hold(self, instance: CloudInstance) -> None:
         """Stops only the trainer's processes until `go`. This works only on Linux; elsewhere training goes on."""
@@ -155,7 +161,7 @@ class NodeRunner:
 
     def _environment(self, instance: CloudInstance, root: Path) -> dict[str, str]:
         python = Path(sys.executable)
-        path = (STANDINS, python.parent, os.environ.get("PATH", os.defpath), STANDINS / "absent")
+        path = (STANDINS, AWS.parent, python.parent, os.environ.get("PATH", os.defpath), STANDINS / "absent")
         return {
             **({USER_PATH: str(self._programs(root))} if self._programs else {}),
             **(self._docker.environment() if self._docker else {}),
@@ -173,6 +179,16 @@ class NodeRunner:
             "AWS_CONFIG_FILE": os.devnull,
             "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
         }
+
+
+def _aws(folder: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A process that runs a node's calls of the AWS CLI, listening in `folder`; it ends with this one."""
+    words = [sys.executable, str(AWS), "serve"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(words, cwd=folder, env=environment, stdin=pipe, stdout=pipe, start_new_session=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
 
 
 def _disks(root: Path, instance: CloudInstance) -> None:

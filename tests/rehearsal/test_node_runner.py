@@ -18,7 +18,7 @@ from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.gate import NODE_KEY
 from gpufleet.rehearsal.habits import Habits
-from gpufleet.rehearsal.node import STANDINS, NodeRunner, RehearsalNode
+from gpufleet.rehearsal.node import STANDINS, NodeRunner, RehearsalNode, _marked
 from tests.rehearsal.declared import fleet, living, template
 from tests.waiting import is_alive, wait_for
 
@@ -295,3 +295,31 @@ def test_a_log_group_that_comes_late_gets_what_was_said_before(cloud: Cloud, tmp
     assert wait_for("the line in the log group", events, process=process) == ["first"]
     (tmp_path / "go").touch()
     assert finish(process)[0] == 0
+
+
+def test_the_cli_imported_once_answers_as_the_cli_itself_and_ends_with_its_node(
+    cloud: Cloud, boot: Callable[..., RehearsalNode]
+) -> None:
+    node = boot("""export AWS_DEFAULT_REGION=us-east-2
+cd "$HOME"
+ask() { # by the CLI that is first on the PATH, and by its own program
+  aws "$@" >>once 2>&1
+  echo "$?" >>once
+  "${GPUFLEET_PYTHON%/*}/aws" "$@" >>anew 2>&1
+  echo "$?" >>anew
+}
+ask sts get-caller-identity --query Account --output text
+ask s3 nonsense
+ask s3api head-object --bucket absent --key absent
+mkfifo never
+aws s3 cp - s3://own/key <>never &
+type -p aws >started
+wait""")
+    home = node.root / "root"
+    wait_for("the last call", lambda: (home / "started").exists() and bool((home / "started").read_text()))
+    assert (home / "started").read_text().strip() == str(STANDINS / "warm" / "aws")
+    assert (home / "once").read_text() == (home / "anew").read_text()
+    assert (home / "once").read_text().startswith(f"{cloud.account}\n0\n")
+    cloud.kill(node.instance.id)
+    assert node.aws.poll() is not None
+    assert not _marked(node.instance.id)

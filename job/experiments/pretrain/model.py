@@ -22,7 +22,7 @@ initialisation as in nanochat (gpt.py, read 2026-11-21), because the learning ra
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,9 +49,21 @@ class CharCache:
     positions are filled. Appending beyond the capacity is an error of the caller.
     """
 
-    def __init__(self, capacity: int) -> None:
+    mask = None  # of its one position: it sees all of them
+
+    def __init__(self, capacity: int, layers: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
+        """`layers`: where to keep them; None makes room when the first come."""
         self.capacity, self.length = capacity, 0
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers = layers or {}
+
+    def turns(self, count: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, P] of the next `count` positions."""
+        cos, sin = rotations(self.length + count, head_dim, like)
+        return cos[self.length :], sin[self.length :]
+
+    def advance(self, count: int) -> None:
+        """Counts the positions that every layer has appended."""
+        self.length += count
 
     def append(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
         """Appends a layer's new positions; returns keys and values of all the layer's positions, [B, K, S, D] each."""
@@ -66,6 +78,52 @@ class CharCache:
         return keys[:, :, :end], values[:, :, :end]
 
 
+class CharRows:
+    """The cache of a fixed number of texts that are written together, a position of each at a time: [B, K, window, D]
+    for each layer, made once. Each row has its own length. Shapes hardly change, so neighbours change no bit of it.
+    """
+
+    STEP = 256  # keys are read in steps of so many, up to the longest row's
+
+    def __init__(self, module: CharGpt, rows: int, window: int) -> None:
+        model, like = module.model, module.embed.weight.new_empty(0, dtype=module.compute_dtype)
+        heads = model.kv_heads or model.width // model.head_dim
+        room = (model.layers, 2, rows, heads, window, model.head_dim)
+        self.window, self._kept = window, like.new_zeros(room)
+        self._cos_TP, self._sin_TP = rotations(window, model.head_dim, like)
+        self._place_T = torch.arange(window, device=like.device)
+        self._row_B = torch.arange(rows, device=like.device)
+        self.length = 1  # nothing begins here: `row` is for that
+
+    def row(self, number: int) -> CharCache:
+        """A row as the empty cache of one text, for all that is read before the first position is written."""
+        layers = [(keys[number, None], values[number, None]) for keys, values in self._kept]
+        return CharCache(self.window, dict(enumerate(layers)))
+
+    def place(self, lengths: Sequence[int]) -> None:
+        """Says how many positions each row has, before one more of each is read."""
+        self._length_B = torch.tensor(lengths, device=self._kept.device)
+        self._span = min(self.window, -(-(max(lengths) + 1) // self.STEP) * self.STEP)
+        self.mask = (self._place_T[: self._span] <= self._length_B[:, None])[:, None, None]
+
+    def turns(self, count: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, 1, P] of each row's next position."""
+        return self._cos_TP[self._length_B, None], self._sin_TP[self._length_B, None]
+
+    def append(self, layer: int, k_BK1D: Tensor, v_BK1D: Tensor) -> tuple[Tensor, Tensor]:
+        """Puts one position behind each row; all of that layer up to the longest row's, [B, K, S, D] each."""
+        for kept, new in zip(self._kept[layer], (k_BK1D, v_BK1D), strict=True):
+            kept[self._row_B, :, self._length_B] = new[:, :, 0]
+        keys, values = self._kept[layer]
+        return keys[:, :, : self._span], values[:, :, : self._span]
+
+    def advance(self, count: int) -> None:
+        """`place` says it before the next position."""
+
+
+Kept = CharCache | CharRows
+
+
 class CharAttention(nn.Module):
     """Causal self-attention with normed q and k; several q heads may share one k and v head."""
 
@@ -76,10 +134,10 @@ class CharAttention(nn.Module):
         self.q, self.o = Linear(model.width, model.width, bias=False), Linear(model.width, model.width, bias=False)
         self.k, self.v = Linear(model.width, shared, bias=False), Linear(model.width, shared, bias=False)
 
-    def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: CharCache | None) -> Tensor:
+    def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: Kept | None) -> Tensor:
         q, k, v = (p(x_BTd).unflatten(-1, (-1, self.head_dim)) for p in (self.q, self.k, self.v))
         # Turned before heads and positions swap, so attention's result has o's layout, without a copy.
-        cos_T1P, sin_T1P = cos_TP[:, None], sin_TP[:, None]
+        cos_T1P, sin_T1P = cos_TP[..., None, :], sin_TP[..., None, :]
         q, k = rotate(norm(q), cos_T1P, sin_T1P), rotate(norm(k), cos_T1P, sin_T1P)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         seen = 0
@@ -91,7 +149,8 @@ class CharAttention(nn.Module):
             y_BHTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
         else:
             assert q.shape[2] == 1, "behind what is cached, one position at a time"
-            y_BHTD = F.scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
+            assert cache is not None
+            y_BHTD = F.scaled_dot_product_attention(q, k, v, attn_mask=cache.mask, enable_gqa=gqa)
         y_BTd: Tensor = self.o(y_BHTD.transpose(1, 2).flatten(2))
         return y_BTd
 
@@ -116,7 +175,7 @@ class CharBlock(nn.Module):
         self.checkpointing = False
         self.attention, self.ffn = CharAttention(model, index), CharFeedForward(model.width)
 
-    def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: CharCache | None = None) -> Tensor:
+    def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: Kept | None = None) -> Tensor:
         if self.checkpointing and self.training:
             result: Tensor = checkpoint(
                 self._run, x_BTd, cos_TP, sin_TP, cache, use_reentrant=False, context_fn=keep_products
@@ -124,7 +183,7 @@ class CharBlock(nn.Module):
             return result
         return self._run(x_BTd, cos_TP, sin_TP, cache)
 
-    def _run(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: CharCache | None) -> Tensor:
+    def _run(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: Kept | None) -> Tensor:
         x_BTd = x_BTd + self.attention(norm(x_BTd), cos_TP, sin_TP, cache)
         x_BTd = x_BTd + self.ffn(norm(x_BTd))
         return x_BTd
@@ -146,19 +205,17 @@ class CharGpt(Checkpointed):
         self.blocks = nn.ModuleList(CharBlock(model, index) for index in range(model.layers))
         self.head = Linear(model.width, model.vocab, bias=False)
 
-    def forward(
-        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: CharCache | None = None
-    ) -> CharOutput:
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: Kept | None = None) -> CharOutput:
         """Logits if there are no targets, otherwise the summed loss (a target of -100 counts nothing). Tokens and
         targets are int64. With a cache the tokens follow the cached tokens.
         """
         x_BTd = norm(self.embed(tokens_BT).to(self.compute_dtype))
-        seen = 0 if cache is None else cache.length
-        cos, sin = rotations(seen + tokens_BT.shape[1], self.model.head_dim, x_BTd)
+        turns, count = rotations if cache is None else cache.turns, tokens_BT.shape[1]
+        cos, sin = turns(count, self.model.head_dim, x_BTd)
         for block in self.blocks:
-            x_BTd = block(x_BTd, cos[seen:], sin[seen:], cache)
+            x_BTd = block(x_BTd, cos, sin, cache)
         if cache is not None:
-            cache.length += tokens_BT.shape[1]
+            cache.advance(count)
         logits_BTV = self.head(norm(x_BTd))
         if targets_BT is None:
             return CharOutput(self._capped(logits_BTV), None, {}, None)
@@ -202,44 +259,59 @@ def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.empty(shape).normal_(0.0, deviation, generator=generator)
 
 
-@torch.no_grad()
-def generate(
-    module: CharGpt,
-    prompt: list[int],
-    *,
-    allowed: int,
-    max_tokens: int,
-    window: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    seed: int | None = None,
-    stop: Iterable[int] = (),
-) -> Iterator[int]:
-    """Ids that follow `prompt` (1 to `window` of them), below `allowed`, one by one; ends after an id of `stop`.
+class Text:
+    """A text that is written: its ids so far, and what the model must read for the next one."""
 
-    Temperature 0 takes the likeliest id and needs no seed; otherwise the same seed gives the same ids on the same
-    machine. When `window` positions, the trained length, are full, the last half of these is read in again.
-    """
-    assert 0 < len(prompt) <= window, (len(prompt), window)
-    ends, ids = set(stop), list(prompt)
-    generator = torch.Generator()
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        *,
+        allowed: int,
+        max_tokens: int,
+        window: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        seed: int | None = None,
+        stop: Sequence[int] = (),
+    ) -> None:
+        """What follows `prompt` (1 to `window` ids), ids below `allowed`; it ends after an id of `stop`.
+
+        Temperature 0 takes the likeliest id and needs no seed; otherwise the same seed gives the same ids on the same
+        machine. When `window` positions, the trained length, are full, the last half of these is read in again.
+        """
+        assert 0 < len(prompt) <= window, (len(prompt), window)
+        self.allowed, self.window, self.left = allowed, window, max_tokens
+        self._temperature, self._top_k, self._ends = temperature, top_k, set(stop)
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+        self._ids = list(prompt)
+        self.new, self.length = self._ids, 0  # ids to read, behind so many that are in the cache
+
+    def take(self, logits_V: Tensor) -> int:
+        """Chooses the next id, by the logits behind what was to be read."""
+        chosen = _choose(logits_V[: self.allowed].float().cpu(), self._temperature, self._top_k, self._generator)
+        self.length += len(self.new)
+        self._ids.append(chosen)
+        self.new, self.left = [chosen], 0 if chosen in self._ends else self.left - 1
+        if self.length + 1 > self.window:
+            self.new, self.length = self._ids[-max(1, self.window // 2) :], 0
+        return chosen
+
+
+@torch.no_grad()
+def generate(module: CharGpt, text: Text) -> Iterator[int]:
+    """The text's ids, one by one."""
     device = module.embed.weight.device
-    cache, new = CharCache(min(window, len(ids) + max_tokens)), ids  # 1 MB a position at full size
-    for _ in range(max_tokens):
-        if cache.length + len(new) > window:
-            cache, new = CharCache(window), ids[-max(1, window // 2) :]
+    room = min(text.window, len(text.new) + text.left)  # 1 MB a position at full size
+    while text.left:
+        if not text.length:
+            cache, room = CharCache(room), text.window
         with any_length():
-            logits = module(torch.tensor([new], device=device), cache=cache).logits[0, -1, :allowed].float().cpu()
-        chosen = _choose(logits, temperature, top_k, generator)
-        ids.append(chosen)
-        new = [chosen]
-        yield chosen
-        if chosen in ends:
-            return
+            logits = module(torch.tensor([text.new], device=device), cache=cache).logits[0, -1]
+        yield text.take(logits)
 
 
 def _choose(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

@@ -22,7 +22,7 @@ from gpufleet.job.experiments.engine import export, metrics, parallel
 from gpufleet.job.experiments.engine.experiment import Experiment, Phase, Session, Weights, Work
 from gpufleet.job.experiments.models.blocks import DTYPES
 from gpufleet.job.experiments.pretrain import characters, muon
-from gpufleet.job.experiments.pretrain.model import CharGpt, generate, initial
+from gpufleet.job.experiments.pretrain.model import CharGpt, Text, generate, initial
 from gpufleet.job.experiments.pretrain.rows import Rows
 from gpufleet.job.experiments.pretrain.spec import SYMBOLS, EarlyStop, MuonAdamW, PretrainConfig
 from gpufleet.job.kind.common import Rung
@@ -160,14 +160,13 @@ class Pretrain(Experiment):
     def _continue(self, module: CharGpt, prompt: str) -> str:
         """The prompt and `eval.sample_tokens` greedy characters. All ranks call it: each has a part of the weights."""
         module.eval()
-        ids = generate(
-            module,
+        text = Text(
             list(characters.encode(prompt.encode())),
             allowed=len(SYMBOLS),
             max_tokens=self.config.eval.sample_tokens,
             window=self.config.data.sequence,
         )
-        return prompt + characters.decode(list(ids))
+        return prompt + characters.decode(list(generate(module, text)))
 
     def _results(self, weights: Weights, samples: dict[str, str], steps: int) -> dict[str, Any]:
         session, evaluations = self.session, self.progress["evaluations"]

@@ -242,6 +242,7 @@ class Judge:
                 trials=self.limits.trials,
                 suspicious=self.limits.suspicious,
                 ops=True,
+                interpreted=not self._gpus,
                 secret=course.sha256,
                 limit_s=self.limits.candidate_s,
                 others=[partial(self._check, task, once_more, [name], as_timed=True) for name in tasks.ADVERSARIAL],

@@ -1,14 +1,15 @@
 """Stage 5: times a candidate against the reference, and decides whether to believe the result.
 
-The timing is calibrated: warm-up, flushed caches before each trial, minus an empty launch, median and quartiles. The
-reference is timed before and after the candidate; if the reference's two medians differ by more than REPEAT the machine
-is too busy, and after TRIES the candidate gets no speed-up rather than a wrong one. Slow programs get fewer trials, so
-that the tries fit into the stage's time.
+The timing is calibrated: warm-up, flushed caches before each trial, median and quartiles, on a CPU minus an empty
+launch. The reference is timed before and after the candidate; if the reference's two medians differ by more than REPEAT
+the machine is too busy, and after TRIES the candidate gets no speed-up rather than a wrong one. Slow programs get fewer
+trials, so that the tries fit into the stage's time.
 
 On a GPU the stream is held while a call launches its kernels, so that kernels are compared, not a launcher with a
-dispatcher (without, 18 of 20 right kernels got no speed-up on an H100). Further Python time belongs to the program. On
-a CPU, where kernels are interpreted, an empty launch is the cost of the program's launches without their work: a Triton
-kernel that does nothing for a candidate, and an eager operation on one element for the reference.
+dispatcher (without, 18 of 20 right kernels got no speed-up on an H100). Further Python time belongs to the program. An
+empty kernel's time is part of every kernel's there, and stays, as in triton's do_bench. On a CPU, where kernels are
+interpreted, an empty launch is the cost of the program's launches without their work: a Triton kernel that does nothing
+for a candidate, and an eager operation on one element for the reference.
 
 No call gets an earlier call's inputs: inputs are moved within the same memory by random numbers of the judge's, so a
 remembered result is wrong, however it is remembered, and a program that detects the move spends time on that. Some
@@ -93,7 +94,9 @@ Empty = Literal["kernel", "operation"]  # which empty launch is subtracted: of a
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
     """A program whose calls are timed. `listed`, `looked_at`: how many calls are checked each time; with `ops` the
-    torch functions that these calls use are checked too. `random`: the judge's generator.
+    torch functions that these calls use are checked too. `random`: the judge's generator. `interpreted`: the program
+    runs on a CPU, so an empty launch is subtracted from the seconds that its process reports. The judge's own seconds
+    are always less one, which is the way to the process and back.
     """
 
     ask: Ask
@@ -101,6 +104,7 @@ class Program:
     given: Case
     random: random.Random
     empty: Empty
+    interpreted: bool = True
     listed: int = 0
     looked_at: int = 0
     ops: bool = False
@@ -124,7 +128,8 @@ class Program:
         self.random.shuffle(plan)
         for act in plan:
             act()
-        nothing, way = median(own for own, _ in empty), [judged for _, judged in empty]
+        nothing = median(own for own, _ in empty) if self.interpreted else 0.0
+        way = [judged for _, judged in empty]
         own = [max(SHORTEST_S, seconds - nothing) for seconds, _ in timed]
         judged = [max(SHORTEST_S, seconds - median(way)) for _, seconds in timed]
         return Trials(
@@ -175,6 +180,7 @@ def calibrated(
     trials: int,
     suspicious: float,
     ops: bool = False,
+    interpreted: bool = True,
     secret: str = "",
     limit_s: float = math.inf,
     others: Sequence[Callable[[], object]] = (),
@@ -185,7 +191,12 @@ def calibrated(
     """
     given, own = draw(task, "timing"), random.Random(f"{seed} {task.name} {secret}")
     ours = Program(
-        ask=reference, task=task, given=given, random=random.Random(f"{seed} {task.name}"), empty="operation"
+        ask=reference,
+        task=task,
+        given=given,
+        random=random.Random(f"{seed} {task.name}"),
+        empty="operation",
+        interpreted=interpreted,
     )
     program = replace(ours, ask=ask, random=own, empty="kernel", listed=LISTED, looked_at=LOOKED_AT, ops=ops)
     for one in (program, ours):

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from gpufleet.job import atomic
 from gpufleet.job.experiments.engine.export import META, WEIGHTS
 from gpufleet.job.experiments.pretrain import characters
-from gpufleet.job.experiments.pretrain.model import CharGpt, generate
+from gpufleet.job.experiments.pretrain.model import CharGpt, Text
+from gpufleet.job.experiments.pretrain.serve.batch import TextWriter
 from gpufleet.job.experiments.pretrain.serve.request import GenerateRequest
 from gpufleet.job.experiments.pretrain.spec import SYMBOLS, CharModel
 
@@ -29,11 +30,11 @@ class Served:
     name: str
     sequence: int
     meta: dict[str, Any]
+    writer: TextWriter
 
     def generate(self, asked: GenerateRequest) -> Iterator[str]:
         """The characters that follow the prompt, one by one."""
-        ids = generate(
-            self.module,
+        text = Text(
             list(characters.encode(asked.prompt.encode())),
             allowed=len(SYMBOLS),
             max_tokens=asked.max_tokens,
@@ -43,7 +44,7 @@ class Served:
             seed=asked.seed,
             stop=[SYMBOLS.index("\n")] if asked.stop_on_newline else (),
         )
-        return (SYMBOLS[i] for i in ids)
+        return (SYMBOLS[i] for i in self.writer.write(text))
 
     def info(self) -> dict[str, Any]:
         """The answer to `GET /info`."""
@@ -64,8 +65,8 @@ class Served:
 
 
 def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
-    """The model in `folder`, products in fp32. Raises ValueError if the folder is not a character model's, or is
-    damaged, or if the device cannot hold the model.
+    """The model in `folder`: on a GPU weights and products in bf16, else in fp32. Raises ValueError if the folder is
+    not a character model's, or is damaged, or if the device cannot hold the model.
     """
     meta = atomic.read_object(folder / META)
     if meta is None or not (folder / WEIGHTS).is_file():
@@ -92,14 +93,16 @@ def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
         raise ValueError(f"{folder}: damaged export ({type(error).__name__}: {error}); copy it again") from error
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    module.eval()
+    module.eval().requires_grad_(False)
     try:
-        module.to(device)
-        with torch.no_grad():  # the device meta takes weights and computes nothing
-            module(torch.zeros(1, 1, dtype=torch.int64, device=device)).logits.cpu()
+        if torch.device(device).type == "cuda":  # each character reads every weight
+            module.compute_dtype = torch.bfloat16
+        module.to(device, module.compute_dtype)  # the device meta takes weights and computes nothing
+        module(torch.zeros(1, 1, dtype=torch.int64, device=device)).logits.cpu()
+        writer = TextWriter(module, sequence)
     # no such device, driver or memory; not built in; an unsupported dtype
     except (RuntimeError, AssertionError, ImportError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ValueError(f"{folder}: cannot be put on device {str(device)!r} ({reason}); try --device cpu") from error
     name = f"m{shape.layers}x{shape.width} step {meta.get('step')}"
-    return Served(module=module, name=name, sequence=sequence, meta=meta)
+    return Served(module=module, name=name, sequence=sequence, meta=meta, writer=writer)

@@ -31,10 +31,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from gpufleet.job.experiments.pretrain.serve.batch import ROWS
 from gpufleet.job.experiments.pretrain.serve.model import Served
 from gpufleet.job.experiments.pretrain.serve.request import GenerateRequest, Refused, parse
 
-AT_ONCE = 4
+AT_ONCE = ROWS
 CONNECTIONS = 64
 BACKLOG = 128  # connections not yet accepted; further clients are reset instead of told to come again
 PATIENCE_S = 30.0

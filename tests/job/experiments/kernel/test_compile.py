@@ -16,6 +16,7 @@ from gpufleet.job.experiments.kernel.judge.compilation import OUTCOME, Compilati
 from gpufleet.job.experiments.kernel.judge.compiler import ADDRESS, CACHE
 from gpufleet.job.experiments.kernel.judge.funnel import Judge
 from gpufleet.job.experiments.kernel.judge.planted import Candidate
+from gpufleet.job.experiments.kernel.judge.verdict import Course, Verdict
 from gpufleet.job.experiments.kernel.judge.worker import Process, Workers
 from tests.job.kernel_judge import LIMITS, SEED, Switches, candidate, honest, judge, judged, scratch, verdicts
 from tests.waiting import HANG_S
@@ -324,6 +325,21 @@ def test_with_gpus_candidates_are_compiled_ahead_of_those_that_run(
     assert [verdict.reason for verdict in found.values() if not verdict.passed] == []
     assert len(found) == len(crowd)
     assert [cubins(folder) for folder in given] == [1] * len(crowd)  # no size here is a multiple of 16
+
+
+def test_eight_gpus_judge_eight_candidates_at_once(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, used = threading.Barrier(8), list[int]()
+
+    def judge_there(made: Judge, course: Course, gpu: int) -> None:
+        together.wait(HANG_S)
+        used.append(gpu)
+
+    monkeypatch.setattr(Judge, "_begun", lambda made, candidate: Course(candidate, ""))
+    monkeypatch.setattr(Judge, "_judge", judge_there)
+    found: list[Verdict] = []
+    Judge(replace(LIMITS, workers=None), SEED, workers, gpus=8).all(planted.candidates(16), found.append)
+    assert sorted(used) == sorted([*range(8)] * 2)
+    assert len(found) == 16
 
 
 def test_what_is_compiled_and_waits_for_a_gpu_is_given_up_with_the_rest(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,10 @@ def test_a_reference_as_quick_as_an_empty_operation_gives_no_speedup() -> None:
     assert (found.speedup, found.why) == (None, "the reference takes no longer than an empty operation")
 
 
-def test_a_trial_is_what_it_took_less_an_empty_launch_by_both_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("interpreted", [True, False], ids=["CPU", "GPU"])
+def test_a_trial_is_what_it_took_and_on_a_cpu_less_an_empty_launch(
+    interpreted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = CallClock(monkeypatch)
     own, way = iter([9.0, 9.0, 1.0, 2.0, 3.0, 5.0]), iter([9.0, 9.0, 0.2, 0.4, 0.4, 0.8])  # two of each warm up
 
@@ -115,10 +119,12 @@ def test_a_trial_is_what_it_took_less_an_empty_launch_by_both_clocks(monkeypatch
         return {"seconds": says}, []
 
     case = tasks.Case(name="", tensors=(torch.ones(3),))
-    found = timing.Program(ask=ask, task=RELU, given=case, random=random.Random(1), empty="kernel").trials(4)
-    assert found.quartiles == pytest.approx((1.25, 2.0, 3.0))  # of 0.5, 1.5, 2.5, 4.5
+    program = timing.Program(ask=ask, task=RELU, given=case, random=random.Random(1), empty="kernel")
+    found = replace(program, interpreted=interpreted).trials(4)
+    launch = 0.0 if interpreted else 0.5
+    assert found.quartiles == pytest.approx((1.25 + launch, 2.0 + launch, 3.0 + launch))  # of 0.5, 1.5, 2.5, 4.5
     assert (found.judged, found.blur) == pytest.approx((4.6, 0.15))  # of 1.6, 3.6, 5.6, 9.6; from 0.35 to 0.5
-    assert (found.quickest, found.slowest) == pytest.approx((1.6, 4.5))
+    assert (found.quickest, found.slowest) == pytest.approx((1.6, 4.5 + launch))
 
 
 def took(median: float, *, lies: bool = False) -> timing.Trials:

@@ -48,7 +48,7 @@ def fine_tuned(tmp_path: Path) -> tuple[nn.Module, Callable[[], Any]]:
 
 def pretrained(tmp_path: Path) -> tuple[nn.Module, Callable[[], Any]]:
     module = char_gpt.CharGpt(CharModel(vocab=32, layers=1, width=16, head_dim=8))
-    return module, lambda: list(char_gpt.generate(module, [1, 2], allowed=17, max_tokens=3, window=8))
+    return module, lambda: list(char_gpt.generate(module, char_gpt.Text([1, 2], allowed=17, max_tokens=3, window=8)))
 
 
 def grown(tmp_path: Path) -> tuple[nn.Module, Callable[[], Any]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpufleet.job.experiments.pretrain import model as char_gpt
-from gpufleet.job.experiments.pretrain.model import CharCache, CharGpt, generate, initial, norm, std
+from gpufleet.job.experiments.pretrain.model import CharCache, CharGpt, Text, generate, initial, norm, std
 from gpufleet.job.experiments.pretrain.spec import CharData, CharModel, PretrainConfig
 
 SMALL = CharModel(layers=2, width=64, head_dim=32)
@@ -177,7 +177,7 @@ def test_with_a_cache_one_position_at_a_time_the_logits_are_the_same(kv_heads: i
 
 def test_greedy_generation_follows_the_largest_logit() -> None:
     module, ids = model(), tokens(1, 4)[0].tolist()
-    made = list(generate(module, ids, allowed=17, max_tokens=10, window=64))
+    made = list(generate(module, Text(ids, allowed=17, max_tokens=10, window=64)))
     for place, chosen in enumerate(made):
         logits = module(torch.tensor([ids + made[:place]])).logits[0, -1, :17]
         assert chosen == int(logits.argmax())
@@ -185,7 +185,7 @@ def test_greedy_generation_follows_the_largest_logit() -> None:
 
 def test_generation_goes_on_beyond_the_window_with_its_last_half() -> None:
     module, ids = model(), tokens(1, 6)[0].tolist()
-    made = list(generate(module, ids, allowed=17, max_tokens=14, window=8))
+    made = list(generate(module, Text(ids, allowed=17, max_tokens=14, window=8)))
     context = list(ids)
     for chosen in made:
         if len(context) > 8:
@@ -207,13 +207,13 @@ def test_a_generation_takes_memory_for_what_it_may_write_and_no_more(
 
     monkeypatch.setattr(char_gpt, "CharCache", Seen)
     ids = tokens(1, 4)[0].tolist()
-    assert len(list(generate(model(), ids, allowed=17, max_tokens=max_tokens, window=window))) == max_tokens
+    assert len(list(generate(model(), Text(ids, allowed=17, max_tokens=max_tokens, window=window)))) == max_tokens
     assert set(rooms) == {room}
 
 
 def test_a_seed_repeats_a_sample_and_another_gives_another() -> None:
     def sample(seed: int) -> list[int]:
-        return list(generate(model(), [1, 2], allowed=17, max_tokens=40, window=64, temperature=2.0, seed=seed))
+        return list(generate(model(), Text([1, 2], allowed=17, max_tokens=40, window=64, temperature=2.0, seed=seed)))
 
     assert sample(1) == sample(1)
     assert sample(1) != sample(2)
@@ -221,11 +221,14 @@ def test_a_seed_repeats_a_sample_and_another_gives_another() -> None:
 
 def test_top_k_keeps_to_the_likeliest_and_1_is_greedy() -> None:
     module = model()
-    greedy = list(generate(module, [3], allowed=17, max_tokens=12, window=64))
-    assert list(generate(module, [3], allowed=17, max_tokens=12, window=64, temperature=2.0, top_k=1, seed=5)) == greedy
+    greedy = list(generate(module, Text([3], allowed=17, max_tokens=12, window=64)))
+    assert (
+        list(generate(module, Text([3], allowed=17, max_tokens=12, window=64, temperature=2.0, top_k=1, seed=5)))
+        == greedy
+    )
     likely = set(module(torch.tensor([[3]])).logits[0, -1, :17].topk(3).indices.tolist())
     first = {
-        next(generate(module, [3], allowed=17, max_tokens=1, window=64, temperature=2.0, top_k=3, seed=s))
+        next(generate(module, Text([3], allowed=17, max_tokens=1, window=64, temperature=2.0, top_k=3, seed=s)))
         for s in range(60)
     }
     assert first == likely
@@ -236,21 +239,23 @@ def test_ids_without_a_symbol_are_never_generated() -> None:
     with torch.no_grad():
         module.head.weight[17:] = 0
         module.head.weight[:17] *= 0.01
-    assert all(i < 17 for i in generate(module, [1], allowed=17, max_tokens=60, window=64, temperature=2.0, seed=0))
+    assert all(
+        i < 17 for i in generate(module, Text([1], allowed=17, max_tokens=60, window=64, temperature=2.0, seed=0))
+    )
 
 
 def test_generation_ends_behind_a_stop() -> None:
     module = model()
-    made = list(generate(module, [3], allowed=17, max_tokens=30, window=64))
+    made = list(generate(module, Text([3], allowed=17, max_tokens=30, window=64)))
     stop = made[4]
-    ended = list(generate(module, [3], allowed=17, max_tokens=30, window=64, stop=[stop]))
+    ended = list(generate(module, Text([3], allowed=17, max_tokens=30, window=64, stop=[stop])))
     assert ended == made[: made.index(stop) + 1]
 
 
 def test_a_tiny_temperature_is_greedy_and_no_error() -> None:
     module = model()
-    greedy = list(generate(module, [3], allowed=17, max_tokens=8, window=64))
-    assert list(generate(module, [3], allowed=17, max_tokens=8, window=64, temperature=1e-6, seed=1)) == greedy
+    greedy = list(generate(module, Text([3], allowed=17, max_tokens=8, window=64)))
+    assert list(generate(module, Text([3], allowed=17, max_tokens=8, window=64, temperature=1e-6, seed=1))) == greedy
 
 
 def test_the_start_is_the_stated_one_and_needs_no_other_parameter() -> None:

@@ -58,7 +58,7 @@ COMPUTING = """
 import sys
 import torch
 from gpufleet.job.experiments.pretrain.serve import __main__ as serve
-from gpufleet.job.experiments.pretrain.serve import model, server
+from gpufleet.job.experiments.pretrain.serve import batch, server
 
 def computing(*args, **settings):  # its next character is far away, as behind a long prompt
     print("begun", flush=True)
@@ -66,7 +66,7 @@ def computing(*args, **settings):  # its next character is far away, as behind a
         torch.ones(64, 64) @ torch.ones(64, 64)
     yield 0
 
-model.generate, server.CLOSING_S = computing, 0.1
+batch.TextWriter.write, server.CLOSING_S = computing, 0.1
 sys.exit(serve.main(sys.argv[1:]))
 """
 
@@ -149,7 +149,7 @@ def test_a_flipped_bit_in_the_weights_is_damage(tmp_path: Path, capsys: pytest.C
 def test_a_device_that_fails_is_said_and_no_damage(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def failing(module: CharGpt, device: str) -> CharGpt:
+    def failing(module: CharGpt, *where: object) -> CharGpt:
         raise error
 
     monkeypatch.setattr(CharGpt, "to", failing)

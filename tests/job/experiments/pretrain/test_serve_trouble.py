@@ -15,15 +15,14 @@ from typing import Any
 
 import pytest
 
-from gpufleet.job.experiments.pretrain import model as char_gpt
-from gpufleet.job.experiments.pretrain.serve import model
 from gpufleet.job.experiments.pretrain.serve import server as serving
+from gpufleet.job.experiments.pretrain.serve.batch import TextWriter
 from gpufleet.job.experiments.pretrain.serve.model import open_model
 from gpufleet.job.experiments.pretrain.serve.server import Server
 from tests.job.serve_world import ask_until, exported, generate, served
 from tests.waiting import HANG_S, wait_for
 
-REAL = char_gpt.generate
+REAL = TextWriter.write
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +69,7 @@ def test_a_model_that_fails_is_answered_and_the_server_lives_on(
     error: Exception, running: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = {"error": f"the generation failed: {type(error).__name__}: {error}".partition("\n")[0]}
-    monkeypatch.setattr(model, "generate", failing(error))
+    monkeypatch.setattr(TextWriter, "write", failing(error))
     for _ in range(serving.AT_ONCE + 1):  # it keeps no slot
         assert generate(running, prompt="1") == (500, said)
     connection = http.client.HTTPConnection(*running.address, timeout=HANG_S)
@@ -78,7 +77,7 @@ def test_a_model_that_fails_is_answered_and_the_server_lives_on(
         connection.request("POST", "/generate", json.dumps({"prompt": "1", "stream": True}))
         events = connection.getresponse().read().decode().strip().split("\n\n")
         assert [json.loads(event.removeprefix("data: ")) for event in events] == [{"text": "1"}, {"text": "2"}, said]
-        monkeypatch.setattr(model, "generate", REAL)
+        monkeypatch.setattr(TextWriter, "write", REAL)
         connection.request("POST", "/generate", json.dumps({"prompt": "1", "max_tokens": 3}))
         assert connection.getresponse().status == 200
     assert "Traceback" in capsys.readouterr().err  # for whoever runs it
@@ -97,7 +96,7 @@ def test_the_generation_of_a_client_that_left_ends(
         while True:
             yield 1
 
-    monkeypatch.setattr(model, "generate", endless)
+    monkeypatch.setattr(TextWriter, "write", endless)
     body = json.dumps({"prompt": "1", "stream": stream}).encode()
     for _ in range(serving.AT_ONCE):
         with socket.create_connection(running.address, timeout=HANG_S) as client:
@@ -199,7 +198,7 @@ def test_connections_beyond_the_room_are_told_to_come_again(
         yield 1
         go.wait(HANG_S)
 
-    monkeypatch.setattr(model, "generate", waiting)
+    monkeypatch.setattr(TextWriter, "write", waiting)
     with served(tmp_path / "final") as server:
         answered = [socket.create_connection(server.address, timeout=HANG_S) for _ in range(2)]
         for client in answered:

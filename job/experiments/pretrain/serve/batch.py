@@ -1,0 +1,105 @@
+"""Writes several texts at once: one thread runs the model, and each step reads every weight once for all of them.
+
+A text comes in and goes out between two steps (continuous batching). A step always has ROWS rows, so that a text is the
+same whoever else is served.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from gpufleet.job.experiments.models.blocks import any_length
+from gpufleet.job.experiments.pretrain.model import CharGpt, CharRows, Kept, Text
+
+ROWS = 4  # texts at once
+
+
+@dataclass(eq=False, slots=True)
+class _Writing:
+    """A text with its reader."""
+
+    text: Text
+    made: SimpleQueue[int | Exception | None] = field(default_factory=SimpleQueue)  # None: it is whole
+    left: bool = False  # by its reader
+
+
+class TextWriter:
+    """The rows of one model. Its thread lives while something is written."""
+
+    def __init__(self, module: CharGpt, window: int) -> None:
+        """Takes memory for ROWS texts of `window` positions: 1 MB a position in fp32 at full size."""
+        self._module, self._cache = module, CharRows(module, ROWS, window)
+        self._lock = threading.Lock()
+        self._waiting: list[_Writing] = []
+        self._rows: list[_Writing | None] = [None] * ROWS
+        self._runs = False
+
+    def write(self, text: Text) -> Iterator[int]:
+        """The text's ids, one by one, from any thread. Raises what the model raises."""
+        writing = _Writing(text)
+        with self._lock:
+            self._waiting.append(writing)
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="texts", daemon=True).start()
+        try:
+            while (made := writing.made.get()) is not None:
+                if isinstance(made, Exception):
+                    raise made
+                yield made
+        finally:
+            writing.left = True
+
+    def _run(self) -> None:
+        while self._admit():
+            try:
+                with torch.no_grad(), any_length():
+                    self._step()
+            except Exception as error:  # noqa: BLE001 - each reader raises it
+                for writing in filter(None, self._rows):
+                    writing.made.put(error)
+                self._rows = [None] * ROWS
+
+    def _admit(self) -> bool:
+        """Frees the rows of texts that are whole or were left, and gives them to those that wait. False: nothing is
+        left to write, and the thread ends.
+        """
+        with self._lock:
+            for number, writing in enumerate(self._rows):
+                if writing is None or writing.left or not writing.text.left:
+                    if writing is not None:
+                        writing.made.put(None)
+                    self._rows[number] = self._waiting.pop(0) if self._waiting else None
+            self._runs = any(self._rows)
+            return self._runs
+
+    def _step(self) -> None:
+        """One character of each text: those that begin, or begin again, on their own, the others together."""
+        together = []
+        for number, writing in enumerate(self._rows):
+            if writing is None:
+                continue
+            if writing.text.length:
+                together.append((number, writing))
+            else:
+                cache = self._cache.row(number)
+                writing.made.put(writing.text.take(self._read([writing.text.new], cache)[0]))
+        if together:
+            # What the other rows get here lies behind what they hold.
+            self._cache.place([writing.text.length if writing else 0 for writing in self._rows])
+            tokens = [writing.text.new[-1:] if writing else [0] for writing in self._rows]
+            logits_BV = self._read(tokens, self._cache)
+            for number, writing in together:
+                writing.made.put(writing.text.take(logits_BV[number]))
+
+    def _read(self, tokens: list[list[int]], cache: Kept) -> Tensor:
+        """The logits behind the last of each row's tokens, fp32 on the CPU."""
+        device = self._module.embed.weight.device
+        logits: Tensor = self._module(torch.tensor(tokens, device=device), cache=cache).logits
+        return logits[:, -1].float().cpu()

@@ -1,0 +1,98 @@
+"""The AWS CLI of a rehearsed node, imported once: each call of `aws` there is a fork of the node's one process of it.
+
+`serve` is that process, which rehearsal/node.py starts; as a script this hands over one call: its words, folder,
+environment and streams. Importing the CLI takes two thirds of a call's processor time, and a boot makes ten calls.
+"""
+
+# ruff: noqa: T201, PTH109 - it speaks by printing, and imports as little as it can
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+NAME = "aws"  # of the socket, in its folder: a whole path can be longer than a socket's may be
+
+
+def call(folder: str, words: list[str]) -> int:
+    """Has the node's process run `aws WORDS`; the exit code."""
+    asked = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}
+    with socket.socket(socket.AF_UNIX) as server:
+        os.chdir(folder)
+        server.connect(NAME)
+        socket.send_fds(server, [b"\n"], [0, 1, 2])
+        server.sendall(json.dumps(asked).encode() + b"\n")
+        return int(server.recv(4) or b"255")
+
+
+def serve() -> None:
+    """Runs the calls that come to the socket in this folder, each in a process of its own, until standard input ends:
+    the rehearsal is over. Says on standard output when it listens.
+    """
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(NAME)
+        listening.listen()
+        print("listening", flush=True)
+        import awscli.clidriver
+        import awscli.handlers  # noqa: F401 - the CLI imports it with each call
+
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a call's process
+        while listening.fileno() in select.select([listening.fileno(), 0], [], [])[0]:
+            connection, _ = listening.accept()
+            if not os.fork():
+                _answer(connection)
+            connection.close()
+
+
+def _answer(connection: socket.socket) -> None:
+    """Runs one call to its end, or until the caller is gone. Does not return."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _, streams, _, _ = socket.recv_fds(connection, 1, 3)
+    asked = json.loads(connection.makefile().readline())
+    ended, held = os.pipe()
+    child = os.fork()
+    if not child:
+        _run(asked, streams)
+    os.close(held)
+    if connection.fileno() in select.select([connection.fileno(), ended], [], [])[0]:
+        os.kill(child, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        connection.sendall(b"%d" % (code if code >= 0 else 128 - code))
+    finally:
+        os._exit(0)
+
+
+def _run(asked: dict[str, Any], streams: list[int]) -> None:
+    import awscli.clidriver
+
+    code = 255
+    try:
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        os.chdir(asked["folder"])
+        found = os.environ["AWS_DATA_PATH"]  # importing the CLI has set it
+        os.environ.clear()
+        os.environ.update({**asked["environment"], "AWS_DATA_PATH": found})
+        sys.argv = ["aws", *asked["words"]]
+        code = awscli.clidriver.main()
+        sys.stdout.flush()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:  # noqa: BLE001 - whatever it is, the call has failed
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["serve"]:
+        serve()
+    else:
+        sys.exit(call(os.environ["GPUFLEET_ROOT"] + "/run", sys.argv[1:]))
