@@ -226,8 +226,8 @@ class OtherNodes:
         return count_nodes(terms, self.nodes, lives, self.own.launched_at)
 
     def total(self, terms: Terms) -> tuple[Decimal, Decimal]:
-        """USD and billed seconds of all other nodes, and of the stages before this one. A node without a record counts at
-        the highest price.
+        """USD and billed seconds of all other nodes, and of the stages before this one. A node without a record
+        counts at the highest price.
         """
         untold = [(AttemptRecord(instance=name, launched_at=iso(at)), None) for name, at in self.untold.items()]
         launches = [self.own.launched_at, *(node.launched for node, _ in self.nodes)]
