@@ -8,7 +8,7 @@ from decimal import Decimal
 
 from gpufleet._bill import figure, in_notebook, in_numbers
 from gpufleet.infra.bill.side import Quantiles
-from gpufleet.infra.evidence.receipts import LINES, counts, is_rehearsal
+from gpufleet.infra.evidence.receipts import LINES, counts
 from gpufleet.infra.report import band
 from gpufleet.infra.show import html
 from gpufleet.infra.show.sheet import Sheet
@@ -65,7 +65,7 @@ def receipt_in_numbers(found: _contract.Receipt) -> Receipt:
         Receipt,
         found,
         until=found.at,
-        rehearsal=is_rehearsal(found),
+        rehearsal=found.rehearsal,
         counted=counts(found),
         inside=found.within_range,
         estimate_hours=found.estimate_h,

@@ -74,7 +74,7 @@ def _show_charges(shown: Sequence[Receipt]) -> None:
     ce, today = aws.client("ce", actual_bill.REGION), datetime.now(UTC).date()
     actual_bill.require_tags(ce)
     for receipt in shown:
-        if not receipts.is_rehearsal(receipt):
+        if not receipt.rehearsal:
             print()
             print("\n".join(actual_bill.compared(receipt, actual_bill.charged(ce, receipt, today), today)))
 
@@ -96,7 +96,7 @@ def table(found: Sequence[Receipt], causes: Iterable[str]) -> Iterator[str]:
     columns = (
         Column("stack"),
         Column("run"),
-        Column("ended by", of=lambda found: "rehearsal" if receipts.is_rehearsal(found) else found.reason),
+        Column("ended by", of=lambda found: "rehearsal" if found.rehearsal else found.reason),
         Column("estimate", unit="USD", digits=4),
         Column("actual", unit="USD", digits=4),
         Column("error", unit="%", of=lambda found: f"{found.error_percent:+.1f}%"),
@@ -108,7 +108,7 @@ def table(found: Sequence[Receipt], causes: Iterable[str]) -> Iterator[str]:
 
 
 def _in_range(receipt: Receipt) -> str:
-    return "" if receipts.is_rehearsal(receipt) else band.characters(receipt)
+    return "" if receipt.rehearsal else band.characters(receipt)
 
 
 def _cause(name: str) -> Callable[[Receipt], Decimal]:

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from gpufleet.infra.evidence.receipts import is_rehearsal
 from gpufleet.job.contract.receipt import Receipt, ReceiptLine, money
 
 # By how a line's name begins: FOCUS's category of the service, and the service. What is not here runs on EC2.
@@ -33,7 +32,7 @@ DYNAMIC = {"spot"}  # ways of buying whose price moves; FOCUS's PricingCategory
 
 def table(receipts: Iterable[Receipt], account: str) -> str:
     """The rows as CSV with a head, of every run but rehearsals. `account`: the number of the AWS account that pays."""
-    rows = [row(each, line, account) for each in receipts if not is_rehearsal(each) for line in each.lines]
+    rows = [row(each, line, account) for each in receipts if not each.rehearsal for line in each.lines]
     text = io.StringIO()
     if rows:
         writer = csv.DictWriter(text, rows[0])

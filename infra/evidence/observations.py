@@ -22,7 +22,7 @@ def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]
     """
     found = _of_traces(root / TRACES, {path.resolve() for path in but})
     for receipt in receipts.read(root)[0]:
-        if receipts.is_rehearsal(receipt):
+        if receipt.rehearsal:
             continue
         on_spot = [node for node in receipt.attempts if (node.capacity or receipt.capacity) in INTERRUPTED]
         for place in dict.fromkeys((node.type, node.zone) for node in on_spot):

@@ -45,7 +45,7 @@ def start_ups(root: Path, stack: str) -> dict[str, float]:
     """Seconds from launch to first step by a type's family, the median of the newest nodes in the stack's receipts."""
     took: dict[str, list[float]] = {}
     for receipt in receipts.read(root, stack)[0] if stack else ():
-        for attempt in () if receipts.is_rehearsal(receipt) else receipt.attempts:
+        for attempt in () if receipt.rehearsal else receipt.attempts:
             if attempt.started_s is not None:
                 took.setdefault(family(attempt.type), []).append(float(attempt.started_s))
     return {name: median(found[-NEWEST:]) for name, found in took.items()}

@@ -71,16 +71,11 @@ def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]
     return sorted(found, key=lambda receipt: (receipt.stack, receipt.at)), damaged
 
 
-def is_rehearsal(receipt: Receipt) -> bool:
-    """Whether the run was a rehearsal, which says nothing about AWS."""
-    return receipt.device == "cpu"
-
-
 def counts(receipt: Receipt) -> bool:
     """Whether the receipt belongs to the score."""
     from gpufleet.job.contract.done import GRADED
 
-    return not is_rehearsal(receipt) and receipt.reason in GRADED
+    return not receipt.rehearsal and receipt.reason in GRADED
 
 
 def parse(content: bytes) -> Receipt:

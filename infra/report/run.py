@@ -15,7 +15,7 @@ from typing import Any
 
 from gpufleet.infra.bill.answer import amount_within, figures_within
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.evidence.receipts import LINES, is_rehearsal
+from gpufleet.infra.evidence.receipts import LINES
 from gpufleet.infra.report import band, charts, page
 from gpufleet.infra.report.charts import Bar, Mark, Point, Series
 from gpufleet.infra.show.html import paragraph
@@ -85,7 +85,7 @@ def read(folder: Path) -> RunResults:
 def html(run: RunResults) -> str:
     """The page."""
     receipt = run.receipt
-    kind = "rehearsal" if is_rehearsal(receipt) else receipt.reason
+    kind = "rehearsal" if receipt.rehearsal else receipt.reason
     detail = f" ({receipt.detail})" if receipt.detail else ""
     return page.page(
         f"{receipt.stack}, run {receipt.run}",
@@ -94,11 +94,11 @@ def html(run: RunResults) -> str:
             page.figures(list(_figures(run))),
             "" if charts.drawable() else paragraph(charts.LACKING),
             page.section("Goals", *(paragraph(f"{each.text}.") for each in receipt.goals)),
-            "" if is_rehearsal(receipt) else page.section("Bill against receipt", _money(run), _lines_table(receipt)),
+            "" if receipt.rehearsal else page.section("Bill against receipt", _money(run), _lines_table(receipt)),
             page.section("Training", *_training(run)),
             page.section("Nodes", *_nodes(run), _attempts_table(receipt)),
             page.section("Dollars", _rehearsed_money(run))
-            if is_rehearsal(receipt)
+            if receipt.rehearsal
             else page.section("Predicted and measured", _speeds(run)),
             page.section("What was turned down", _options(run.bill)),
             page.section("What the bill warned of", *map(paragraph, _texts(run.bill.get("warnings")))),
@@ -108,7 +108,7 @@ def html(run: RunResults) -> str:
 
 def _figures(run: RunResults) -> Iterator[tuple[str, str, str]]:
     receipt, steps = run.receipt, max((each.last_step for each in run.receipt.attempts), default=0)
-    notices, losses, rehearsed = receipt.with_notice, receipt.without_notice, is_rehearsal(receipt)
+    notices, losses, rehearsed = receipt.with_notice, receipt.without_notice, receipt.rehearsal
     usual = (run.bill.get("interruptions") or {}).get("p50")  # the mean of an older bill depends on a few runs
     beside = "" if rehearsed or usual is None else f"bill {float(usual):.0f}; "
     interruptions = str(notices + losses), f"{beside}{notices} with a notice, {losses} without"

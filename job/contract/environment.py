@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 RUN_URI = "GPUFLEET_RUN_URI"  # s3://BUCKET/RUN, or a folder, for the run's files
 INSTANCE_ID, INSTANCE_TYPE = "GPUFLEET_INSTANCE_ID", "GPUFLEET_INSTANCE_TYPE"
 ZONE = "GPUFLEET_ZONE"
@@ -33,4 +35,10 @@ COMMAND = {  # for a command, each value as GPUFLEET_<name>
     "port": "GPUFLEET_PORT",
 }
 INPUT = "GPUFLEET_INPUT_"  # followed by the input's name in capitals
+ENDPOINT = "AWS_ENDPOINT_URL"  # where AWS's services are asked, as every SDK reads it
 SECRET = "GPUFLEET_SECRET_"  # in a rehearsal, followed by a secret's name: its value
+
+
+def is_rehearsed(environ: Mapping[str, str]) -> bool:
+    """Whether AWS is embedded in this machine, at a loopback address."""
+    return "://127." in environ.get(ENDPOINT, "")

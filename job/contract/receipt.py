@@ -104,6 +104,7 @@ class Receipt:
     detail: str = ""
     at: str  # until when costs count: UTC, ISO
     device: str
+    rehearsal: bool = False  # on the embedded AWS, so that it says nothing about AWS
     capacity: str
     estimate: Decimal  # the bill's p50
     actual: Decimal
@@ -155,6 +156,7 @@ class Receipt:
             "detail": self.detail,
             "counted_until": self.at,
             "device": self.device,
+            "rehearsal": self.rehearsal,
             "capacity": self.capacity,
             "usd": {
                 "estimate": money(self.estimate),
@@ -193,6 +195,8 @@ class Receipt:
             fields,
             at=fields.need("counted_until", reading.text),
             device=fields.take("device", reading.text, ""),
+            # earlier versions ran on a CPU only in rehearsals
+            rehearsal=fields.take("rehearsal", reading.flag, tree.get("device") == "cpu"),
             capacity=fields.take("capacity", reading.text, ""),
             estimate=usd.need("estimate", reading.amount),
             actual=usd.need("actual", reading.amount),

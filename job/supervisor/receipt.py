@@ -16,6 +16,7 @@ A receipt also keeps the run's measured speed, for the next bill of this job.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -23,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from gpufleet.job import measured
-from gpufleet.job.contract import bucket, goal, metrics
+from gpufleet.job.contract import bucket, environment, goal, metrics
 from gpufleet.job.contract.attempt import AttemptRecord, Hardware
 from gpufleet.job.contract.aws import FREE_S
 from gpufleet.job.contract.done import FINISHED, LIMITS, Done
@@ -60,6 +61,7 @@ def build(
         detail=done.detail,
         at=done.at,
         device=run.config.device,
+        rehearsal=environment.is_rehearsed(os.environ),
         capacity=run.capacity,
         estimate=estimate.p50,
         actual=actual,

@@ -65,7 +65,8 @@ def test_without_receipts_there_is_no_score(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"device": "cpu"}, *({"reason": each} for each in ("failed", "boot-loop", "deadline"))]
+    "changes",
+    [{"device": "cpu"}, {"rehearsal": True}, *({"reason": each} for each in ("failed", "boot-loop", "deadline"))],
 )
 def test_rehearsals_and_failed_runs_never_count(tmp_path: Path, changes: dict[str, Any]) -> None:
     place(tmp_path, receipt("9.00", **changes))
@@ -75,6 +76,11 @@ def test_rehearsals_and_failed_runs_never_count(tmp_path: Path, changes: dict[st
     assert found is not None
     assert found.runs == 1
     assert found.error_percent == pytest.approx(10.0)
+
+
+def test_a_run_on_types_without_a_gpu_counts(tmp_path: Path) -> None:
+    place(tmp_path, receipt("1.30", device="cpu", rehearsal=False))
+    assert receipts.score(tmp_path) is not None
 
 
 @pytest.mark.parametrize("reason", ["max_usd", "max_hours"])
