@@ -29,6 +29,7 @@ from typing import Any
 
 os.environ.setdefault("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")  # hundreds of images that nothing here needs
 
+from moto import backends
 from moto.ec2.models import ec2_backends
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import BaseWSGIServer, make_server
@@ -46,6 +47,9 @@ from gpufleet.rehearsal.imds import Imds
 from gpufleet.rehearsal.launch import CloudInstance, Launcher, Reservation
 from gpufleet.rehearsal.schedules import Schedules
 
+# moto would list its package's folder for each request, under a lock: half a millisecond in a process that all share.
+_SERVICES = frozenset(backends.list_of_moto_modules())
+backends.list_of_moto_modules = lambda: _SERVICES
 _ACCOUNTS = itertools.count(111_122_223_333)
 TICK_S = 0.1
 WORD = "rehearsal"  # the value of a secret that the shell does not give

@@ -46,7 +46,6 @@ from gpufleet.rehearsal.timeline import Timeline, say
 from gpufleet.rehearsal.undisturbed import Until
 from gpufleet.rehearsal.watch import Watch, plan, possible
 
-QUIET_S = 8.0  # seconds after a notice at which the node has saved and only waits: a good moment to measure
 TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # packages that every ready-made job needs
 RELAUNCH_S = 1.0  # seconds until a replacement node; AWS takes minutes, but a longer wait would show nothing
 _REASON = re.compile(r"^(?:gpufleet: |error: | +PROBLEM )", re.MULTILINE)  # how a command's errors begin
@@ -414,7 +413,7 @@ def _follow(rehearsal: Rehearsal) -> None:
         saves=counted.saves,
         **({"doubts": own.doubts(counted)} if isinstance(counted, CommandConfig) and not rehearsal.stand_in else {}),
     )
-    words, times_torch = ("wait", rehearsal.name), definition.job.parameters.processes != "own"
+    words = ("wait", rehearsal.name)
     with _started(rehearsal, *words) as waiting:
         answered = False
 
@@ -423,13 +422,10 @@ def _follow(rehearsal: Rehearsal) -> None:
             if not answered and waiting.poll() is not None:
                 answered = True
                 _answer(rehearsal, waiting, words)
-            seen = rehearsal.timeline.select("seen")
-            if times_torch and seen and not rehearsal.torch_s and rehearsal.timeline.seconds > seen[0].t + QUIET_S:
-                rehearsal.torch_s = import_torch_s()
 
         watch.run(check=check)
-    if times_torch:
-        rehearsal.torch_s = rehearsal.torch_s or import_torch_s()
+    if definition.job.parameters.processes != "own":  # when no node boots beside it
+        rehearsal.torch_s = import_torch_s()
     if (failure := pace.ended(rehearsal, watch)) is not None:
         raise failure
 

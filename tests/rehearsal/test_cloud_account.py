@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import boto3
+import moto
 import pytest
 from botocore.exceptions import ClientError
 
@@ -181,3 +183,16 @@ def test_nobody_answers_after_the_end_and_every_node_has_ended(tmp_path: Path) -
     assert ended == nodes
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(endpoint)
+
+
+def test_a_request_does_not_list_motos_folder(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    listdir, listed = os.listdir, list[str]()
+
+    def noted(path: str = ".") -> list[str]:
+        listed.append(str(path))
+        return listdir(path)
+
+    cloud.client("sts").get_caller_identity()  # the first request imports the service
+    monkeypatch.setattr(os, "listdir", noted)
+    cloud.client("sts").get_caller_identity()
+    assert str(Path(moto.__file__).parent) not in listed
