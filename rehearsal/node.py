@@ -116,8 +116,8 @@ class NodeRunner:
         if self._docker is not None:
             self._docker.remove(instance.id)
         node.process.wait()
-        node.aws.kill()
-        node.aws.communicate()
+        with node.aws:  # closes its pipes and waits, also where another thread does so now
+            node.aws.kill()
 
     def hold(self, instance: CloudInstance) -> None:
         """Stops only the trainer's processes until `go`. This works only on Linux; elsewhere training goes on."""

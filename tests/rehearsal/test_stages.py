@@ -12,6 +12,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from gpufleet.infra.account.stages import combine, report
 from gpufleet.infra.account.stop import ask
 from gpufleet.infra.definition.loader import load
@@ -131,6 +133,7 @@ def launched(folder: Path, text: str = PINNED) -> Iterator[StagedRun]:
             runner.close()
 
 
+@pytest.mark.slow
 def test_three_stages_run_one_after_another_each_on_its_own_fleet(tmp_path: Path) -> None:
     with launched(tmp_path) as run:
         assert [run.wait(stage)["reason"] for stage in STAGES] == ["finished"] * 3
@@ -177,6 +180,7 @@ def test_interrupted_in_each_stage_and_killed_between_them_it_ends_once_and_cost
         assert metered > sum(each.actual for each in parts[:2])
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_to_stop_begins_no_further_stage(tmp_path: Path) -> None:
     with launched(tmp_path) as run:
         (run.hold / "prepare").touch()
@@ -190,6 +194,7 @@ def test_a_run_that_is_asked_to_stop_begins_no_further_stage(tmp_path: Path) -> 
         assert run.status()[1:] == ["train: asked to end", "judge: after train"]
 
 
+@pytest.mark.slow
 def test_a_rerun_takes_what_another_run_s_stage_has_left(tmp_path: Path) -> None:
     text = f"{PINNED.replace('id: r1', 'id: r2')}rerun: {{run: r1, from: judge}}\n"
     with launched(tmp_path, text) as run:

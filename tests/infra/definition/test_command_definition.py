@@ -139,12 +139,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an input that is not named": (
         {"command": "python train.py {inputs.txt}", "storage": {"inputs": {"text": "../text"}}},
-        "line 4, job.command: '{inputs.txt}' is not accepted; allowed: an input of storage.inputs, which has text."
-        " Nearest: text.",
+        "line 4, job.command: '{inputs.txt}' is not accepted; allowed: an input of storage.inputs or an earlier"
+        " stage, which are text. Nearest: text.",
     ),
     "an input that is not named, in env": (
         {"env": {"DATA": "{inputs.txt}"}},
-        "line 7, job.env.DATA: '{inputs.txt}' is not accepted; allowed: an input of storage.inputs, which has none.",
+        "line 7, job.env.DATA: '{inputs.txt}' is not accepted; allowed: an input of storage.inputs or an earlier"
+        " stage, which are none.",
     ),
     "checkpoints beside the code": (
         {"checkpoint": {**SAVES, "folder": "./"}},

@@ -67,7 +67,7 @@ def test_run_json_states_the_same_facts_as_definition_and_bill() -> None:
 
 def test_the_name_is_the_one_under_which_the_program_declares_it() -> None:
     source = (ROOT / "infra" / "program" / "resources" / "declare.py").read_text()
-    assert f'name="{policy.RUN_CONFIG}"' in source
+    assert f'name=f"{policy.RUN_CONFIG}{{' in source
 
 
 def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rules: str | None) -> dict[str, list[str]]:
