@@ -269,7 +269,7 @@ def test_what_is_left_of_the_steps_is_evaluated_too() -> None:
 
 def test_a_process_without_a_row_is_not_started_and_on_a_cpu_no_gpu_is_asked_for() -> None:
     assert SftConfig().ranks(8) == 4
-    assert [SftConfig(gpus=2, device=device).gpus_needed() for device in ("cuda", "cpu")] == [2, 1]
+    assert [SftConfig(gpus=2, device=device).gpus_needed() for device in ("cuda", "cpu")] == [2, 0]
 
 
 def test_long_prompts_are_answered_fewer_at_once_and_billed_so() -> None:
