@@ -8,10 +8,10 @@ from dataclasses import replace
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpufleet.infra.account import status
-from gpufleet.infra.account.run_folder import find_folder
+from gpufleet.infra.account.run_folder import RunFolder, find_folder
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.contract import attempt, goal, reading
 from gpufleet.job.contract.bucket import ATTEMPTS
@@ -22,34 +22,47 @@ from gpufleet.job.contract.run import load
 from gpufleet.job.contract.workdir import RECEIPT, RUN
 
 
-def endings(whole: StackDefinition, s3: Any) -> list[tuple[StackDefinition, Done | None]]:
-    """How each stage ended, in order; None for one that has not."""
+class StageSeen(NamedTuple):
+    """A stage, its folder in the bucket, and how it ended; None for what is not there."""
+
+    stage: StackDefinition
+    folder: RunFolder | None
+    done: Done | None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.done is not None and self.done.reason == FINISHED
+
+
+def look(whole: StackDefinition, s3: Any) -> list[StageSeen]:
+    """Each stage as it is in the bucket, in order."""
     folders = ((stage, find_folder(s3, stage)) for stage in whole.stages)
-    return [(stage, folder.read_done() if folder else None) for stage, folder in folders]
+    return [StageSeen(stage, folder, folder.read_done() if folder else None) for stage, folder in folders]
 
 
 def begun(whole: StackDefinition, s3: Any) -> list[StackDefinition]:
     """The stages that have begun: those up to the first that is not done."""
-    ended = endings(whole, s3)
-    done = next((index for index, (_, end) in enumerate(ended) if end is None or end.reason != FINISHED), len(ended))
-    return [stage for stage, _ in ended[: done + 1]]
+    seen = look(whole, s3)
+    done = next((index for index, each in enumerate(seen) if not each.is_finished), len(seen))
+    return [each.stage for each in seen[: done + 1]]
 
 
 def report(whole: StackDefinition, ec2: Any, s3: Any, now: datetime, scheduler: Any = None) -> Iterator[str]:
     """The report of the stage under way, or of the last one, with a line for each stage. Raises AwsRefused when the run
     has neither a fleet nor a folder.
     """
-    ended = endings(whole, s3)
-    current = next((stage for stage, done in ended if done is None or done.reason != FINISHED), whole.stages[-1])
+    seen = look(whole, s3)
+    current = next((each.stage for each in seen if not each.is_finished), whole.stages[-1])
     first, *rest = status.report(current, ec2, s3, now, scheduler)
     yield first
-    begun = True
-    for index, (stage, done) in enumerate(ended):
-        folder = find_folder(s3, stage)
-        now_at = "asked to end" if folder and folder.asked() else "under way"
-        state = f"{done.reason}, {done.at}" if done else now_at if begun else f"after {ended[index - 1][0].stage}"
-        begun = begun and done is not None and done.reason == FINISHED
-        yield f"{'' if index else 'stage':<12}{stage.stage}: {state}"
+    for index, each in enumerate(seen):
+        if each.done:
+            state = f"{each.done.reason}, {each.done.at}"
+        elif each.stage is current:
+            state = "asked to end" if each.folder and each.folder.asked() else "under way"
+        else:
+            state = f"after {seen[index - 1].stage.stage}"
+        yield f"{'' if index else 'stage':<12}{each.stage.stage}: {state}"
     yield from rest
 
 

@@ -22,6 +22,7 @@ from gpufleet.infra.commands import run as run_command
 from gpufleet.infra.commands import stack
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program import approval
+from gpufleet.infra.program.plan import Plan
 from gpufleet.job.contract.workdir import RECEIPT
 from gpufleet.job.text import counted
 
@@ -60,17 +61,22 @@ def run(args: argparse.Namespace) -> int:
         raise GpufleetError(f"{', '.join(twice)}: each stack once; a second run of it is another file")
     runs = [run_command.opened(argparse.Namespace(stack=name, approve=None, begin=False)) for name in names]
 
-    def current() -> str:
-        return approval.of_campaign([each.plan() for each in runs], args.max_usd, args.at_once)
+    def hash_of(plans: Sequence[Plan]) -> str:
+        return approval.of_campaign(plans, args.max_usd, args.at_once)
 
-    approved = current()
+    plans = [each.plan() for each in runs]
+    approved = hash_of(plans)
     if args.approve != approved:
-        today, plans = datetime.now(UTC).date(), [each.plan() for each in runs]
+        today = datetime.now(UTC).date()
         print("\n".join(several.repeated([(each.definition, each.bill) for each in plans], 1, today).lines()))
         print(f"Together they stop before {args.max_usd:f} USD, {args.at_once} at once.")
         print("This is not the approved campaign." if args.approve else f"Hash of this campaign: {approved}.")
         if not run_command.agreed():
             return 1
+
+    def current() -> str:
+        return hash_of([each.plan() for each in runs])
+
     trials = [StackTrial(whole=each, approved=approved, current=current) for each in runs]
     return Campaign(trials=trials, max_usd=args.max_usd, at_once=args.at_once).carry_out()
 

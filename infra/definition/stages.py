@@ -99,17 +99,10 @@ def _sections(stages: Items) -> list[Mapping]:
 
 def _rehearsed(entry: Mapping) -> Mapping:
     laid = entry.entries.get(REHEARSAL)
-    return (
-        entry
-        if not isinstance(laid, Mapping)
-        else replace(
-            entry,
-            entries={
-                **entry.entries,
-                **{key: merge(entry.entries.get(key), laid.entries[key]) for key in laid.entries},
-            },
-        )
-    )
+    if not isinstance(laid, Mapping):
+        return entry
+    over = {key: merge(entry.entries.get(key), node) for key, node in laid.entries.items()}
+    return replace(entry, entries={**entry.entries, **over})
 
 
 def _entries(tree: Mapping, findings: Findings) -> list[tuple[str, dict[str, Node]]]:

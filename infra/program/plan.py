@@ -24,7 +24,7 @@ from gpufleet.infra.bill.project import bill_of
 from gpufleet.infra.bill.side import Quantiles
 from gpufleet.infra.bill.stages import StagedBill, price_stages
 from gpufleet.infra.bill.table import kept_sentence
-from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.catalog import Catalog, load_catalog
 from gpufleet.infra.compare.cheaper import Cheaper, bill_and_cheaper
 from gpufleet.infra.definition.loader import find, tagged
 from gpufleet.infra.definition.model import Capacity, StackDefinition
@@ -165,9 +165,19 @@ def make(
         previous=previous,
         now=now,
     )
-    if definition.stages:
-        return _in_stages(definition, given, root, now, verdict, own)
-    return _one_job(definition, given[0], root, now, verdict, own)
+    shared = Shared(root=root, now=now, verdict=verdict, archive=own, catalog=load_catalog(root, day=now.date()))
+    return _in_stages(definition, given, shared) if definition.stages else _one_job(definition, given[0], shared)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """What all parts of a plan have in common."""
+
+    root: Path
+    now: datetime
+    verdict: RunDecision
+    archive: archive.Archive
+    catalog: Catalog
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,12 +251,10 @@ def _left_by(stage: str) -> dict[str, Any]:
     return {"uri": None, "sha256": None, "files": [], "stage": stage}
 
 
-def _one_job(
-    definition: StackDefinition, given: JobFiles, root: Path, now: datetime, verdict: RunDecision, own: archive.Archive
-) -> Plan:
+def _one_job(definition: StackDefinition, given: JobFiles, shared: Shared) -> Plan:
     """The plan of a run without stages. Raises DefinitionError."""
-    catalog = load_catalog(root, day=now.date())
-    if verdict.continues:  # a run that continues keeps its region and types, even if new prices would exclude them
+    root, now, catalog, continues = shared.root, shared.now, shared.catalog, shared.verdict.continues
+    if continues:  # a run that continues keeps its region and types, even if new prices would exclude them
         definition = replace(definition, limits=replace(definition.limits, usd_per_hour=None))
         bill, cheaper = bill_of(definition, root, catalog, today=now.date()), None
     else:
@@ -255,45 +263,33 @@ def _one_job(
         bill, cheaper = bill_and_cheaper(definition, root, catalog, now=now, rules=rules)
     wrong, late = problems(definition, bill), list[str]()
     fallbacks = price_fallbacks(definition, bill, now)
-    if not verdict.continues:  # how much work a begun run still has is not known here
+    if not continues:  # how much work a begun run still has is not known here
         wrong += limits.deadline_problems(definition, bill, now)
         wrong += fallback_problems(definition, bill, fallbacks)
         late += limits.deadline_warnings(definition, bill, now)
         late += _unconfirmed(definition)
-    if wrong and not verdict.continues:  # a begun run keeps its limits; new prices cannot stop it
+    if wrong and not continues:  # a begun run keeps its limits; new prices cannot stop it
         raise DefinitionError(str(definition.source), wrong)
-    return _plan(
-        definition,
-        bill,
-        given,
-        now,
-        verdict,
-        own,
-        root,
-        fallbacks=fallbacks,
-        cheaper=cheaper,
-        late=[*map(str, wrong), *late],
-    )
+    late = [*map(str, wrong), *late]
+    return _plan(definition, bill, given, shared, fallbacks=fallbacks, cheaper=cheaper, late=late)
 
 
-def _in_stages(
-    whole: StackDefinition, given: list[JobFiles], root: Path, now: datetime, verdict: RunDecision, own: archive.Archive
-) -> Plan:
+def _in_stages(whole: StackDefinition, given: list[JobFiles], shared: Shared) -> Plan:
     """The plan of a run in stages. Raises DefinitionError."""
-    catalog, rules = load_catalog(root, day=now.date()), policy.find_policy(root)
+    rules, today, continues = policy.find_policy(shared.root), shared.now.date(), shared.verdict.continues
 
     def price_stage(stage: StackDefinition) -> Bill:
-        return bill_of(policy.held_to(stage, rules), root, catalog, today=now.date())
+        return bill_of(policy.held_to(stage, rules), shared.root, shared.catalog, today=today)
 
-    staged, wrong = price_stages(whole, price_stage, now.date())
+    staged, wrong = price_stages(whole, price_stage, today)
     if staged is None:
         raise DefinitionError(str(whole.source), wrong)
     wrong = [each for stage, bill in zip(whole.stages, staged.bills, strict=True) for each in problems(stage, bill)]
-    if wrong and not verdict.continues:
+    if wrong and not continues:
         raise DefinitionError(str(whole.source), wrong)
-    late = [] if verdict.continues else _unconfirmed(whole)
+    late = [] if continues else _unconfirmed(whole)
     plans = tuple(
-        _plan(stage, bill, each, now, verdict, own, root, late=late, whole_usd=staged.usd)
+        _plan(stage, bill, each, shared, late=late, whole_usd=staged.usd)
         for stage, bill, each in zip(staged.launched, staged.bills, given, strict=True)
     )
     warnings = tuple(dict.fromkeys(warning for plan in plans for warning in plan.warnings))
@@ -309,10 +305,7 @@ def _plan(
     definition: StackDefinition,
     bill: Bill,
     given: JobFiles,
-    now: datetime,
-    verdict: RunDecision,
-    own: archive.Archive,
-    root: Path,
+    shared: Shared,
     *,
     fallbacks: list[Fallback] | None = None,
     cheaper: Cheaper | None = None,
@@ -320,32 +313,31 @@ def _plan(
     whole_usd: Quantiles | None = None,
 ) -> Plan:
     """The plan of what has one fleet of its own."""
-    catalog = load_catalog(root, day=now.date())
     far = [ecr.abroad(image, definition.fleet.region) for image in definition.job.images]
     config = run_config.run_config(
         definition,
         bill,
         given.entries,
-        expires=verdict.run.valid_until,
+        expires=shared.verdict.run.valid_until,
         fallbacks=fallbacks or [],
         whole_usd=whole_usd,
     )
     return Plan(
-        now=now,
+        now=shared.now,
         definition=definition,
         bill=bill,
         fallbacks=fallbacks or [],
-        pools={market: options.pools(definition, catalog, market) for market in definition.fleet.market.fleets},
+        pools={market: options.pools(definition, shared.catalog, market) for market in definition.fleet.market.fleets},
         cheaper=cheaper,
-        verdict=verdict,
-        archive=own,
+        verdict=shared.verdict,
+        archive=shared.archive,
         **given.fields(),
         run_config=run_file.encode(config).decode(),
         warnings=(
             *given.missing,
             *late,
-            *filter(None, [*far, rehearsed.saves_doubt(definition, root)]),
-            *verdict.warnings,
+            *filter(None, [*far, rehearsed.saves_doubt(definition, shared.root)]),
+            *shared.verdict.warnings,
         ),
     )
 

@@ -19,21 +19,8 @@ from gpufleet.job.contract.reading import Amount, DoubtError
 from gpufleet.job.contract.workdir import METRICS, RESULTS
 
 USD, HOURS = "usd", "hours"
-LESS_IS_BETTER = {
-    "usd",
-    "hours",
-    "loss",
-    "perplexity",
-    "ppl",
-    "error",
-    "wer",
-    "cer",
-    "mse",
-    "rmse",
-    "mae",
-    "seconds",
-    "ms",
-}
+# words in the name of a figure that is better the lower it is
+LESS_IS_BETTER = {USD, HOURS, "loss", "perplexity", "ppl", "error", "wer", "cer", "mse", "rmse", "mae", "seconds", "ms"}
 Results = Callable[[str], Decimal | None]  # a figure by its name; None: the run left none
 
 

@@ -13,13 +13,13 @@ import pulumi_aws as aws
 
 from gpufleet.infra.bill.fallback import switch_at
 from gpufleet.infra.program.plan import Plan
+from gpufleet.infra.program.resources import gather, stages
 from gpufleet.infra.program.resources.fallback import FallbackSwitch
 from gpufleet.infra.program.resources.fleet import FleetComponent
-from gpufleet.infra.program.resources.gather import GatherMachine
 from gpufleet.infra.program.resources.identity import Identity
+from gpufleet.infra.program.resources.machine import FleetMachine
 from gpufleet.infra.program.resources.network import GivenVpc, Network
 from gpufleet.infra.program.resources.notices import NoticesComponent
-from gpufleet.infra.program.resources.stages import StageStart
 from gpufleet.infra.program.resources.stop import FleetStop
 from gpufleet.infra.program.resources.storage import StorageComponent, Upload
 from gpufleet.job.contract.bucket import ARCHIVE, CODE, input_key
@@ -131,9 +131,14 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
             ).ready
         waiting = [each.declare_fleet([]) for each in later]
         starts: list[pulumi.Resource] = [
-            StageStart(
+            FleetMachine(
+                "StageStart",
                 f"{prefix}begin{_part(each)}",
                 each.definition,
+                role=each.definition.stage,
+                part=_part(each),
+                does="begins a stage of a gpufleet run",
+                steps=stages.steps,
                 fleet=theirs,
                 stop=stop,
                 permissions_boundary=around.permissions_boundary,
@@ -146,9 +151,17 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         ends = stop.declare_for(both, verdict.run.valid_until)
         known: list[pulumi.Resource] = [ends, *(notices.declare_for(both) if notices else [])]
         if definition.fleet.lets_go:
-            boundary = around.permissions_boundary
-            again = GatherMachine(
-                f"{prefix}gather", definition, fleet=launched, stop=stop, permissions_boundary=boundary, opts=options
+            again = FleetMachine(
+                "GatherMachine",
+                f"{prefix}gather",
+                definition,
+                role="gather",
+                does="asks for all nodes of a gpufleet run again",
+                steps=gather.steps,
+                fleet=launched,
+                stop=stop,
+                permissions_boundary=around.permissions_boundary,
+                opts=options,
             )
             known.append(again.machine)
         for each, theirs in zip(fleets, [launched, *waiting], strict=True):

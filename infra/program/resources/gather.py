@@ -6,48 +6,11 @@ machine does it, whose steps are written here; a node starts it and sets the len
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import pulumi
-import pulumi_aws as aws
-
-from gpufleet.infra.definition.model import StackDefinition
-from gpufleet.infra.program.resources.machine import AGAIN, MODIFY_FLEET, state_machine
-from gpufleet.infra.program.resources.stop import FleetStop
+from gpufleet.infra.program.resources.machine import AGAIN, MODIFY_FLEET
 
 LEAVE_S = 300  # seconds for the nodes to upload and end, before AWS ends the remaining ones
-
-
-class GatherMachine(pulumi.ComponentResource):
-    """The state machine and its role. It has the name of the run's schedule group, which nodes know."""
-
-    machine: aws.sfn.StateMachine
-
-    def __init__(
-        self,
-        name: str,
-        definition: StackDefinition,
-        *,
-        fleet: aws.ec2.Fleet,
-        stop: FleetStop,
-        permissions_boundary: pulumi.Input[str] | None = None,
-        opts: pulumi.ResourceOptions | None = None,
-    ) -> None:
-        super().__init__("gpufleet:infra:GatherMachine", name, None, opts)
-        self.machine = state_machine(
-            name,
-            definition,
-            role=f"gpufleet-{definition.name}-gather",
-            does="asks for all nodes of a gpufleet run again",
-            named=stop.group.name,
-            stop=stop,
-            fleet=fleet,
-            steps=fleet.id.apply(lambda each: json.dumps(steps(each, definition.nodes))),
-            permissions_boundary=permissions_boundary,
-            parent=self,
-        )
-        self.register_outputs({})
 
 
 def steps(fleet: str, nodes: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pulumi
@@ -16,6 +17,46 @@ from gpufleet.infra.program.resources.tags import tags
 MODIFY_FLEET, PUBLISH = "arn:aws:states:::aws-sdk:ec2:modifyFleet", "arn:aws:states:::aws-sdk:sns:publish"
 # retries for 42 minutes
 AGAIN = {"ErrorEquals": ["States.ALL"], "IntervalSeconds": 10, "MaxAttempts": 8, "BackoffRate": 2.0}
+
+
+class FleetMachine(pulumi.ComponentResource):
+    """A state machine that sets a fleet's size in `steps`, and its role; a node starts it. It has the name of the run's
+    schedule group, which nodes know, followed by its `part`. `kind`: the component's type.
+    """
+
+    machine: aws.sfn.StateMachine
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        definition: StackDefinition,
+        *,
+        role: str,
+        does: str,
+        steps: Callable[[str, int], dict[str, Any]],
+        fleet: aws.ec2.Fleet,
+        stop: FleetStop,
+        part: str = "",
+        permissions_boundary: pulumi.Input[str] | None = None,
+        opts: pulumi.ResourceOptions | None = None,
+    ) -> None:
+        """`steps` gives the machine's definition for the fleet's id and its number of nodes."""
+        super().__init__(f"gpufleet:infra:{kind}", name, None, opts)
+        self.machine = state_machine(
+            name,
+            definition,
+            role=f"gpufleet-{definition.name}-{role}",
+            does=does,
+            named=stop.group.name.apply(lambda group: f"{group}{part}"),
+            stop=stop,
+            fleet=fleet,
+            steps=fleet.id.apply(lambda each: json.dumps(steps(each, definition.nodes))),
+            permissions_boundary=permissions_boundary,
+            parent=self,
+            part=part,
+        )
+        self.register_outputs({})
 
 
 def state_machine(
