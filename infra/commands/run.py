@@ -65,9 +65,10 @@ def opened(args: argparse.Namespace) -> WholeRun:
     """The run of STACK, its Pulumi stack made and selected."""
     root = project_root(Path.cwd())
     name = Path(args.stack).stem if is_path(args.stack) else args.stack
+    definition = stack.definition_of(args)  # first: a mistyped name makes no Pulumi stack
     engine = pulumi_cli.PulumiStack(root=root, name=name)
     engine.select()
-    return WholeRun(args=args, definition=stack.definition_of(args), root=root, engine=engine)
+    return WholeRun(args=args, definition=definition, root=root, engine=engine)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,6 +32,7 @@ from gpufleet.rehearsal.engine import Engine, InProcess, Pulumi
 from tests import forked
 from tests.receipt_tree import receipt
 from tests.rehearsal.engine_world import STACK, edit, pinned, project
+from tests.repository import ROOT
 
 # The moments of a whole run, each before or after what it names.
 STEPS = ("up", "wait", "results", "destroy", "sweep")
@@ -337,3 +338,12 @@ def test_a_run_without_the_engine_says_where_it_is(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(GpufleetError, match="`pulumi` is not on PATH"):
         pulumi_cli.PulumiStack(root=tmp_path, name=STACK).select()
+
+
+def test_a_mistyped_stack_makes_no_pulumi_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[pulumi_cli.PulumiStack] = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(pulumi_cli.PulumiStack, "select", made.append)
+    with pytest.raises(GpufleetError, match="chian"):
+        command.opened(argparse.Namespace(stack="chian", approve=None, begin=False))
+    assert made == []
