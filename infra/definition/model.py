@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -347,6 +348,10 @@ class StackDefinition:
     def parts(self) -> tuple[StackDefinition, ...]:
         """What has a fleet of its own: the stages, or all of a definition without stages."""
         return self.stages or (self,)
+
+    def changed(self, change: Callable[[StackDefinition], StackDefinition]) -> StackDefinition:
+        """The definition with `change` made to it, and to each of its stages."""
+        return replace(change(self), stages=tuple(map(change, self.stages)))
 
     @property
     def left(self) -> dict[str, str]:

@@ -37,8 +37,7 @@ class Selected:
             found = load(self.path, now=now, past_deadline=past_deadline, staged=staged)
         else:
             found = one_scenario(self.path, self.scenario, now=now, past_deadline=past_deadline)
-        stages = tuple(replace(each, asked=self.asked) for each in found.stages)
-        return replace(found, asked=self.asked, stages=stages)
+        return found.changed(lambda each: replace(each, asked=self.asked))
 
 
 def selected(stack: str, root: Path) -> Selected:
