@@ -14,6 +14,8 @@ from gpufleet.infra.cli import COMMANDS
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.job.kind.command import CommandConfig
+from gpufleet.rehearsal.rehearse import _lacking as lacking
+from gpufleet.rehearsal.scratch import make
 from tests import pages
 from tests.repository import ROOT
 
@@ -55,12 +57,26 @@ def written() -> dict[str, str]:
 def test_what_a_section_says_to_write_is_accepted(heading: str, tmp_path: Path) -> None:
     text, now = written()[heading], datetime(2026, 11, 21, 12, tzinfo=UTC)
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(laid_over(yaml.safe_load(BASE), yaml.safe_load(text)), sort_keys=False))
-    assert isinstance(load(path, now=now).job.parameters, CommandConfig)
-    if "rehearsal:" in text:
-        load(path, now=now, rehearsal=True)
+    more = yaml.safe_load(text)
+    whole = more if "stages" in more else laid_over(yaml.safe_load(BASE), more)  # a file with stages is shown whole
+    path.write_text(yaml.safe_dump(whole, sort_keys=False))
+    loaded = load(path, now=now, staged=True)
+    assert all(isinstance(part.job.parameters, CommandConfig) for part in loaded.parts)
+    if "rehearsal" in more:
+        rehearsed = load(path, now=now, rehearsal=True, staged=True)
+        assert [key for part in rehearsed.parts for key in lacking(part)] == []
     if "scenarios:" in text:
         assert [each.scenario for each in scenarios(path, now=now)] == list(yaml.safe_load(text)["scenarios"])
+
+
+def test_the_file_with_stages_is_priced_whole(tmp_path: Path) -> None:
+    (text,) = (text for text in written().values() if "stages:" in text)
+    project = make(tmp_path / "project", {"mine": text})
+    (project / "train.py").write_text("")
+    done = pages.run("gpufleet cost mine", project, tmp_path)
+    assert done.returncode == 0, done.stderr
+    for stage in yaml.safe_load(text)["stages"]:
+        assert re.search(rf"^{stage['name']} ", done.stdout, re.MULTILINE)
 
 
 def test_every_command_that_needs_aws_exists() -> None:
