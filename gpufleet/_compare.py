@@ -49,7 +49,7 @@ class Frontier:
     def save(self, path: Path | str) -> None:
         """Draws USD against hours to a .png or .svg file. Raises GpufleetError without matplotlib, and OSError."""
         if Path(path).suffix not in plot.KINDS:
-            raise GpufleetError(f"{path}: a picture is one of {', '.join(plot.KINDS)}, by its name's ending")
+            raise GpufleetError(f"{path}: the file's name must end in one of {', '.join(plot.KINDS)}")
         Path(path).write_bytes(self._drawn(Path(path).suffix))
 
     def _repr_png_(self) -> bytes:

@@ -1,4 +1,4 @@
-"""A comparison as text: scenarios beside their claims, and the ranked options; also as an object for programs."""
+"""Shows a comparison as text (scenarios beside their claims, and the ranked options) and as an object for programs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from gpufleet.infra.show.sheet import Column, Sheet
 from gpufleet.infra.text import about_hours, wrap
 
 WIDTH = 120
-SHOWN = 10  # options in an answer
+SHOWN = 10  # number of options in an answer
 REGIONS = 4  # number of regions side by side
 
 
 def scenarios(rows: Sequence[Row]) -> Iterator[str]:
-    """Each scenario of the file: its claim and its cost; then its compute in each region."""
+    """Lines for each scenario of the file: its claim and its cost; then its compute in each region."""
     yield from sheet(rows, columns.SCENARIOS).text()
     yield ""
     yield from wrap(
-        "h and USD: node-hours and everything the bill counts, to the end, interruptions included, at the dearest zone,"
-        " whatever the limits. basis: claim = somebody's word, target = a share of the roofline, measured, declared ="
-        " as the file says, guessed = from either, of other GPUs."
+        "h and USD: node-hours, and everything that the bill counts, until the work is done, with interruptions, at "
+        "the dearest zone, as if no limit stopped the run. basis: claim = stated by a plan, target = a share of the "
+        "roofline, measured, declared = stated by the file, guessed = from a measured or stated time on other GPUs."
     )
     yield from wrap(_counted(rows))
     for row in rows:
@@ -56,8 +56,9 @@ def _rates(rows: Sequence[Row]) -> Iterator[str]:
     yield from Sheet.build([*first, *prices, *(COLUMNS[key] for key in last)], rows).text()
     yield ""
     yield from wrap(
-        "compute h: optimizer steps alone, or the hours a node is held; OD and spot: those hours at the region's"
-        f" on-demand and median-zone spot price ({', '.join(map(' '.join, zip(names, regions, strict=True)))}: the"
+        "compute h: optimizer steps only, or the hours for which a node is held; OD and spot: these hours at the "
+        "region's on-demand price and at the spot price of its median zone "
+        f"({', '.join(map(' '.join, zip(names, regions, strict=True)))}: the"
         " file's, then those with the lowest; --json has every one). GPU-h: every GPU of the node, as billed (p50);"
         " used: those the job works on, without set-up and idling."
     )
@@ -81,7 +82,7 @@ def _shown_regions(rows: Sequence[Row]) -> list[str]:
 
 
 def _counted(rows: Sequence[Row]) -> str:
-    """A line on whose counts the rows use; empty without a prepared dataset."""
+    """A line that names the prepared datasets whose counts the rows use; empty if there is none."""
     prepared = list(dict.fromkeys(row.dataset for row in rows if row.dataset))
     if not prepared:
         return ""
@@ -125,7 +126,7 @@ def answer(found: Comparison, command: str, today: date) -> Iterator[str]:
 
 
 def _figures(row: Row) -> str:
-    assert row.usd is not None  # a ranked row has it
+    assert row.usd is not None  # a ranked row always has this figure
     assert row.wall_hours is not None
     low, middle, high = figures_within(row.usd)
     usd = f"about {middle} USD ({low} to {high} in eight runs of ten)"
@@ -145,7 +146,8 @@ def _against(best: Row, own: Sequence[Row]) -> str:
 
 
 def ranked(rows: Sequence[Row], frontier: Sequence[Row]) -> Iterator[str]:
-    """Each option on its own line, by work, the cheapest first; below it why it is not the first, or cannot be run."""
+    """Each option on a line of its own, grouped by work, the cheapest first. The line below says why the option is not
+    the first, or cannot be run."""
     keys, spare = columns.RANKED
     if len({row.basis for row in rows if row.ranked}) > 1:  # marks guessed ones
         keys += " basis"
@@ -176,8 +178,9 @@ def regions(rows: Sequence[Row]) -> Iterator[str]:
     yield from sheet(rows, columns.REGIONS).text()
     yield ""
     yield from wrap(
-        "The same work in each region whose prices are known, on what costs least there. inputs: of USD, what brings"
-        " those in a bucket from the file's region; an upload is free. Quotas are each region's own."
+        "The same work in each region whose prices are known, on the cheapest option there. inputs: the part of USD "
+        "for the transfer of inputs from a bucket in the file's region; an upload is free. Each region has quotas of "
+        "its own."
     )
 
 
@@ -192,8 +195,9 @@ def batches(rows: Sequence[Row]) -> Iterator[str]:
     yield from sheet(rows, columns.BATCHES).text()
     yield ""
     yield from wrap(
-        "The same tokens in larger batches, each on what costs least for it: more GPUs can share a step. It is another"
-        " training: fewer optimizer steps, at the file's learning rate, and losses that nobody has compared."
+        "The same tokens in larger batches, each on the cheapest option for it: more GPUs can share a step. This is a "
+        "different training: it has fewer optimizer steps at the file's learning rate, and nobody has compared the "
+        "losses."
     )
 
 
@@ -206,7 +210,7 @@ def ages(rows: Sequence[Row], today: date, most_days: int) -> Iterator[str]:
 
 
 def policy(found: Comparison) -> Iterator[str]:
-    """The policy: spot until slack runs out, then on demand, with its type; empty without a deadline."""
+    """Lines about the policy (spot until the slack runs out, then on demand) and its type; empty without a deadline."""
     if found.policy:
         plan, type_ = found.policy
         yield from wrap(f"With the deadline, on {type_}: {plan.sentence()}.")
