@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 # Sections that may be laid over; the run's identity is not among them.
 OVERLAID = ("job", "fleet", "storage", "limits", "goal", "account", "notify", "estimate")
-# What editors look for in a file's comments to find its schema: a path, or an address.
+# The text by which editors find the schema in a file's comments; a path or an address follows it.
 MODELINE = "# yaml-language-server: $schema="
-MOST_SCENARIOS = 100  # a bound of ours: each is a whole file to check and to price
+MOST_SCENARIOS = 100  # our own bound, because each scenario is a whole file to check and to price
 SCENARIO_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 
 
@@ -39,8 +39,8 @@ def definition(
     earlier: stages.Earlier = stages.NONE_EARLIER,
 ) -> tuple[StackDefinition, list[Problem]]:
     """The tree's definition and its problems. Without `launchable`, its types need only be known. `plain` is the
-    definition, without problems, under the tree's overlay: sections that are equal there are not read again. `earlier`:
-    the stages before this one.
+    definition without the overlay, which has no problems: sections that are equal in it are not read again. `earlier`
+    has the stages before this one.
     """
     if stages.STAGES in tree.entries:
 
@@ -74,7 +74,7 @@ def definition(
         **parts,
     )
     if catalog is None:
-        # imported here: reading tables takes time that `pin` need not spend
+        # imported here, so that `pin` need not spend time on reading tables
         from gpufleet.infra.catalog import load_catalog
 
         catalog = load_catalog()
@@ -153,7 +153,8 @@ def variants(
 
 
 def overlay_problems(overlay: Node, under: Mapping) -> list[Problem]:
-    """The problems of a `rehearsal` section over the tree `under` that can be seen before its values are read."""
+    """The problems of a `rehearsal` section, laid over the tree `under`, that can be seen before the section's values
+    are read."""
     allowed = [*OVERLAID, "interruptions", "python"]
     findings = Findings(tree=Mapping(path="", line=overlay.line, entries={"rehearsal": overlay}))
     entries = entries_of(overlay, "rehearsal", f"a section with the keys {', '.join(allowed)}", findings)
@@ -163,7 +164,7 @@ def overlay_problems(overlay: Node, under: Mapping) -> list[Problem]:
 
 
 def purpose(text: str) -> str:
-    """The comment block that opens the file, without its marks, and without the line that is for editors."""
+    """The comment block at the beginning of the file, without the comment marks and without the line for editors."""
     block = []
     for line in io.StringIO(text.lstrip("\ufeff"), newline=None):
         if not line.startswith("#"):
@@ -181,7 +182,8 @@ def _same_job(entries: dict[str, Node], under: Mapping, where: str, findings: Fi
 
 
 def _laid_over(section: str, overlay: Node, under: Node | None) -> Node:
-    """The overlay, reduced for `job` to what may change: a rehearsal or scenario runs the same job and image."""
+    """The overlay, in which `job` has only the keys that may change, because a rehearsal or scenario runs the same job
+    and image."""
     if section != "job" or not isinstance(overlay, Mapping):
         return overlay
     known = job_keys(under, laid_over=True)

@@ -16,7 +16,7 @@ from gpufleet.infra.errors import DefinitionError, GpufleetError, in_order, of_f
 
 
 def scenarios(path: Path, *, now: datetime) -> tuple[StackDefinition, ...]:
-    """Every entry in order, each laid over the file. None need be launchable as it is: types need only be known.
+    """Every entry in order, each laid over the file. Entries need not be launchable: their types need only be known.
 
     Raises DefinitionError with every problem of the file.
     """
@@ -28,7 +28,7 @@ def scenarios(path: Path, *, now: datetime) -> tuple[StackDefinition, ...]:
 def scenario(
     path: Path, name: str, *, now: datetime, past_deadline: bool = False, to_run: bool = True
 ) -> StackDefinition:
-    """One scenario to run, checked like the file itself; without `to_run` also one that is only priced.
+    """One scenario to run, checked like the file itself. Without `to_run` it may also be one that can only be priced.
 
     Raises GpufleetError when it is not there or cannot be run, DefinitionError for what is wrong in it.
     """
@@ -44,7 +44,7 @@ def scenario(
             f"`gpufleet cost {found[name].argument} --scenario {name}` prices it"
         )
     text, tree = open_file(path)
-    section = tree.entries["scenarios"]  # `found` was read from this section
+    section = tree.entries["scenarios"]  # the scenarios were read from this section
     assert isinstance(section, Mapping)
     entry = section.entries[name]
     entries = entry.entries if isinstance(entry, Mapping) else {}
@@ -62,7 +62,7 @@ def unknown(path: Path, name: str, known: Iterable[str]) -> GpufleetError:
 
 
 def chosen(path: Path, variants: tuple[StackDefinition, ...], name: str | None) -> tuple[StackDefinition, ...]:
-    """The scenario `name`, if it can be priced on other types; all without a name. Raises GpufleetError."""
+    """The scenario `name`, if it can be priced on other types; without a name, all scenarios. Raises GpufleetError."""
     if name is None:
         return variants
     found = tuple(variant for variant in variants if variant.scenario == name)
@@ -71,7 +71,7 @@ def chosen(path: Path, variants: tuple[StackDefinition, ...], name: str | None) 
     (variant,) = (work.variant for work in found)
     if variant.reference:
         raise GpufleetError(
-            f"scenario {name} {variant.only_priced}: its work is taken to no other type; without --scenario its own row"
-            " is there"
+            f"scenario {name} {variant.only_priced}: its work is priced on no other type; without --scenario the table "
+            "has its row"
         )
     return found

@@ -34,6 +34,6 @@ def abroad(image: str, region: str) -> str:
     if found is None or found.region == region:
         return ""
     return (
-        f"job.image is in ECR of {found.region}: each node pulls it across regions, which AWS charges by the GB and "
-        f"the bill leaves out. Copy it to {region}."
+        f"job.image is in ECR of {found.region}: each node pulls it across regions, for which AWS charges by the GB; "
+        f"the bill does not count that. Copy it to {region}."
     )

@@ -3,7 +3,7 @@
 As a program, `python -I processes.py PARENT WORD...` is the guard of a command without a container: what it starts
 stays below it and ends when PARENT ends. `python -I processes.py watch FOLDER` runs where the command's processes are
 visible and answers questions about them at a socket in FOLDER. The file uses only the standard library, so that it can
-be started by its path. Without /proc (macOS, in rehearsals) less is known.
+be started by its path. Without /proc (macOS, in rehearsals) these functions know less.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROC = Path("/proc")
 KNOWN = (PROC / "self" / "stat").exists()
 ADOPT, DIE_WITH_PARENT = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG: linux/prctl.h; kept across execve
 EXITING = 0x4  # PF_EXITING in a process's flags: linux/sched.h
-GONE_S = 10.0  # for killed processes to be gone; one that waits for a lost GPU stays
+GONE_S = 10.0  # seconds for killed processes to end; a process that waits for a lost GPU does not end
 KILLED = 137
 SOCKET = "socket"  # a socket in this folder answers questions
 ANSWER_S = 60.0
@@ -56,7 +56,8 @@ def alive(first: int) -> list[int]:
 
 
 def _is_exiting(pid: int) -> bool:
-    fields = _read(pid, "stat").rpartition(b")")[2].split()  # from the process's state on; flags are the seventh
+    # the fields from the process's state on; flags are the seventh
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
     return len(fields) > 6 and bool(int(fields[6]) & EXITING)
 
 
@@ -191,8 +192,8 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def send(first: int, name: str) -> tuple[int, bool]:
-    """Sends a signal (TERM, INT, USR1, USR2) to its addressees below `first`; returns how many there are, and whether
-    one of them survives it.
+    """Sends a signal (TERM, INT, USR1, USR2) to its addressees below `first`; returns the number of addressees, and
+    whether one of them survives the signal.
     """
     number = int(signal.Signals[f"SIG{name}"])
     to = addressees(first, number)
@@ -209,7 +210,7 @@ def _send(pids: Iterable[int], number: int) -> None:
 
 
 def kill(first: int) -> bool:
-    """Kills all processes below `first`, also those that fork meanwhile.
+    """Kills all processes below `first`, including those that are forked meanwhile.
 
     Returns False if one of them cannot be killed.
     """

@@ -66,7 +66,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat: the training's position, and the cost of attempt and run by then. None means not known then."""
+    """A heartbeat: the training's position, and the cost of attempt and run by then. None means that the figure was not
+    known then."""
 
     ts: str = ""  # UTC, ISO
     step: Step = 0
@@ -80,7 +81,7 @@ class Beat:
     lived_s: Decimal | None = None
     compute_usd: Decimal | None = None
     usd_per_hour: Decimal | None = None  # for compute
-    ceiling_s: Decimal | None = None  # seconds at the ceiling of a spot price
+    ceiling_s: Decimal | None = None  # seconds billed at the highest possible spot price
     gpu_util: float | None = None  # percent, of the least busy GPU
     gpu_mem_gb: float | None = None  # of the fullest GPU
     gpu_temp_c: float | None = None  # of the hottest GPU
@@ -150,7 +151,8 @@ class AttemptRecord:
     launched_at: Time = ""
     booted_at: str = ""
     manifest_at_boot: Key | None = None  # key of the newest manifest at boot
-    # Other nodes' ends in epoch seconds, kept because AWS forgets them. A node without a record also has its launch.
+    # The ends of other nodes in epoch seconds, kept because AWS forgets them. For a node without a record the launch is
+    # kept too.
     ended: Mapping[str, Moment] = field(default_factory=dict)
     untold: Mapping[str, Moment] = field(default_factory=dict)
     # Fields of the supervisor.
@@ -160,7 +162,7 @@ class AttemptRecord:
     ranks: int | None = None  # training processes
     machine: Hardware | None = None
     resumed_step: Step | None = None
-    started_s: Decimal | None = None  # from launch to the trainer's first step
+    started_s: Decimal | None = None  # seconds from launch to the trainer's first step
     rung: int | None = None
     floor: int | None = None  # the rung to begin at: memory ran out on the one above
     results: bool = False  # a later stage has left results
@@ -168,7 +170,7 @@ class AttemptRecord:
     preflight: Mapping[str, Any] | None = None  # as in messages.Preflight
     compiled: Mapping[str, Any] | None = None  # by phase
     alarm: str = ""  # the newest messages.Alarm
-    # Field of whichever of the two ends first.
+    # Field of the node or the supervisor, whichever ends first.
     exit: Exit | None = None
 
     @property
@@ -188,7 +190,7 @@ class AttemptRecord:
             if value is not None and value is not False and value not in ("", {})
         }
         if self.booted_at:
-            entries["manifest_at_boot"] = self.manifest_at_boot  # null: there was none
+            entries["manifest_at_boot"] = self.manifest_at_boot  # null: there was no heartbeat
         return {**entries, **(asdict(self.machine) if self.machine else {})}
 
     @classmethod

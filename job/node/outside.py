@@ -20,7 +20,8 @@ from gpufleet.job.contract.reading import epoch, iso
 from gpufleet.job.contract.spent import History
 
 LOOK_S = 1.0  # seconds between two looks at a running program
-NOT_REACHED = ("--cli-connect-timeout", "10", "--cli-read-timeout", "60")  # no network: minutes, not an hour
+# limits for a node without a network, which then fails in minutes, not in an hour
+NOT_REACHED = ("--cli-connect-timeout", "10", "--cli-read-timeout", "60")
 _DOCKERS_ADVICE = re.compile(r"See '|Run '|\s*$")
 
 
@@ -230,11 +231,11 @@ class Objects:
         return [key[len(prefix) :] for key in result.out.split("\n") if key.startswith(prefix)]
 
     def put(self, file: Path, key: str) -> bool:
-        """Uploads a file; whether it succeeded."""
+        """Uploads a file. Returns whether it succeeded."""
         return aws("s3", "cp", str(file), f"{self.uri}/{key}", "--only-show-errors") is not None
 
     def get(self, key: str, file: Path, sha256: str = "") -> bool:
-        """Downloads a file; whether it came and has the declared hash."""
+        """Downloads a file. Returns whether it arrived and has the declared hash."""
         if aws("s3", "cp", f"{self.uri}/{key}", str(file), "--only-show-errors") is None:
             return False
         found = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -243,7 +244,7 @@ class Objects:
         return found == (sha256 or found)
 
     def get_folder(self, prefix: str, folder: Path) -> bool:
-        """Makes the objects below the prefix equal to the folder's files; whether that succeeded."""
+        """Makes the objects below the prefix equal to the folder's files. Returns whether that succeeded."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         copied = aws("s3", "cp", f"{self.uri}/{prefix}", f"{folder}/", "--recursive", "--only-show-errors")

@@ -33,7 +33,7 @@ class Settings:
     metadata: str  # the address of an embedded metadata service
     next_stage: str = ""  # of a run in stages: the stage that follows this one
     fallback: str = ""  # 1: a second fleet stands by, on demand
-    notify: str = ""  # JSON: whom the node tells; empty: nobody
+    notify: str = ""  # JSON with the receivers of the node's messages; empty: there are none
 
     @property
     def folder(self) -> Path:

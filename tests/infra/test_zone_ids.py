@@ -41,7 +41,7 @@ def stated(folder: Path, zones: str) -> StackDefinition:
 @pytest.mark.parametrize(
     ("zones", "path", "allowed"),
     [
-        ("us-east-2a, use2-az2", "fleet.zones", "names alone, or ids alone"),
+        ("us-east-2a, use2-az2", "fleet.zones", "only names, or only ids"),
         ("use1-az1", "fleet.zones[0]", "ids of zones of us-east-2, as use2-az1"),
         ("use2-az1, use2-az9", "fleet.zones[1]", "ids of zones of us-east-2, as use2-az1"),
         ("use2-az1, use2-az1", "fleet.zones[1]", "each zone once (a fleet takes one subnet per zone)"),

@@ -209,7 +209,7 @@ REFUSED = [
     ("job", "image: pytorch:2.13", "job.image", "registry/repository:tag", "registry", "no registry"),
     ("job", "image: pytorch/pytorch:2.13", "job.image", "registry/repository:tag", "docker.io", "Docker Hub unsaid"),
     ("job", "image: registry.example/a/b", "job.image", "registry/repository:tag", "tag", "no tag"),
-    ("job", 'image: "registry.example:5000/a/b:1"', "job.image", "registry/", "port 443 alone", "a port out of reach"),
+    ("job", 'image: "registry.example:5000/a/b:1"', "job.image", "registry/", "only at port 443", "a port out of reach"),
     ("job", "image: localhost/a/b:1", "job.image", "registry/repository:tag", "registry", "a registry on the node"),
     ("job", "image: registry.example/a/b:1@sha256:12", "job.image", "its @sha256: digest", "", "short digest"),
     ("fleet", "region: us-east2", "fleet.region", "us-east-2", "Nearest: us-east-2.", "unknown region"),
