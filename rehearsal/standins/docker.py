@@ -54,7 +54,7 @@ def main(words: list[str]) -> int:
         return _printed([DOCKER, "run", *own, *_without_awslogs(rest, options)], options)
     commands = {"run": run, "pull": pull, "stop": stop, "inspect": inspect, "rm": remove}
     if command not in commands:
-        print(f"docker: '{command}' is not stood in for in a rehearsal", file=sys.stderr)
+        print(f"docker: a rehearsal has no stand-in for '{command}'", file=sys.stderr)
         return DAEMON_ERROR
     return commands[command](rest)
 
@@ -139,7 +139,7 @@ def inspect(words: list[str]) -> int:
     """`inspect -f {{.State.Pid}} NAME`: the container's first process, which its guard has started; 0 before that."""
     _, what, name = words
     if what != "{{.State.Pid}}":
-        print(f"docker: {what} is not stood in for in a rehearsal", file=sys.stderr)
+        print(f"docker: a rehearsal has no stand-in for {what}", file=sys.stderr)
         return DAEMON_ERROR
     try:
         print(_first_process(name))

@@ -150,8 +150,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "checkpoints beside the code": (
         {"checkpoint": {**SAVES, "folder": "./"}},
         "line 5, job.checkpoint.folder: './' is not accepted; allowed: {checkpoints}, or a folder for checkpoints"
-        " only, because it is emptied before each start. Where the command saves into the folder that it starts in, write job.workdir:"
-        " {checkpoints}.",
+        " only, because it is emptied before each start. Where the command saves into the folder"
+        " that it starts in, write job.workdir: {checkpoints}.",
     ),
     "a name of the node's": (
         {"env": {"AWS_PROFILE": "x"}},
