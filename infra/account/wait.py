@@ -328,8 +328,8 @@ _RULES = {
     ),
     r"Invalid IAM Instance Profile": Reason(
         cause="EC2 does not know the node's instance profile: it was made a moment ago, or somebody deleted it",
-        remedy="Wait: the fleet tries again by itself, some minutes later. If it fails again for this reason, give run.id "
-        "a new value, then `pulumi up`: a fleet keeps the profile with which it was made.",
+        remedy="Wait: the fleet tries again by itself, some minutes later. If it fails again for this reason, give "
+        "run.id a new value, then `pulumi up`: a fleet keeps the profile with which it was made.",
     ),
     r"InvalidAMIID|image id|InvalidAMI|AMI .*not (exist|found|available)": Reason(
         cause="the AMI does not exist in {region}, or is no longer offered",

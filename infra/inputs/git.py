@@ -2,7 +2,7 @@
 
 Such settings name programs that git runs on a mere look (core.fsmonitor, filters, hooks, fetches of missing objects),
 and no list of them stays complete. So git reads none of these settings: it gets a git folder of ours, with almost no
-config and no hooks, whose other entries lead to the repository's own. The settings of the calling user apply.
+config and no hooks, whose other entries lead to the repository's own. Only the settings of the calling user apply.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A table whose columns are defined once: text for a terminal, HTML, Markdown and JSON use the same ones."""
+"""A table whose columns are defined once. Text for a terminal, HTML, Markdown and JSON use the same columns."""
 
 from __future__ import annotations
 

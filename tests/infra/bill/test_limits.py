@@ -61,7 +61,8 @@ def test_a_slower_listed_type_that_max_hours_always_stops_is_refused() -> None:
     """The dearest needs 0.283 h, the other 0.447 h, and each some minutes to stop in."""
     assert refused(definition(**TWO, max_hours="0.40")) == [
         "fleet.instance_types[1]: types on which the run can end within the limits; without interruptions this"
-        " one needs 0.49 node-hours where limits.max_hours is 0.40. Remove it, or raise limits.max_hours to 0.49 or more."
+        " one needs 0.49 node-hours where limits.max_hours is 0.40. Remove it, or raise limits.max_hours"
+        " to 0.49 or more."
     ]
     assert refused(definition(**TWO, max_hours="0.49")) == []
 
