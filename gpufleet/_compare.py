@@ -32,7 +32,7 @@ class Option:
     wall_hours: Figures | None  # hours by the clock, with waits for capacity
     late: float  # probability of missing the deadline
     over_limit: bool  # whether p90 passes limits.max_usd or limits.max_hours
-    runnable: bool  # whether it could be run as it is
+    runnable: bool  # whether the option could be run without a change
     measured: bool  # whether its speed is measured; else it is assumed
     why: str  # why it cannot be run, or is not first
     _row: Row = field(repr=False, compare=False)
@@ -40,7 +40,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frontier:
-    """The options that no other one beats in both mean USD and hours. A notebook shows it as a picture."""
+    """The options that no other option beats in both mean USD and hours. A notebook shows it as a picture."""
 
     options: tuple[Option, ...]
     title: str
@@ -66,8 +66,8 @@ class Comparison:
 
     stack: str
     region: str
-    scenario: str  # the one whose work is compared
-    scenarios: tuple[Option, ...]  # the file's, in its order
+    scenario: str  # the scenario whose work is compared
+    scenarios: tuple[Option, ...]  # the scenarios of the file, in its order
     options: tuple[Option, ...]  # in their ranking
     frontier: Frontier
     runnable: bool  # whether any option could be run in time

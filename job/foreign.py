@@ -259,7 +259,7 @@ class ForeignFolder:
 
 
 def _refused(path: Path) -> OSError:
-    return OSError(errno.EINVAL, "no regular file or folder, or it leads out of its folder", str(path))
+    return OSError(errno.EINVAL, "neither a regular file nor a folder, or it leads out of its folder", str(path))
 
 
 @contextmanager

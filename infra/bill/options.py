@@ -38,7 +38,7 @@ class BillBasis:
     today: date | None = None  # the day for the age of prices; None: the day of the newest price
 
     def with_definition(self, definition: StackDefinition) -> BillBasis:
-        """The same data for another form of the work."""
+        """A copy of this data for another form of the work."""
         return replace(self, definition=definition)
 
     @property

@@ -29,8 +29,8 @@ FENCE_S = 60.0  # a member that for so long has neither store nor steps ends its
 PROPOSE_S = 30.0  # the oldest proposes within this time; then any node does
 SPARE_S = 600.0  # a node leaves if the others have trained without it for so long
 BLOCK_S = 1200.0  # how long a block's nodes wait for the others, which boot at the same time and have no replacement
-RETRIES = 1  # retries with the same nodes from the same checkpoint
-TOGETHER = (TrainerExit.FINISHED, TrainerExit.STOPPED)  # exit codes that all ranks have at once
+RETRIES = 1  # number of retries with the same nodes from the same checkpoint
+TOGETHER = (TrainerExit.FINISHED, TrainerExit.STOPPED)  # exit codes with which all ranks end together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class View:
     others: Mapping[str, Sight] = field(default_factory=dict)
     newest: GangGeneration | None = None
     is_over: bool = False  # whether done.json exists
-    let_go: int | None = None  # how often waiting nodes let go since the newest generation; None: not read yet
+    let_go: int | None = None  # how often waiting nodes have ended since the newest generation; None: not read yet
     steady_s: float = 0.0
     age_s: float = 0.0
 
