@@ -191,29 +191,29 @@ class Catalog:
 
     def zones(self, region: str) -> tuple[str, ...]:
         """Zone names, us-east-2a and so on; empty for a region the catalog does not cover."""
-        found = known_regions().get(region)
-        return found.zones if found else ()
+        known = known_regions().get(region)
+        return known.zones if known else ()
 
     def zone_id_prefix(self, region: str) -> str:
         """The prefix of the region's zone ids; empty for a region the catalog does not cover."""
-        found = known_regions().get(region)
-        return found.zone_id_prefix if found else ""
+        known = known_regions().get(region)
+        return known.zone_id_prefix if known else ""
 
     def price(self, item: str, region: str) -> Price:
         """Price of a service item (`ebs_gp3_storage`, `public_ipv4`, ...). Raises PriceMissing."""
-        found = self.services.get((item, region))
-        if found is None:
+        price = self.services.get((item, region))
+        if price is None:
             elsewhere = [known for known in self.regions() if (item, known) in self.services]
             how = f" (`gpufleet prices refresh --region {region}` reads it from AWS)" if self.zones(region) else ""
             raise PriceMissing(f"no price for {item} in {region}{how}; known in: {', '.join(elsewhere)}")
-        return found
+        return price
 
     def on_demand(self, type_: str, region: str) -> Price:
         """On-demand Linux price per node-hour. Raises PriceMissing."""
-        found = self.on_demand_prices.get((type_, region))
-        if found is None:
+        price = self.on_demand_prices.get((type_, region))
+        if price is None:
             raise PriceMissing(self._missing("on-demand", type_, region, self.on_demand_prices))
-        return found
+        return price
 
     def spot(self, type_: str, region: str, zones: Sequence[str] = ()) -> tuple[SpotPrice, ...]:
         """Spot prices per node-hour, cheapest zone first; only of these `zones` (az1, ...) if any are named. Raises
@@ -229,8 +229,8 @@ class Catalog:
 
     def spot_zones(self, type_: str, region: str, zones: Sequence[str] = ()) -> tuple[SpotPrice, ...]:
         """Like `spot`, but empty instead of raising."""
-        found = self.spot_prices.get((type_, region), ())
-        return tuple(each for each in found if each.zone in zones) if zones else found
+        known = self.spot_prices.get((type_, region), ())
+        return tuple(each for each in known if each.zone in zones) if zones else known
 
     def nearest_type(self, type_: str, among: Iterable[str] | None = None) -> str | None:
         """The instance type, of all or `among` these, with the spelling nearest to `type_`. Its family must be spelled
@@ -267,8 +267,10 @@ def load_catalog(project: Path | None = None, *, shipped: Path = SHIPPED, day: d
     prices that apply from a day on: `day` is the day of the bill, by default today. Raises GpufleetError when a price
     file is broken.
     """
-    found = files.folders(project_prices(Path.cwd()) if project is None else project / "prices")
-    return read_catalog(shipped, found[-1] if found else None).in_force_on(day or datetime.now(UTC).date())
+    refreshed_folders = files.folders(project_prices(Path.cwd()) if project is None else project / "prices")
+    return read_catalog(shipped, refreshed_folders[-1] if refreshed_folders else None).in_force_on(
+        day or datetime.now(UTC).date()
+    )
 
 
 def project_prices(start: Path) -> Path:

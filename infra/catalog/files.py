@@ -146,7 +146,7 @@ def read(folder: Path) -> Prices:
     _each(folder / "on_demand.csv", on_demand)
     _each(folder / "spot.csv", spot)
     _each(folder / "services.csv", service)
-    prices.spot.update({key: cheapest_first(found) for key, found in zones.items()})
+    prices.spot.update({key: cheapest_first(spots) for key, spots in zones.items()})
     return prices
 
 

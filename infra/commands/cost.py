@@ -104,8 +104,8 @@ def run(args: argparse.Namespace) -> int:
     for each in broken:
         print(f"gpufleet: breaks {each.rule} of policy.yaml: {each.message}", file=sys.stderr)
     late = [*limits.deadline_problems(definition, bill, now), *without]
-    if found := [*code_problems(definition, root), *image_problems(definition), *problems(definition, bill), *late]:
-        raise DefinitionError(str(definition.source), found)
+    if refusals := [*code_problems(definition, root), *image_problems(definition), *problems(definition, bill), *late]:
+        raise DefinitionError(str(definition.source), refusals)
     return 1 if broken else 0
 
 
@@ -124,18 +124,18 @@ def _stages(definition: StackDefinition, root: Path, now: datetime, *, as_json: 
         held = policy.held_to(stage, rules)
         return bill_of(held, root, catalog, today=now.date(), hazards=hazards, not_ready=[*missing])
 
-    found, wrong = price_stages(definition, price_stage, now.date())
+    whole, wrong = price_stages(definition, price_stage, now.date())
     broken: dict[str, str] = {}
-    if found is not None:
-        sys.stdout.write(json.dumps(found.to_json(), indent=2) + "\n" if as_json else "\n".join(found.lines()) + "\n")
+    if whole is not None:
+        sys.stdout.write(json.dumps(whole.to_json(), indent=2) + "\n" if as_json else "\n".join(whole.lines()) + "\n")
         wrong += [
-            each for stage, bill in zip(definition.stages, found.bills, strict=True) for each in problems(stage, bill)
+            each for stage, bill in zip(definition.stages, whole.bills, strict=True) for each in problems(stage, bill)
         ]
     for stage in definition.stages:
         wrong += [*code_problems(stage, root), *image_problems(stage)]
-    for stage, bill in zip(definition.stages, found.bills if found else (), strict=False):
+    for stage, bill in zip(definition.stages, whole.bills if whole else (), strict=False):
         facts = replace(
-            policy.facts(stage, bill), usd_p90=found.usd.p90 if found else None
+            policy.facts(stage, bill), usd_p90=whole.usd.p90 if whole else None
         )  # rules apply to the whole run
         broken |= {each.rule: each.message for each in policy.broken(rules, facts)}
     for rule, message in broken.items():

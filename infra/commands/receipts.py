@@ -94,7 +94,7 @@ def _name(stack: str, root: Path) -> str:
     return selected(stack, root).path.stem
 
 
-def table(found: Sequence[Receipt], causes: Iterable[str]) -> Iterator[str]:
+def table(receipts_shown: Sequence[Receipt], causes: Iterable[str]) -> Iterator[str]:
     """A line per run, with the USD of each cause in `causes`. If `causes` is empty, it shows the cost within the bill's
     range instead. The column `graded` has `-` if the run does not count.
     """
@@ -102,15 +102,17 @@ def table(found: Sequence[Receipt], causes: Iterable[str]) -> Iterator[str]:
     columns = (
         Column("stack"),
         Column("run"),
-        Column("ended by", of=lambda found: "rehearsal" if found.rehearsal else found.reason),
+        Column(
+            "ended by", of=lambda receipts_shown: "rehearsal" if receipts_shown.rehearsal else receipts_shown.reason
+        ),
         Column("estimate", unit="USD", digits=4),
         Column("actual", unit="USD", digits=4),
-        Column("error", unit="%", of=lambda found: f"{found.error_percent:+.1f}%"),
+        Column("error", unit="%", of=lambda receipts_shown: f"{receipts_shown.error_percent:+.1f}%"),
         *(Column(name, None, "USD", "{:+.4f}".format, _cause(name)) for name in causes),
         Column("graded", of=_graded),
         *(() if causes else (Column(band.SCALE, of=_in_range),)),
     )
-    return Sheet.build(columns, found, spare=("ended by", "stack")).text()
+    return Sheet.build(columns, receipts_shown, spare=("ended by", "stack")).text()
 
 
 def _in_range(receipt: Receipt) -> str:

@@ -282,7 +282,7 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
     """The scenarios, one for each (parameters, estimate, hold, storage, nodes, zone ids), with the group's names
     and widest limits.
     """
-    found: dict[tuple[object, ...], list[StackDefinition]] = {}
+    groups: dict[tuple[object, ...], list[StackDefinition]] = {}
     for variant in variants or (definition,):
         if variant.variant.reference:
             continue
@@ -291,7 +291,7 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
         fleet = variant.fleet
         asked = fleet.nodes, fleet.cards, fleet.zone_ids if fleet.region == definition.fleet.region else ()
         key = (variant.job.parameters, variant.estimate, held, storage, variant.own_data, asked)
-        found.setdefault(key, []).append(variant)
+        groups.setdefault(key, []).append(variant)
     # The stack's region is compared, even if a scenario asks for another.
     return [
         (
@@ -309,14 +309,14 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
             ),
             ", ".join(work.scenario or definition.name for work in works),
         )
-        for works in found.values()
+        for works in groups.values()
     ]
 
 
 def _highest(ceilings: Iterable[Decimal | None]) -> Decimal | None:
     """The highest of several ceilings; None if one of them is None."""
-    found = list(ceilings)
-    return None if None in found else max(each for each in found if each is not None)
+    known = list(ceilings)
+    return None if None in known else max(each for each in known if each is not None)
 
 
 def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int]:
@@ -391,12 +391,12 @@ def _work(definition: StackDefinition) -> tuple[object, ...]:
     return definition.job, definition.fleet, definition.storage, definition.estimate
 
 
-def deadline_policy(rows: list[Row], scenario: str, left: float | None) -> tuple[DeadlinePlan, str] | None:
+def deadline_policy(rows: list[Row], scenario: str, hours_left: float | None) -> tuple[DeadlinePlan, str] | None:
     """For that scenario's work: the policy on the best type that has both prices, and this type; None without a
     deadline."""
     from gpufleet.infra.risk import deadline
 
-    if left is None:
+    if hours_left is None:
         return None
     spot, on_demand = SpotThenOnDemand().fleets
     sides = {(row.capacity, row.type, row.nodes, row.scenario): row.side for row in rows}
@@ -404,5 +404,5 @@ def deadline_policy(rows: list[Row], scenario: str, left: float | None) -> tuple
         same = row.type, row.nodes, row.scenario
         begun, sure = sides.get((spot, *same)), sides.get((on_demand, *same))
         if row.ranked and row.side is begun and begun and sure and scenario in row.scenario.split(", "):
-            return deadline.switch(begun.exposure, sure.exposure, left), row.type
+            return deadline.switch(begun.exposure, sure.exposure, hours_left), row.type
     return None

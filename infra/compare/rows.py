@@ -44,8 +44,8 @@ class Study:
 
     def basis(self, work: StackDefinition, types: Iterable[str]) -> BillBasis:
         """The data for the work's rows on these types."""
-        found = self.find_basis(work, types) if self.find_basis else BillBasis(work, self.catalog)
-        return replace(found, hazards=self.hazards, today=self.today)
+        basis = self.find_basis(work, types) if self.find_basis else BillBasis(work, self.catalog)
+        return replace(basis, hazards=self.hazards, today=self.today)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,30 +281,30 @@ def filled(
     """
     prepared = [row.prepared for row in rows if row.prepared is not None]
     outcomes = iter(_simulated([each.exposure.unlimited for each in prepared], runs=runs, attempts=attempts))
-    found = []
+    rows_filled = []
     for row in rows:
         if row.prepared is None:
-            found.append(row)
+            rows_filled.append(row)
             continue
         outcome = next(outcomes)
         if below is None or side.mean_usd(row.prepared, outcome) < below:
             settled = side.settle(row.prepared, outcome, outcome)
-            found.append(replace(row, side=settled, hours_left=hours_left))
-    return found
+            rows_filled.append(replace(row, side=settled, hours_left=hours_left))
+    return rows_filled
 
 
 def _simulated(exposures: Sequence[simulation.Exposure], *, runs: int, attempts: int) -> list[simulation.SimulatedRuns]:
     """The simulated runs of each exposure, in order. Equal exposures share a simulation; an exposure that nothing can
     interrupt is simulated once."""
-    found: dict[simulation.Exposure, simulation.SimulatedRuns] = {}
+    by_exposure: dict[simulation.Exposure, simulation.SimulatedRuns] = {}
     different = list(dict.fromkeys(exposures))
     for many, some in (
         (runs, [each for each in different if each.is_drawn]),
         (1, [each for each in different if not each.is_drawn]),
     ):
         outcomes = simulation.simulate_each(some, runs=many, attempts=attempts)
-        found.update(zip(some, outcomes, strict=True))
-    return [found[each] for each in exposures]
+        by_exposure.update(zip(some, outcomes, strict=True))
+    return [by_exposure[each] for each in exposures]
 
 
 def in_phases(runtime: Runtime, instance: Instance) -> str:

@@ -91,35 +91,37 @@ def _counted(rows: Sequence[Row]) -> str:
     return f"Counted from {', '.join(prepared)} as prepared, not as job.parameters.data expects{but}."
 
 
-def answer(found: Comparison, command: str, today: date) -> Iterator[str]:
+def answer(comparison: Comparison, command: str, today: date) -> Iterator[str]:
     """At most twenty lines: the cheapest way to do the chosen work, the ten cheapest options, and what to do. `command`
     shows all options, scenarios, regions and batches.
     """
-    definition, able = found.definition, [row for row in found.own_rows if row.ranked]
-    name = definition.name if found.scenario in ("", definition.name) else f"{definition.name}, {found.scenario}"
+    definition, able = comparison.definition, [row for row in comparison.own_rows if row.ranked]
+    name = (
+        definition.name if comparison.scenario in ("", definition.name) else f"{definition.name}, {comparison.scenario}"
+    )
     if not able:
         yield from wrap(f"{name}: no type of the catalog can run this in {definition.fleet.region}.")
-        for row in found.own_rows[:SHOWN]:
+        for row in comparison.own_rows[:SHOWN]:
             yield from wrap(
                 f"  {row.place} {row.capacity}: {row.reason}{f'; {row.nearest}' if row.nearest else ''}", indent=4
             )
     else:
         fitting = [row for row in able if not row.over_limit and row.late <= SURE]
         best = (fitting or able)[0]
-        own = [row for row in found.listed if row.scenario == found.scenario]
+        own = [row for row in comparison.listed if row.scenario == comparison.scenario]
         same = [row for row in able for mine in own if (row.place, row.capacity) == (mine.place, mine.capacity)]
         own = [row for row in same or own if row.usd is not None]
         least = "costs least" if best is able[0] else "is the cheapest option within the limits"
         yield from wrap(f"{name}: {_figures(best)}, {least}{_against(best, own)}.")
-        yield from sheet(able[:SHOWN], columns.ANSWER, found.own_frontier).text()
+        yield from sheet(able[:SHOWN], columns.ANSWER, comparison.own_frontier).text()
         yield from wrap("* nothing is cheaper and sooner; less: how likely it costs less than the file's own fleet")
         if not own or (own[0].place, own[0].capacity) != (best.place, best.capacity):
             yield from wrap(
                 f"To take {best.type}, write fleet.instance_types: [{best.type}] and fleet.capacity: {best.capacity}"
                 f" into {definition.source.name}, then run `gpufleet doctor {definition.argument} --pin`."
             )
-    yield from ages(found.rows, today, definition.estimate.max_price_age_days)
-    yield from policy(found)
+    yield from ages(comparison.rows, today, definition.estimate.max_price_age_days)
+    yield from policy(comparison)
     more = len(able) - SHOWN
     others = f"{more} more can be run. " if more > 0 else ""
     yield from wrap(f"{others}Every option, scenario and region: `{command} --all`")
@@ -209,22 +211,22 @@ def ages(rows: Sequence[Row], today: date, most_days: int) -> Iterator[str]:
         yield from wrap(f"These nodes' prices are {span} days old: `gpufleet prices refresh` reads new ones.")
 
 
-def policy(found: Comparison) -> Iterator[str]:
+def policy(comparison: Comparison) -> Iterator[str]:
     """Lines about the policy (spot until the slack runs out, then on demand) and its type; empty without a deadline."""
-    if found.policy:
-        plan, type_ = found.policy
+    if comparison.policy:
+        plan, type_ = comparison.policy
         yield from wrap(f"With the deadline, on {type_}: {plan.sentence()}.")
 
 
-def full_text(found: Comparison, today: date) -> str:
+def full_text(comparison: Comparison, today: date) -> str:
     """The whole comparison, section by section."""
     sections = (
-        scenarios(found.listed),
-        ranked(found.rows, found.frontier),
-        regions(found.regions),
-        batches(found.batches),
-        ages(found.rows, today, found.definition.estimate.max_price_age_days),
-        policy(found),
+        scenarios(comparison.listed),
+        ranked(comparison.rows, comparison.frontier),
+        regions(comparison.regions),
+        batches(comparison.batches),
+        ages(comparison.rows, today, comparison.definition.estimate.max_price_age_days),
+        policy(comparison),
     )
     return "\n\n".join(filter(None, map("\n".join, sections)))
 
@@ -238,16 +240,16 @@ def _note(row: Row) -> str:
     return "; ".join(parts)
 
 
-def record(found: Comparison) -> dict[str, Any]:
+def record(comparison: Comparison) -> dict[str, Any]:
     """Keys as documented in docs/compare.md."""
-    front = {id(row) for row in found.frontier}
+    front = {id(row) for row in comparison.frontier}
     return {
         "schema": 1,
-        "stack": found.definition.name,
-        "region": found.definition.fleet.region,
-        "scenarios": [record_row(row) for row in found.listed],
-        "options": [{**record_row(row), "frontier": id(row) in front} for row in found.rows],
-        "deadline_policy": found.policy and asdict(found.policy[0]),
-        "regions": [record_row(row) for row in found.regions],
-        "batches": [record_row(row) for row in found.batches],
+        "stack": comparison.definition.name,
+        "region": comparison.definition.fleet.region,
+        "scenarios": [record_row(row) for row in comparison.listed],
+        "options": [{**record_row(row), "frontier": id(row) in front} for row in comparison.rows],
+        "deadline_policy": comparison.policy and asdict(comparison.policy[0]),
+        "regions": [record_row(row) for row in comparison.regions],
+        "batches": [record_row(row) for row in comparison.batches],
     }

@@ -68,16 +68,16 @@ def limited(path: str, value: Any) -> Schema:
     """The condition that `path`, if the file has it, matches `value`."""
     for key in reversed(path.split(".")):
         value = {"properties": {key: value}}
-    found: Schema = value
-    return found
+    schema: Schema = value
+    return schema
 
 
 def has(path: str, value: Schema | None = None) -> Schema:
     """The condition that the file has `path`, not null, and that it matches `value`."""
-    found: Schema = {"not": {"type": "null"}, **(value or {})}
+    schema: Schema = {"not": {"type": "null"}, **(value or {})}
     for key in reversed(path.split(".")):
-        found = {"type": "object", "properties": {key: found}, "required": [key]}
-    return found
+        schema = {"type": "object", "properties": {key: schema}, "required": [key]}
+    return schema
 
 
 def each_of(path: str, value: Schema, *, one: bool = False) -> Schema:
@@ -283,10 +283,10 @@ def _hardware() -> Iterator[Schema]:
 
 
 def _by_gpus() -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
+    types_by_gpus: dict[int, list[str]] = {}
     for name, kind in sorted(USABLE.items()):
-        found.setdefault(kind.gpu_count, []).append(name)
-    return found
+        types_by_gpus.setdefault(kind.gpu_count, []).append(name)
+    return types_by_gpus
 
 
 def conditions(name: str) -> list[Schema]:

@@ -86,10 +86,10 @@ def check(
 
 def _model(config: JobConfig, findings: Findings) -> bool:
     """Reports a run config from which no model can be built. Returns whether it reported one."""
-    found = config.problems()
-    for path, sentence in found:
+    model_problems = config.problems()
+    for path, sentence in model_problems:
         findings.add(f"{config.path}.{path}", sentence, default=_standing(config, path))
-    return bool(found)
+    return bool(model_problems)
 
 
 def _standing(config: JobConfig, path: str) -> str:

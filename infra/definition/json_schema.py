@@ -93,10 +93,10 @@ class Page:
             )
         kind = tables[-1].removeprefix("job.parameters of ")
         named = [file for file in _files() if kind == tables[-1] or file.get("job", {}).get("experiment") == kind]
-        found = cls(rows, named)
+        words = cls(rows, named)
         for key in path.split("."):
-            found = found.section_at(key)
-        return replace(found, section="")
+            words = words.section_at(key)
+        return replace(words, section="")
 
     def section_at(self, key: str) -> Page:
         """The words of the pages about the section at `key`."""
@@ -257,7 +257,7 @@ def write() -> None:
     """Writes the shipped file from this clone's code and pages. Each innermost object is on one line."""
     text = json.dumps(shared(), indent=1, ensure_ascii=False) + "\n"
     innermost = re.compile(r"(?<=[\[{])\n\s+([^\[\]{}]*)\n\s+(?=[\]}])")
-    FILE.write_text(innermost.sub(lambda found: re.sub(r"\n\s+", " ", found[1]), text), encoding="utf-8")
+    FILE.write_text(innermost.sub(lambda match: re.sub(r"\n\s+", " ", match[1]), text), encoding="utf-8")
 
 
 def modeline(folder: Path, project: Path) -> str:
@@ -324,10 +324,10 @@ def _section(
             properties[key_of(spec.name)] = _field(cls, spec.name, page, partial=partial, default=default)
             if not partial and default is None and spec.name in _required(cls):
                 required.append(spec.name)
-    found = _object(properties)
+    section = _object(properties)
     if required:
-        found |= {"type": "object", "required": required}
-    return {"description": _meaning(classes[-1])} | found
+        section |= {"type": "object", "required": required}
+    return {"description": _meaning(classes[-1])} | section
 
 
 def _meaning(cls: type[Any]) -> str:

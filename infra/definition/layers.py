@@ -62,7 +62,7 @@ def definition(
         Interruptions, find_node(tree, "rehearsal.interruptions"), "rehearsal.interruptions", findings
     )
     python = find_node(tree, "rehearsal.python")
-    found = StackDefinition(
+    built = StackDefinition(
         name=path.stem,
         source=path,
         purpose=purpose(text),
@@ -78,8 +78,8 @@ def definition(
         from gpufleet.infra.catalog import load_catalog
 
         catalog = load_catalog()
-    checks.check(found, findings, now=now, catalog=catalog, past_deadline=past_deadline, launchable=launchable)
-    return found, findings.problems
+    checks.check(built, findings, now=now, catalog=catalog, past_deadline=past_deadline, launchable=launchable)
+    return built, findings.problems
 
 
 def rehearsed(tree: Mapping) -> Mapping:
@@ -91,7 +91,7 @@ def rehearsed(tree: Mapping) -> Mapping:
 
 def from_anywhere(tree: Mapping, root: Path) -> Mapping:
     """The tree with full paths for a command's code and inputs, which the file may give relative to `root`."""
-    found: Node = tree
+    placed: Node = tree
     inputs = find_node(tree, "storage.inputs")
     names = inputs.entries if isinstance(inputs, Mapping) else {}
     for path in (("job", "code", "folder"), *(("storage", "inputs", name) for name in names)):
@@ -100,9 +100,9 @@ def from_anywhere(tree: Mapping, root: Path) -> Mapping:
             laid: Node = replace(node, text=str((root / node.text).resolve()))
             for key in reversed(path):
                 laid = Mapping(path="", line=node.line, entries={key: laid})
-            found = merge(found, laid)
-    assert isinstance(found, Mapping)
-    return found
+            placed = merge(placed, laid)
+    assert isinstance(placed, Mapping)
+    return placed
 
 
 def apply_overlay(tree: Mapping, overlay: dict[str, Node]) -> Mapping:
@@ -145,8 +145,10 @@ def variants(
         variant = build(Variant, kept, where, findings)
         sections = {key: node for key, node in entries.items() if key in (*OVERLAID, "nodes")}
         laid = apply_overlay(tree, sections)
-        merged, found = definition(laid, path, text, now, True, launchable=False, catalog=catalog, plain=plain)
-        problems += of_form(where, found)
+        merged, variant_problems = definition(
+            laid, path, text, now, True, launchable=False, catalog=catalog, plain=plain
+        )
+        problems += of_form(where, variant_problems)
         own_data = find_node(Mapping(path="", line=entry.line, entries=entries), "job.parameters.data") is not None
         laid_over.append(replace(merged, scenario=name, variant=variant, own_data=own_data))
     return laid_over, findings.problems + problems

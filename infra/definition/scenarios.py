@@ -32,16 +32,16 @@ def scenario(
 
     Raises GpufleetError when it is not there or cannot be run, DefinitionError for what is wrong in it.
     """
-    found = {each.scenario: each for each in scenarios(path, now=now)}
-    if name not in found:
-        raise unknown(path, name, found)
-    variant = found[name].variant
+    by_name = {each.scenario: each for each in scenarios(path, now=now)}
+    if name not in by_name:
+        raise unknown(path, name, by_name)
+    variant = by_name[name].variant
     if variant.only_priced:
         if not to_run:
-            return found[name]
+            return by_name[name]
         raise GpufleetError(
             f"{path.name}: scenario {name} {variant.only_priced}: it cannot be run; "
-            f"`gpufleet cost {found[name].argument} --scenario {name}` prices it"
+            f"`gpufleet cost {by_name[name].argument} --scenario {name}` prices it"
         )
     text, tree = open_file(path)
     section = tree.entries["scenarios"]  # the scenarios were read from this section
@@ -65,13 +65,13 @@ def chosen(path: Path, variants: tuple[StackDefinition, ...], name: str | None) 
     """The scenario `name`, if it can be priced on other types; without a name, all scenarios. Raises GpufleetError."""
     if name is None:
         return variants
-    found = tuple(variant for variant in variants if variant.scenario == name)
-    if not found:
+    matching = tuple(variant for variant in variants if variant.scenario == name)
+    if not matching:
         raise unknown(path, name, (variant.scenario for variant in variants))
-    (variant,) = (work.variant for work in found)
+    (variant,) = (work.variant for work in matching)
     if variant.reference:
         raise GpufleetError(
             f"scenario {name} {variant.only_priced}: its work is priced on no other type; without --scenario the table "
             "has its row"
         )
-    return found
+    return matching

@@ -283,12 +283,12 @@ def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:
 
 def _nested_keys(names: list[str], hints: dict[str, Any]) -> dict[str, list[str]]:
     """The keys of the sections `names`, each by its path from the section above: `lr` is `optim.lr`."""
-    found: dict[str, list[str]] = {}
+    paths_by_key: dict[str, list[str]] = {}
     for name in names:
         inner, _ = unwrap(hints[name])
         for each in dataclasses.fields(inner) if is_dataclass(inner) else ():
-            found.setdefault(key_of(each.name), []).append(f"{name}.{key_of(each.name)}")
-    return found
+            paths_by_key.setdefault(key_of(each.name), []).append(f"{name}.{key_of(each.name)}")
+    return paths_by_key
 
 
 def check_keys(

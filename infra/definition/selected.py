@@ -34,11 +34,11 @@ class Selected:
     def load(self, *, now: datetime, past_deadline: bool = False, staged: bool = False) -> StackDefinition:
         """The definition, after the checks that a run needs. Raises like loader.load and scenarios.scenario."""
         if not self.scenario:
-            found = load(self.path, now=now, past_deadline=past_deadline, staged=staged)
+            definition = load(self.path, now=now, past_deadline=past_deadline, staged=staged)
         else:
-            found = one_scenario(self.path, self.scenario, now=now, past_deadline=past_deadline)
-        stages = tuple(replace(each, asked=self.asked) for each in found.stages)
-        return replace(found, asked=self.asked, stages=stages)
+            definition = one_scenario(self.path, self.scenario, now=now, past_deadline=past_deadline)
+        stages = tuple(replace(each, asked=self.asked) for each in definition.stages)
+        return replace(definition, asked=self.asked, stages=stages)
 
 
 def selected(stack: str, root: Path) -> Selected:
@@ -84,11 +84,11 @@ def _config(path: Path, of_project: Path) -> dict[str, str]:
         return {}
     project = _project(of_project)
     refuse_unread(config, project)
-    found = {key: config[f"{project}:{key}"] for key in (DEFINITION, SCENARIO) if f"{project}:{key}" in config}
-    for key, value in found.items():
+    settings = {key: config[f"{project}:{key}"] for key in (DEFINITION, SCENARIO) if f"{project}:{key}" in config}
+    for key, value in settings.items():
         if not isinstance(value, str):
             raise GpufleetError(f"{path}: {key} is no plain text; `pulumi config set {key} NAME` writes one")
-    return found
+    return settings
 
 
 def _project(path: Path) -> str:

@@ -42,7 +42,7 @@ def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]
     """The definition of a file with `stages`, and its problems. `build` reads the tree of one stage, with the stages
     before it. With `rerun`, the stages before its `from` belong to another run.
     """
-    findings, found, problems = Findings(tree=tree), list[StackDefinition](), list[Problem]()
+    findings, built, problems = Findings(tree=tree), list[StackDefinition](), list[Problem]()
     rest = {key: node for key, node in tree.entries.items() if key not in (STAGES, "scenarios", RERUN)}
     entries = list(_entries(tree, findings))
     earlier, begin = _rerun(tree, [entry for _, entry in entries], findings)
@@ -52,22 +52,22 @@ def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]
         check_keys(entry, list(KEYS), path, findings)
         name = _name(entry.get("name"), path, [*names, *(each.partition("/")[2] for each in taken)], findings)
         own = {key: merge(rest.get(key), entry[key]) for key in LAID if key in entry}
-        one, wrong = build(replace(tree, entries={**rest, **own}), Earlier(tuple(names), tuple(taken)))
+        stage, wrong = build(replace(tree, entries={**rest, **own}), Earlier(tuple(names), tuple(taken)))
         problems += of_form(f"{STAGES}[{index}]", wrong)
-        _fleet(one, path, findings)
+        _fleet(stage, path, findings)
         if index < begin:
             taken.append(f"{earlier}/{name}")
             continue
-        before, run = tuple(names), replace(one.run, id=f"{one.run.id}/{name}")
+        before, run = tuple(names), replace(stage.run, id=f"{stage.run.id}/{name}")
         names.append(name)
-        found.append(replace(one, run=run, before=before))
-    if not found:
+        built.append(replace(stage, run=run, before=before))
+    if not built:
         return build(replace(tree, entries=rest), NONE_EARLIER)[0], findings.problems
-    found = [replace(each, next_stage=name) for each, name in zip(found, [*names[1:], ""], strict=True)]
+    built = [replace(each, next_stage=name) for each, name in zip(built, [*names[1:], ""], strict=True)]
     whole = replace(
-        found[0], run=replace(found[0].run, id=found[0].run.id.partition("/")[0]), before=(), taken=(), next_stage=""
+        built[0], run=replace(built[0].run, id=built[0].run.id.partition("/")[0]), before=(), taken=(), next_stage=""
     )
-    return replace(whole, stages=tuple(found), tree=tree), [*findings.problems, *problems]
+    return replace(whole, stages=tuple(built), tree=tree), [*findings.problems, *problems]
 
 
 def _rerun(tree: Mapping, stages: Sequence[dict[str, Node]], findings: Findings) -> tuple[str, int]:

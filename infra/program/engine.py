@@ -44,8 +44,8 @@ def last_update(component: tuple[str, Sequence[str]] | None = None, definition: 
     stack = f"{pulumi.get_organization()}/{pulumi.get_project()}/{pulumi.get_stack()}"
 
     def invoke(token: str, arguments: dict[str, Any]) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = pulumi.runtime.invoke(token, arguments).value or {}
-        return found
+        answer: Mapping[str, Any] = pulumi.runtime.invoke(token, arguments).value or {}
+        return answer
 
     return previous_of_component(stack, *component, definition, invoke) if component else previous(stack, invoke)
 

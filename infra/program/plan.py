@@ -221,7 +221,7 @@ def _gather(
     weights = _weights(weights_folder) if weights_folder else None
     tree = code.read(definition, root)
     packed = code.pack(tree, root) if tree else None
-    found = folders.read(definition, root)
+    inputs_read = folders.read(definition, root)
     entries: dict[str, Any] = {"archive": {"sha256": own.sha256, "bytes": len(own.content)}}
     if definition.job.parameters.dataset_kind:
         entries["dataset"] = input_entry(definition.storage.dataset, dataset)
@@ -229,11 +229,11 @@ def _gather(
         entries["base_weights"] = input_entry(definition.storage.base_weights, weights)
     if packed:
         entries["code"] = packed.input_entry()
-    left, asked = definition.left, (name for _, name in definition.job.parameters.demands.inputs)
-    handed_on = {name: _left_by(left[name]) for name in asked if name in left}
-    if found or handed_on:
-        entries["folders"] = handed_on | {name: each.input_entry() for name, each in found.items()}
-    complete = len(found) == len(definition.storage.inputs or {})
+    earlier_stages, asked = definition.left, (name for _, name in definition.job.parameters.demands.inputs)
+    handed_on = {name: _left_by(earlier_stages[name]) for name in asked if name in earlier_stages}
+    if inputs_read or handed_on:
+        entries["folders"] = handed_on | {name: each.input_entry() for name, each in inputs_read.items()}
+    complete = len(inputs_read) == len(definition.storage.inputs or {})
     return JobFiles(
         missing=missing,
         dataset=dataset,
@@ -241,9 +241,11 @@ def _gather(
         weights=weights,
         weights_folder=weights_folder,
         code=packed,
-        inputs=found,
+        inputs=inputs_read,
         entries=entries,
-        dataset_sha256=dataset.sha256 if dataset else " ".join(each.sha256 for each in found.values() if complete),
+        dataset_sha256=dataset.sha256
+        if dataset
+        else " ".join(each.sha256 for each in inputs_read.values() if complete),
     )
 
 

@@ -160,8 +160,8 @@ class CommandCheckpoints:
         return newest
 
     def _newest(self) -> Commit | None:
-        found = [each for path in sorted(self._kept.glob(STEPS)) if (each := commit.read(path)) is not None]
-        return max(found, key=lambda each: each.step, default=None)
+        commits = [each for path in sorted(self._kept.glob(STEPS)) if (each := commit.read(path)) is not None]
+        return max(commits, key=lambda each: each.step, default=None)
 
     def copy_newest(self, target: Path) -> None:
         """Copies the files of the newest commit, if any, under the command's own names. Raises OSError."""

@@ -127,15 +127,15 @@ def secrets(references: Mapping[str, str], ask: Callable[[str, str], str] | None
     ValueError, which never contains a value, for a secret that does not exist or cannot be read; any other error is a
     fault of this node.
     """
-    found = {}
+    values = {}
     for name, reference in references.items():
         kind, _, place = reference.partition(":")
         rehearsed = os.environ.get(environment.SECRET + name)
         try:
-            found[name] = rehearsed if rehearsed is not None else (ask or _asked)(kind, place)
+            values[name] = rehearsed if rehearsed is not None else (ask or _asked)(kind, place)
         except LookupError as error:
             raise ValueError(f"job.secrets.{name}: {reference} cannot be read: {error}") from None
-    return found
+    return values
 
 
 def _asked(kind: str, place: str) -> str:

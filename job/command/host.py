@@ -168,13 +168,15 @@ class Host:
                 self._leave_place()
             if name == NETWORK and self.place is not None:
                 self.asks_network = False
-                found = network.read(end.code, end.lines, float(os.environ.get(environment.GBPS, 0)), say)
-                self._note(found)
-                if not found.problems:
+                measured = network.read(end.code, end.lines, float(os.environ.get(environment.GBPS, 0)), say)
+                self._note(measured)
+                if not measured.problems:
                     continue
                 if not (self.workdir / ACCEPT).exists():
-                    return "refused", "; ".join(found.problems), end, None
-                self.warn(f"nodes before it were refused for this, and this one goes on: {'; '.join(found.problems)}")
+                    return "refused", "; ".join(measured.problems), end, None
+                self.warn(
+                    f"nodes before it were refused for this, and this one goes on: {'; '.join(measured.problems)}"
+                )
                 continue
             if name == SETUP:
                 say(SETUP_ENDS)
@@ -319,12 +321,12 @@ class Host:
         return count * step_s if count is not None and step_s else None
 
     def _spent(self) -> float | None:
-        found = Spent.read(self.workdir)
-        return None if found is None else float(found.spent_usd)
+        spent = Spent.read(self.workdir)
+        return None if spent is None else float(spent.spent_usd)
 
     def _prune(self) -> None:
-        if self.config.checkpoint.keep_on_disk is not None and (found := Spent.read(self.workdir)) is not None:
-            self.checkpoints.prune(found.published)
+        if self.config.checkpoint.keep_on_disk is not None and (spent := Spent.read(self.workdir)) is not None:
+            self.checkpoints.prune(spent.published)
 
     def _ask_to_save(self) -> None:
         """Asks for a save because the machine may go away soon, if the command has a signal for that."""

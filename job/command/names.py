@@ -183,12 +183,12 @@ class Names:
 
     def companions(self, folder: Path, allowed: Path) -> dict[str, int]:
         """Sizes in bytes of the files that are kept with each checkpoint, by their names below the folder."""
-        found = {}
+        sizes = {}
         for name, look in ForeignFolder(allowed).files(folder):
             if any(pattern.fullmatch(name) for pattern in self._also) and not self._problem(name, {}):
                 with suppress(OSError):
-                    found[name] = look().st_size
-        return found
+                    sizes[name] = look().st_size
+        return sizes
 
     def _problem(self, name: str, counts: Mapping[str, int]) -> str:
         """Why a checkpoint with a file of this name cannot be published; empty when it can."""

@@ -176,8 +176,8 @@ class WatchedContainer(NodeContainer):
         return self._watcher is not None
 
     def alive(self) -> list[int]:
-        found: list[int] = self._ask("alive")
-        return found
+        pids: list[int] = self._ask("alive")
+        return pids
 
     def send(self, signal: str) -> tuple[int, bool]:
         count, is_survived = self._ask(f"send {signal}")

@@ -66,31 +66,31 @@ def _walk(first: int) -> list[int]:
     below: dict[int, list[int]] = {}
     for pid, parent in parents.items():
         below.setdefault(parent, []).append(pid)
-    found, waiting = [], [first]
+    pids, waiting = [], [first]
     while waiting:
         for pid in sorted(below.get(waiting.pop(0), [])):
-            found.append(pid)
+            pids.append(pid)
             waiting.append(pid)
-    return found
+    return pids
 
 
 def _parents() -> dict[int, int]:
     """The parent of every living process, by id."""
-    found = {}
+    parents = {}
     if not KNOWN:
         listed = subprocess.run(["ps", "-axo", "pid=,ppid=,stat="], capture_output=True, text=True, check=False).stdout
         for line in listed.splitlines():
             pid, parent, state = line.split()
             if not state.startswith("Z"):
-                found[int(pid)] = int(parent)
-        return found
+                parents[int(pid)] = int(parent)
+        return parents
     for name in os.listdir(PROC):  # noqa: PTH208 - names alone, ten times a second
         if name.isdigit():
             with suppress(OSError, ValueError):
                 state, parent = (PROC / name / "stat").read_text().rpartition(")")[2].split()[:2]
                 if state != "Z":
-                    found[int(name)] = int(parent)
-    return found
+                    parents[int(name)] = int(parent)
+    return parents
 
 
 def catches(pid: int, number: int) -> bool:
@@ -142,8 +142,8 @@ def addressees(first: int, number: int) -> list[int]:
 
 def _rank(pid: int) -> bytes | None:
     """The process's rank from its launcher; None without one."""
-    found = [each for each in _read(pid, "environ").split(b"\0") if each.startswith((b"LOCAL_RANK=", b"RANK="))]
-    return b" ".join(sorted(found)) or None
+    variables = [each for each in _read(pid, "environ").split(b"\0") if each.startswith((b"LOCAL_RANK=", b"RANK="))]
+    return b" ".join(sorted(variables)) or None
 
 
 def world(first: int) -> tuple[int, int, bool] | None:
@@ -154,12 +154,12 @@ def world(first: int) -> tuple[int, int, bool] | None:
     Numbers in the environment of a shell or launcher do not count: it replaces them for the ranks that it starts.
     """
     parents, replaced = _parents(), set[int]()
-    numbers = {pid: found for pid in descendants(first) if (found := _numbers(pid)) is not None}
+    numbers = {pid: numbers_of_rank for pid in descendants(first) if (numbers_of_rank := _numbers(pid)) is not None}
     for pid in reversed(numbers):
         parent = parents.get(pid, 0)
         if pid in replaced or numbers.get(parent) != numbers[pid]:
             replaced.add(parent)
-    ranks = {found for pid, found in numbers.items() if pid not in replaced}
+    ranks = {numbers_of_rank for pid, numbers_of_rank in numbers.items() if pid not in replaced}
     size = max((each[0] for each in ranks), default=0)
     if not size:
         return None
@@ -263,8 +263,8 @@ def watch(folder: Path, first: int) -> NoReturn:
             connection, _ = listening.accept()
             with connection, connection.makefile("rwb") as lines, suppress(OSError):
                 for line in lines:
-                    what, *words = line.decode().split()
-                    lines.write(json.dumps(answers[what](first, *words)).encode() + b"\n")
+                    question, *words = line.decode().split()
+                    lines.write(json.dumps(answers[question](first, *words)).encode() + b"\n")
                     lines.flush()
 
 

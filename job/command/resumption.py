@@ -118,10 +118,10 @@ class ResumeCheck:
     def _settle(self, verdict: Verdict, fact: str) -> None:
         self.verdict = verdict
         kept = f" ({place(self._checkpoint)})" if self._checkpoint is not None and self._checkpoint.counts else ""
-        what = f"checkpoint of {self._config.unit} {self._restored.step:,}{kept} was restored"
+        restored = f"checkpoint of {self._config.unit} {self._restored.step:,}{kept} was restored"
         or_anew = "; if it goes on and counts anew, write job.resume.check: none"
         does = f": it does not resume{or_anew}" if verdict == "begins anew" else ""
-        self.why = f"{what} and {fact}{does}"
+        self.why = f"{restored} and {fact}{does}"
 
     def _what_would_show(self, lines: str) -> str:
         names = " or names with {step} or {epoch}, and checkpoint.every in the same" if self._checkpoint else ""

@@ -34,8 +34,10 @@ class Leaving:
     @property
     def plan(self) -> str:
         """The plan for the stop, as a line for the log."""
-        what = "no signal: the command would save nothing in time" if self._waits else f"SIG{self._config.stop.signal}"
-        return f"stop ({self._stop.reason}): {what}, until {self._until - self._asked_at:.0f} s from now"
+        request = (
+            "no signal: the command would save nothing in time" if self._waits else f"SIG{self._config.stop.signal}"
+        )
+        return f"stop ({self._stop.reason}): {request}, until {self._until - self._asked_at:.0f} s from now"
 
     def look(
         self,

@@ -27,8 +27,8 @@ class Kinds(Mapping[str, type[JobConfig]]):
         self.places = places
 
     def __getitem__(self, name: str) -> type[JobConfig]:
-        found: type[JobConfig] = named(self.places[name])
-        return found
+        config: type[JobConfig] = named(self.places[name])
+        return config
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)

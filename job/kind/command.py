@@ -280,11 +280,11 @@ class CommandConfig(JobConfig):
     @property
     def groups(self) -> frozenset[str]:
         """The names of the groups in the progress patterns; a pattern that is no regular expression has none."""
-        found: set[str] = set()
+        names: set[str] = set()
         for pattern in self.patterns:
             with suppress(re.error):
-                found |= set(re.compile(pattern).groupindex)
-        return frozenset(found)
+                names |= set(re.compile(pattern).groupindex)
+        return frozenset(names)
 
     @property
     def steps(self) -> int | None:
@@ -357,7 +357,7 @@ class CommandConfig(JobConfig):
             interval=self.saves and self.checkpoint.every == Every(),
             code=self.code,
             installs=bool(self.setup.strip()) or re.search(r"\binstall\b", self.command) is not None,
-            inputs=tuple((path, found[1]) for path, text in self.texts() for found in INPUT.finditer(text)),
+            inputs=tuple((path, match[1]) for path, text in self.texts() for match in INPUT.finditer(text)),
             secrets={**(self.secrets or {}), **({"registry": self.registry} if self.registry else {})},
             login=self.registry,
             node_role=self.aws,
@@ -374,7 +374,7 @@ class CommandConfig(JobConfig):
 
     @property
     def told_speed(self) -> ToldSpeed:
-        hours = (told.low, told.likely, told.high) if (told := self.work.hours) else None
+        hours = (estimate.low, estimate.likely, estimate.high) if (estimate := self.work.hours) else None
         from_page, times = self.work.from_ == "page", tuple(self._told_times())
         return ToldSpeed(key=f"{self.path}.work.{self._counted_key}", times=times, from_page=from_page, hours=hours)
 
@@ -386,8 +386,8 @@ class CommandConfig(JobConfig):
         counted = self._counted_key
         for key, unit_ms in (("step_ms", 1.0), ("epoch_minutes", MINUTE_MS)):
             for name, each in (getattr(self.work, key) or {}).items():
-                found = GPUS_NAMED.fullmatch(name)
-                gpu, gpus = (name, None) if found is None else (found["gpu"], int(found["gpus"]))
+                match = GPUS_NAMED.fullmatch(name)
+                gpu, gpus = (name, None) if match is None else (match["gpu"], int(match["gpus"]))
                 section, ms = f"{self.path}.work.{key}", each * unit_ms
                 yield ToldTime(section=section, key=name, gpu=gpu, gpus=gpus, ms=ms, counts=key == counted)
 
@@ -524,8 +524,8 @@ class CommandConfig(JobConfig):
             yield from ((f"{path}[{index}]", text) for index, text in enumerate(several))
 
     def _trains_apart(self) -> str:
-        if (found := ALONE.search(self.command)) is not None:
-            return f"{STATIC} in the place of {found[0]}, with which each node trains alone"
+        if (alone := ALONE.search(self.command)) is not None:
+            return f"{STATIC} in the place of {alone[0]}, with which each node trains alone"
         names_rank = any("{node_rank}" in text or NODE_RANK in text for _, text in self.texts())
         if not names_rank and not GIVES_RANKS.search(self.command):
             return (
@@ -712,11 +712,11 @@ def setting(command: str, names: Iterable[str]) -> re.Match[str] | None:
     """The match of the first of these settings to which a command gives a whole number, as in `--max_steps 5000` or
     `--max_iters=600`. The group `value` has the number. None without one.
     """
-    found = (
+    matches = (
         re.search(rf"(?<!\S)--{name.replace('_', '[-_]')}(?:=|\s+)(?P<value>[0-9]+)(?![\w.])", command, re.IGNORECASE)
         for name in names
     )
-    return next(filter(None, found), None)
+    return next(filter(None, matches), None)
 
 
 LAUNCHERS = ("{gpus}", "torchrun", "torch.distributed", "accelerate", "deepspeed", "mpirun", "litgpt", "axolotl")

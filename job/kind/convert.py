@@ -94,10 +94,10 @@ def from_json(cls: type[T], tree: Any, path: str, default: T) -> T:
     unknown key and every value that is not allowed.
     """
     problems: list[str] = []
-    found: T = _build(cls, tree, path, problems, default)
+    built: T = _build(cls, tree, path, problems, default)
     if problems:
         raise ValueError("; ".join(problems))
-    return found
+    return built
 
 
 def _build(cls: type[Any], tree: Any, path: str, problems: list[str], default: Any) -> Any:

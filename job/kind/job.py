@@ -228,5 +228,5 @@ def changed(config: Config, **sections: Any) -> Config:
 
 def require(config: JobConfig) -> None:
     """Raises ValueError with every problem; called before the model is built."""
-    if found := config.problems():
-        raise ValueError("; ".join(f"job.parameters.{path}: {text}" for path, text in found))
+    if problems := config.problems():
+        raise ValueError("; ".join(f"job.parameters.{path}: {text}" for path, text in problems))

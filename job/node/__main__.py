@@ -473,8 +473,8 @@ class NodeRun:
 
     def _end_by_timer(self) -> None:
         """Ends the run when this machine's own timer fires, whatever job and supervisor do."""
-        while (left := self.allowance.timer_at - self.clock()) > 0:
-            time.sleep(min(left, LOOK_S))
+        while (seconds_left := self.allowance.timer_at - self.clock()) > 0:
+            time.sleep(min(seconds_left, LOOK_S))
         self._take_over(lambda: self._end_run(ends.TIMER, f"{self.clock() - self.machine.launched:.0f} s after launch"))
 
     def _end_unless_known(self) -> None:
@@ -549,9 +549,9 @@ class NodeRun:
         """Writes done.json, unless the supervisor has written it, or left one here that it could not send."""
         if self._list() and DONE in self.keys:
             return True
-        left = None if self.workdir is None else atomic.read_object(self.workdir / DONE)
+        unsent = None if self.workdir is None else atomic.read_object(self.workdir / DONE)
         marker = ends.Done(reason, detail, self.machine.instance, utc_now())
-        atomic.write_json(self.folder / DONE, left or marker.to_json())
+        atomic.write_json(self.folder / DONE, unsent or marker.to_json())
         return retry(4, lambda: self.objects.put(self.folder / DONE, DONE))
 
     def _speaks(self) -> bool:
@@ -577,7 +577,7 @@ class NodeRun:
         also ends this one from outside. With `alone` the run's other fleet stays. Deleting a block's fleet ends all of
         its nodes, and nothing replaces them: so the node that ended the run waits for the others before it deletes it.
         """
-        fleet = next((found for _ in tries(3) if (found := self._find_fleet())), None)
+        fleet = next((fleet_id for _ in tries(3) if (fleet_id := self._find_fleet())), None)
         others = [] if alone else self.hand_over.others(fleet)
         for other in others:
             if not delete_fleet(other):
@@ -618,8 +618,8 @@ class NodeRun:
     def _find_fleet(self) -> str | None:
         tag = f"Reservations[0].Instances[0].Tags[?Key=='{FLEET_TAG}']|[0].Value"
         described = ("ec2", "describe-instances", "--instance-ids", self.machine.instance, "--output", "text")
-        found = self.metadata.get(f"meta-data/tags/instance/{FLEET_TAG}") or aws(*described, "--query", tag)
-        return found if found is not None and found.startswith("fleet-") else None
+        fleet_id = self.metadata.get(f"meta-data/tags/instance/{FLEET_TAG}") or aws(*described, "--query", tag)
+        return fleet_id if fleet_id is not None and fleet_id.startswith("fleet-") else None
 
 
 def _set_aside(why: str) -> None:

@@ -77,7 +77,7 @@ class HandOver(OneFleet):
         run's objects. Raises OSError if AWS does not answer a question that must be answered.
         """
         own = find_fleet()
-        found = next((said for _ in tries(5) if (said := self._metadata.get(LIFE_CYCLE))), None)
+        found = next((life_cycle for _ in tries(5) if (life_cycle := self._metadata.get(LIFE_CYCLE))), None)
         if found is None:
             raise OSError("the metadata service does not say whether this node is on spot")
         if own is None:
@@ -116,25 +116,25 @@ class HandOver(OneFleet):
         there = next((nodes for _ in tries(4) if (nodes := spot_nodes(run)) is not None), {})
         for fleet in sorted({*known, *filter(None, there.values())}):
             delete_fleet(fleet)  # AWS refuses if the fleet is deleted already; only the nodes matter
-        left = self._wait(run, HANDOVER_S)
-        if left:
-            say(f"still there after {HANDOVER_S} s, and ended now: {' '.join(sorted(left))}")
-            aws("ec2", "terminate-instances", "--instance-ids", *sorted(left), "--output", "text")
+        remaining = self._wait(run, HANDOVER_S)
+        if remaining:
+            say(f"still there after {HANDOVER_S} s, and ended now: {' '.join(sorted(remaining))}")
+            aws("ec2", "terminate-instances", "--instance-ids", *sorted(remaining), "--output", "text")
             if self._wait(run, GONE_S):
                 raise OSError("a node on spot cannot be ended, and two would train")
 
     def _wait(self, run: Mapping[str, str], seconds: float) -> set[str]:
         """The run's spot nodes that still exist after the wait. Raises OSError if AWS never answered."""
-        until, left = self._clock() + seconds, None
+        until, remaining = self._clock() + seconds, None
         while True:
             nodes = spot_nodes(run)
-            left = left if nodes is None else set(nodes)
+            remaining = remaining if nodes is None else set(nodes)
             if nodes == {} or self._clock() >= until:
                 break
             time.sleep(5)
-        if left is None:
+        if remaining is None:
             raise OSError("AWS does not say whether a node on spot is there: two would train")
-        return left
+        return remaining
 
     def watch(self, workdir: Path) -> None:
         """On spot, starts a thread that moves the hour while the run trains."""

@@ -141,7 +141,7 @@ def aws(*words: str) -> str | None:
 
 def history(fleets: Sequence[str], since: float) -> History | None:
     """The events of these fleets' nodes since that time (epoch seconds); None if AWS does not answer."""
-    found: dict[str, dict[str, float]] = {LAUNCHED: {}, ENDED: {}}
+    events: dict[str, dict[str, float]] = {LAUNCHED: {}, ENDED: {}}
     for fleet in fleets:
         output = aws(
             *("ec2", "describe-fleet-history", "--fleet-id", fleet, "--start-time", iso(since), "--output", "text"),
@@ -151,11 +151,11 @@ def history(fleets: Sequence[str], since: float) -> History | None:
         if output is None:
             return None
         for line in output.splitlines():
-            what, name, at = (*line.split(), "", "", "")[:3]
+            kind, name, at = (*line.split(), "", "", "")[:3]
             moment = epoch(at)
-            if what in found and moment is not None:
-                found[what][name] = moment
-    return History(launched=found[LAUNCHED], ended=found[ENDED], there=nodes_there(*fleets))
+            if kind in events and moment is not None:
+                events[kind][name] = moment
+    return History(launched=events[LAUNCHED], ended=events[ENDED], there=nodes_there(*fleets))
 
 
 def nodes_there(*fleets: str) -> set[str] | None:
@@ -238,10 +238,10 @@ class Objects:
         """Downloads a file. Returns whether it arrived and has the declared hash."""
         if aws("s3", "cp", f"{self.uri}/{key}", str(file), "--only-show-errors") is None:
             return False
-        found = hashlib.sha256(file.read_bytes()).hexdigest()
-        if sha256 and found != sha256:
-            say(f"{file}: sha256 is {found}, expected {sha256}")
-        return found == (sha256 or found)
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        if sha256 and digest != sha256:
+            say(f"{file}: sha256 is {digest}, expected {sha256}")
+        return digest == (sha256 or digest)
 
     def get_folder(self, prefix: str, folder: Path) -> bool:
         """Makes the objects below the prefix equal to the folder's files. Returns whether that succeeded."""

@@ -240,7 +240,7 @@ def one_or_all(values: list[str]) -> str | list[str]:
 def _private_images(definition: StackDefinition) -> list[dict[str, Any]]:
     """The right to log in to ECR and pull from these repositories. Another account must also allow it in its policy."""
     images = dict.fromkeys(image for each in definition.parts for image in each.job.images)
-    arns = [found.arn for image in images if (found := ecr.repository(image))]
+    arns = [private.arn for image in images if (private := ecr.repository(image))]
     if not arns:
         return []
     log_in, pull = "ecr:GetAuthorizationToken", ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"]
@@ -259,21 +259,23 @@ def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
     named = [*secret, *filter(None, [definition.notify.webhook])]
     parameters = [each.removeprefix("ssm:") for each in named if each.startswith("ssm:")]
     secrets = [each.removeprefix("secretsmanager:") for each in named if each.startswith("secretsmanager:")]
-    found: list[dict[str, Any]] = []
+    statements: list[dict[str, Any]] = []
     if parameters:
         arns = [f"arn:aws:ssm:{region}:*:parameter{name}" for name in parameters]
-        found.append({"Sid": "Parameters", "Effect": "Allow", "Action": "ssm:GetParameter", "Resource": arns})
+        statements.append({"Sid": "Parameters", "Effect": "Allow", "Action": "ssm:GetParameter", "Resource": arns})
     if secrets:
         arns = [
             f"arn:aws:secretsmanager:{region}:*:secret:{name}-??????" for name in secrets
         ]  # AWS adds six characters to the ARN of a secret
-        found.append({"Sid": "Secrets", "Effect": "Allow", "Action": "secretsmanager:GetSecretValue", "Resource": arns})
+        statements.append(
+            {"Sid": "Secrets", "Effect": "Allow", "Action": "secretsmanager:GetSecretValue", "Resource": arns}
+        )
     if named and key is not None:
         services = [f"{service}.{region}.amazonaws.com" for service in ("ssm", "secretsmanager")]
         through = {"StringEquals": {"kms:ViaService": services}}
         may = {"Effect": "Allow", "Action": "kms:Decrypt", "Resource": key, "Condition": through}
-        found.append({"Sid": "KeyOfSecrets", **may})
-    return found
+        statements.append({"Sid": "KeyOfSecrets", **may})
+    return statements
 
 
 def _own_key(definition: StackDefinition) -> list[dict[str, Any]]:

@@ -86,7 +86,7 @@ class Network(pulumi.ComponentResource):
     def _between_nodes(self, name: str, label: dict[str, str], child: pulumi.ResourceOptions) -> list[pulumi.Resource]:
         """Allows all traffic within the group. EFA needs both rules: without the outbound one nodes are cut off."""
         group = self.security_group.id
-        found: list[pulumi.Resource] = []
+        rules: list[pulumi.Resource] = []
         for way, rule in (("in", aws.vpc.SecurityGroupIngressRule), ("out", aws.vpc.SecurityGroupEgressRule)):
             made = rule(
                 f"{name}-node-{way}",
@@ -97,8 +97,8 @@ class Network(pulumi.ComponentResource):
                 tags=label,
                 opts=child,
             )
-            found.append(made)
-        return found
+            rules.append(made)
+        return rules
 
     def _own_vpc(self, name: str, definition: StackDefinition, child: pulumi.ResourceOptions) -> pulumi.Output[str]:
         """Declares the VPC, fills in `subnets` and `ready`, and returns the VPC's id."""
