@@ -136,7 +136,7 @@ class FleetController:
             return {"Fleets": [fleet.data(self.living(fleet.id)) for fleet in wanted]}
 
     def _listed(self, region: str) -> list[CloudFleet]:
-        """The region's fleets that are not too new for lists."""
+        """The region's fleets, without those that are too new to appear in AWS's lists."""
         shown = self.clock.now() - timedelta(seconds=self.habits.shown_s)
         return [fleet for fleet in self.fleets.values() if fleet.region == region and fleet.created <= shown]
 

@@ -50,7 +50,7 @@ class Reservation:
         return "scheduled" if now < self.start else "active" if now < self.end else "expired"
 
     def ends_nodes(self, now: datetime) -> bool:
-        """Whether AWS ends the instances that run in the block."""
+        """Whether AWS now ends the instances in the block."""
         return now >= self.end - BLOCK_ENDING
 
 

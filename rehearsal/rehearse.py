@@ -310,9 +310,9 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
 def _programs_of(
     definition: StackDefinition, project: Path, programs: Path | None, python: Path | None
 ) -> Callable[[Path], Path] | None:
-    """A function from a node's root to the folder of programs of the user's command there. If the set-up installs
-    packages, each node has an environment of its own on top of the user's, as each has its own container on AWS: the
-    packages of an earlier node are gone.
+    """A function that gives, for a node's root folder, the folder with the programs of the user's command. If the
+    set-up installs packages, each node has an environment of its own on top of the user's, as each has its own
+    container on AWS: the packages of an earlier node are gone.
     """
     if programs is None or python is None:
         return None

@@ -1,4 +1,4 @@
-"""The closing report of a rehearsal, and what a failed one keeps."""
+"""Writes the closing report of a rehearsal, and keeps files of a failed one."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Fallback:
     margin_h: float
     work_h: float  # hours that the whole work takes on demand
     train_h: float  # the part of these hours for training
-    switch_h: float  # when a run that has done nothing switches; work that is done moves it later
+    switch_h: float  # hours after which a run that has done no work switches; finished work moves the switch later
     usd: Quantiles
     metered_usd: Quantiles  # USD as limits.max_usd counts them, including a clean stop
     wall_hours: Quantiles

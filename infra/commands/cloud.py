@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
                 print(f"# {example(names)}")
                 print("# Ctrl-C here ends it and removes the folder.", flush=True)
                 _wait_for_end(args.timeout)
-    except KeyboardInterrupt:  # Ctrl-C, or SIGTERM or a closed terminal, which infra.cli turns into it
+    except KeyboardInterrupt:  # raised for Ctrl-C, and by infra.cli for SIGTERM and a closed terminal
         print("\n# The embedded AWS is gone.")
     return 0
 

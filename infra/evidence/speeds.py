@@ -96,7 +96,7 @@ class Speeds:
         return math.exp(there - here), math.sqrt(variance)
 
     def _expect(self, place: SpeedGroup) -> Expected:
-        # for an unmeasured GPU: the part of sigma that it shares with this GPU comes from the job
+        # for an unmeasured GPU, the uncertainty that it shares with this GPU is due to the job
         elsewhere = place._replace(gpu="")
         both = [place, elsewhere]
         to_known = _covariance(both, self._places)

@@ -77,7 +77,7 @@ class CostStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackReview:
-    """One stack on both sides. With `base` or `head` None, the commit does not have the stack."""
+    """One stack at BASE and at HEAD. If `base` or `head` is None, that commit does not have the stack."""
 
     name: str
     base: StackAtCommit | None

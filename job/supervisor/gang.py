@@ -1,11 +1,9 @@
-"""Decides which nodes of a run train together, and when they stop, from what each node last saw. The module does
-nothing else.
-
-There is no coordinator. Every node writes its presence below the run's prefix and reads the others'; when all are ready
-the oldest proposes who trains, by creating the next generation's object, which only one node can. A generation's first
-member leads: it publishes, keeps the run's limits, and ends the run. A member that misses another member ends its own
-trainer and is ready again; so does a member that cannot read the store while its ranks make no steps. If the store is
-down for all, no node concludes anything.
+"""Decides which nodes of a run train together, and when they stop, from the state that each node saw last. The module
+only decides, and there is no coordinator. Every node writes its presence below the run's prefix and reads the others';
+when all are ready the oldest proposes who trains, by creating the next generation's object, which only one node can. A
+generation's first member leads: it publishes, keeps the run's limits, and ends the run. A member that misses another
+member ends its own trainer and is ready again; so does a member that cannot read the store while its ranks make no
+steps. If the store is down for all, no node concludes anything.
 """
 
 from __future__ import annotations

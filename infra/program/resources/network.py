@@ -203,10 +203,10 @@ def _place(zone: str) -> dict[str, Any]:
 
 
 def subnet_cidr(zone: str, *, inner: bool = False) -> str:
-    """A /20 by the zone's letter, so that adding a zone never moves the others: us-east-2b is always 10.0.16.0/20, and
-    10.0.144.0/20 for its private one. A zone given by id, such as use2-az2, has a /22 in the range that the letters a
-    to f leave free: a change from names to ids makes the new subnets before it deletes the old ones, so they must not
-    overlap.
+    """The subnet's range: a /20 by the zone's letter, so that a new zone never moves the others. us-east-2b always has
+    10.0.16.0/20, and 10.0.144.0/20 for its private subnet. A zone given by id, such as use2-az2, has a /22 in the range
+    that the letters a to f leave free: a change from names to ids makes the new subnets before it deletes the old ones,
+    so they must not overlap.
     """
     half = list(VPC_CIDR.subnets(new_prefix=17))[inner]
     if is_zone_id(zone):
