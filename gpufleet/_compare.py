@@ -26,7 +26,7 @@ class Option:
     capacity: str  # spot or on-demand
     region: str
     nodes: int
-    gpus_used: int  # on all nodes together
+    gpus_used: int  # GPUs used, on all nodes together
     usd: Figures | None  # USD to finish, with everything in the bill; None: not known, for the reason in `why`
     hours: Figures | None  # node-hours
     wall_hours: Figures | None  # hours by the clock, with waits for capacity
@@ -68,7 +68,7 @@ class Comparison:
     region: str
     scenario: str  # the scenario whose work is compared
     scenarios: tuple[Option, ...]  # the scenarios of the file, in its order
-    options: tuple[Option, ...]  # in their ranking
+    options: tuple[Option, ...]  # options in the order of their ranking
     frontier: Frontier
     runnable: bool  # whether any option could be run in time
 

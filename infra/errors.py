@@ -36,10 +36,10 @@ class Problem:
     """One problem of a definition file."""
 
     path: str  # fleet.instance_types[0]
-    value: str  # as written in the file
+    value: str  # the value as written in the file
     allowed: str  # the allowed values
     hint: str = ""  # nearest valid name, or what to do
-    line: int | None = None  # in the definition file, if known
+    line: int | None = None  # the line in the definition file, if known
     unknown_key: bool = False  # whether `value` is an unknown key
 
     def __str__(self) -> str:

@@ -307,7 +307,7 @@ def _open_pipe(name: str, way: int, folder: int) -> int:
 
 
 def _allow(descriptor: int, rights: int) -> None:
-    with suppress(OSError):  # it belongs to another user
+    with suppress(OSError):  # the file may belong to another user
         os.fchmod(descriptor, os.fstat(descriptor).st_mode & 0o7777 | rights)
 
 

@@ -110,8 +110,8 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
 class _Within:
     """Decides to whom a fleet or a node belongs."""
 
-    vpcs: frozenset[str]  # of the stack and of the file's owner
-    subnets: dict[str, str]  # of the stack's VPCs, with the VPC of each
+    vpcs: frozenset[str]  # tags of the stack and of the file's owner
+    subnets: dict[str, str]  # subnets of the stack's VPCs, with the VPC of each
     definition: StackDefinition
 
     def owner_of_fleet(self, fleet: dict[str, Any]) -> str:
@@ -304,8 +304,8 @@ class _Part(NamedTuple):
     """One kind of network resource."""
 
     kind: str
-    name: str  # in describe_NAMEs and delete_NAME
-    key: str  # of the answer
+    name: str  # the name in describe_NAMEs and delete_NAME
+    key: str  # the key of the list in AWS's answer
     id: str
     by_vpc: str = ""  # the filter by VPC; empty for kinds that are in no VPC
 
@@ -319,7 +319,7 @@ class _Part(NamedTuple):
         return removal.ec2(f"delete_{self.name}", **{self.id: identifier})
 
 
-_PARTS = (  # in the order in which AWS lets them be deleted
+_PARTS = (  # kinds in the order in which AWS lets them be deleted
     _Part("launch template", "launch_template", "LaunchTemplates", "LaunchTemplateId"),
     _Part("VPC endpoint", "vpc_endpoint", "VpcEndpoints", "VpcEndpointId", "vpc-id"),
     _Part("network interface", "network_interface", "NetworkInterfaces", "NetworkInterfaceId", "vpc-id"),
@@ -343,7 +343,8 @@ def _network(ec2: Any, definition: StackDefinition, vpcs: list[dict[str, Any]], 
             if item.get("State", "").lower() in ("deleting", "deleted") or _goes_with_its_vpc(item):
                 continue  # endpoints stay listed for a while
             attached = [each["VpcId"] for each in item.get("Attachments", [])]  # a gateway
-            node = (item.get("Attachment") or {}).get("InstanceId", "")  # of an interface, which bears no tag
+            # the instance of an interface, which has no tag itself
+            node = (item.get("Attachment") or {}).get("InstanceId", "")
             vpc = item.get("VpcId") or next(iter(attached), "")
             owner = owners[vpc] if vpc in owners else _other_owner(item, definition)
             mine = identifier in ours or node in nodes

@@ -28,7 +28,7 @@ class Call:
     """One call of AWS's API."""
 
     service: str
-    operation: str  # as boto3 has it: delete_vpc
+    operation: str  # the operation's name in boto3: delete_vpc
     arguments: Mapping[str, Any]
 
     @property

@@ -42,7 +42,7 @@ def needed(definition: StackDefinition) -> list[str]:
     """Every action that is needed, sorted."""
     actions = {action for each in declared(definition).values() for action in each}
     if definition.account.kms_key:
-        actions |= {"kms:Decrypt", "kms:GenerateDataKey"}  # of the bucket's objects
+        actions |= {"kms:Decrypt", "kms:GenerateDataKey"}  # for the encryption of the bucket's objects
     if definition.account.permissions_boundary:
         actions.add("iam:PutRolePermissionsBoundary")
     return sorted(actions)

@@ -69,7 +69,7 @@ class Bill:
     on_demand: Side | None
     chosen: Side  # the figures for the definition's own market
     hazard: Decimal | None  # fixed by the definition; None = drawn per simulated run
-    chance: Hazard | None  # per node-hour, with its source; None if AWS takes no node
+    chance: Hazard | None  # hazard per node-hour, with its source; None if AWS takes no node
     cadence: BestInterval | None  # the checkpoint interval that costs least; None likewise
     # (word, hazard per node-hour, mean USD); empty if AWS takes no node
     usd_at_hazard: tuple[tuple[str, float, Decimal], ...]

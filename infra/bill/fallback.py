@@ -27,7 +27,7 @@ from gpufleet.job.contract.aws import SWITCH_MARGIN_S
 
 ON_DEMAND_MISSING = 0.05  # share of switches that find no on-demand capacity: assumed, without a public source
 
-SOONEST = timedelta(minutes=15)  # how long `up` may take until it makes the schedule, after its uploads
+SOONEST = timedelta(minutes=15)  # the time that `up` may take until it makes the schedule, after its uploads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +37,9 @@ class Fallback:
     """
 
     type: str  # the instance type that is launched on demand
-    hours_left: float  # to the deadline
+    hours_left: float  # hours to the deadline
     stop_h: float
-    start_h: float  # how long a node on demand takes to start
+    start_h: float  # hours that a node on demand takes to start
     margin_h: float
     work_h: float  # hours that the whole work takes on demand
     train_h: float  # the part of these hours for training
@@ -80,7 +80,7 @@ class Fallback:
 
     def to_json(self) -> dict[str, Any]:
         """Keys as documented in docs/bill.md."""
-        found: dict[str, Any] = plain(self, digits=20)  # all digits of a float
+        found: dict[str, Any] = plain(self, digits=20)  # 20 digits, which are all digits of a float
         return found
 
     def run_json(self) -> dict[str, Any]:

@@ -21,14 +21,15 @@ from gpufleet.infra.market import COMPARED, WAYS
 from gpufleet.infra.market.market import Offer
 from gpufleet.infra.risk.hazard import Hazards
 
-Calibrations = Mapping[str, Calibration | RefusedCalibration]  # by instance type: evidence.calibration.find_all
+# calibrations by instance type, from evidence.calibration.find_all
+Calibrations = Mapping[str, Calibration | RefusedCalibration]
 
 
 @dataclass(frozen=True, slots=True)
 class BillBasis:
     """The data behind a bill: infra.bill.project.bill_basis finds them in a project."""
 
-    definition: StackDefinition  # with the counts of its prepared dataset
+    definition: StackDefinition  # the definition with the counts of its prepared dataset
     catalog: Catalog
     _: KW_ONLY
     dataset_bytes: int | None = None  # None: the dataset is not prepared, so its size is assumed

@@ -33,7 +33,7 @@ class StackRuns:
     name: str
     times: int
     one: Quantiles
-    max_usd: Decimal  # of one run
+    max_usd: Decimal  # limit of one run
     usd: Floats
 
 

@@ -76,7 +76,7 @@ class Side(Prepared):
     """A definition on one instance type, with the figures of its simulated runs."""
 
     usd: Quantiles  # within the limits of the definition
-    hours: Quantiles  # of each node
+    hours: Quantiles  # hours of each node
     wall_hours: Quantiles  # including the waits for capacity
     needed_usd: Quantiles  # without the limits: USD to finish the work
     needed_hours: Quantiles

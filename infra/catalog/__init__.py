@@ -94,7 +94,7 @@ class Instance:
     gpu_count: int
     gpu_share: float  # below 1 for a slice of a GPU
     nvme_gb: float  # instance store; 0 = none
-    network_gbps: float  # all its network cards together
+    network_gbps: float  # the rate of all network cards together
     network_cards: int
     card_gbps: float  # the first card, if all cards share the whole rate
     efa_cards: int  # cards with an Elastic Fabric Adapter: all or none, except for p6-b300's first

@@ -26,7 +26,7 @@ class Region:
 
     name: str
     zones: tuple[str, ...]  # us-east-2a, ...
-    usage_prefixes: tuple[str, ...]  # of its usage types in the Price List
+    usage_prefixes: tuple[str, ...]  # prefixes of its usage types in the Price List
     short: str
 
     @property

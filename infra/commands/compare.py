@@ -19,7 +19,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import atomic
 
 PICTURES = (".png", ".svg")
-LONGEST_H = 366 * 24  # as far ahead as limits.deadline may be
+LONGEST_H = 366 * 24  # the most hours ahead for limits.deadline
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

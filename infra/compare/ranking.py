@@ -287,7 +287,7 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
         if variant.variant.reference:
             continue
         held = variant.variant.hold_hours, variant.variant.buffer
-        storage = repr(variant.storage)  # its map of inputs cannot be hashed
+        storage = repr(variant.storage)  # the storage section has a map of inputs, which cannot be hashed
         fleet = variant.fleet
         asked = fleet.nodes, fleet.cards, fleet.zone_ids if fleet.region == definition.fleet.region else ()
         key = (variant.job.parameters, variant.estimate, held, storage, variant.own_data, asked)

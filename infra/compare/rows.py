@@ -38,7 +38,7 @@ class Study:
     catalog: Catalog
     _: KW_ONLY
     hazards: Hazards = field(default_factory=dict)
-    hours_left: float | None = None  # to the deadline; None without one
+    hours_left: float | None = None  # hours to the deadline; None without a deadline
     today: date | None = None  # the day from which the age of prices is counted
     find_basis: Callable[[StackDefinition, Iterable[str]], BillBasis] | None = None
 
@@ -63,7 +63,7 @@ class Row:
     """One way to do one piece of work. Figures are None if they cannot be known; `reason` says why."""
 
     scenario: str  # every scenario with this work, the first one leading
-    work: StackDefinition  # with the counts of its prepared dataset
+    work: StackDefinition  # the work with the counts of its prepared dataset
     capacity: Capacity
     option: TypeCost | None = None  # the work on one type; None for a run elsewhere, which has only a claim
     refusal: str = ""  # why a fleet cannot launch the type for this work
@@ -73,7 +73,7 @@ class Row:
     inputs_usd: Decimal = Decimal(0)  # the part of usd for the transfer of inputs from another region
     prepared: Prepared | None = field(default=None, repr=False)  # None without figures: `reason` says why
     side: Side | None = field(default=None, repr=False)  # None before its runs are simulated
-    hours_left: float | None = None  # to the deadline; None without one
+    hours_left: float | None = None  # hours to the deadline; None without a deadline
     # probability that it costs less than the work's own fleet; None if that has no figures
     cheaper: float | None = None
     lost: str = ""  # why the row is not the first

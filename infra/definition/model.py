@@ -207,7 +207,7 @@ class Vpc:
     """An existing network. The owner of the VPC sets its routes."""
 
     id: str
-    subnets: dict[str, str]  # by zone, one for each of fleet.zones
+    subnets: dict[str, str]  # subnets by zone, one for each of fleet.zones
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,7 +277,7 @@ class Goal:
     """What the run is meant to cost, take and reach. A goal stops nothing; the receipt says which goals were met."""
 
     usd: Decimal | None = None
-    hours: Decimal | None = None  # from the first node's launch to the run's end, with waits
+    hours: Decimal | None = None  # hours from the first node's launch to the run's end, with waits
     results: dict[str, Decimal] | None = None  # figures by name: job/contract/goal.py
 
     @property

@@ -91,7 +91,8 @@ class Findings:
     """The problems of one tree. Each path is reported once; consequences of its problem are not reported."""
 
     tree: Mapping
-    found: dict[str, Problem | None] = field(default_factory=dict)  # by path; None: another problem covers it
+    # problems by path; None: another problem covers the path
+    found: dict[str, Problem | None] = field(default_factory=dict)
 
     @property
     def bad(self) -> KeysView[str]:

@@ -29,7 +29,7 @@ class Selected:
 
     path: Path
     scenario: str = ""
-    asked: str = ""  # as the user named it
+    asked: str = ""  # the stack as the user named it
 
     def load(self, *, now: datetime, past_deadline: bool = False, staged: bool = False) -> StackDefinition:
         """The definition, after the checks that a run needs. Raises like loader.load and scenarios.scenario."""

@@ -68,7 +68,7 @@ class CodeSave:
 class Pattern:
     """A checkpoint's name below a folder, and what determines that folder."""
 
-    name: str  # with {step}, {epoch} and *; a folder ends in /
+    name: str  # the name with {step}, {epoch} and *; a folder ends in /
     setting: str = ""  # the setting with the folder as its value, or with the path of which `name` is the default
     folder: str = ""  # a folder that the code itself names; "." is the script's working folder
     in_checkpoints: bool = False  # the path uses $GPUFLEET_CHECKPOINTS

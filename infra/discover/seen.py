@@ -45,7 +45,7 @@ class SeenCheckpoint:
     """
 
     name: str  # with {step} or {epoch}; without these, each save rewrites the checkpoint
-    folder: str  # below `top`; empty or a dot for itself
+    folder: str  # the folder below `top`; empty or a dot for `top` itself
     top: str
     unit: Unit
     every: int | None

@@ -17,7 +17,7 @@ NETWORK_REACHED = 0.8  # share of a node's baseline network rate: an assumption
 # Share of a step's own work during which the step's ranks may exchange: with this share the losses of 1B to 13B models
 # over 16 to 128 H100s come out within 2 % (llm-foundry scripts/train/benchmarking, 2025-07).
 BESIDE = 0.8
-GRADIENT_BYTES = 4  # per gradient summed over ranks: fp32
+GRADIENT_BYTES = 4  # bytes per gradient that is summed over ranks, in fp32
 
 
 def limit_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> float | None:

@@ -25,7 +25,7 @@ from gpufleet.infra.catalog import SHIPPED, read_catalog
 
 OURS = "gpufleet"  # the source of the shipped jobs
 NOBODY = ""  # the source of a job without a figure in the table
-MEAN = math.log(0.42)  # of ln share, before any figure
+MEAN = math.log(0.42)  # mean of ln share before any figure is known
 # Sigmas of ln share: mean, GPU, kind, source, cell, rest. They are near the most likely values; bench/results/speed.md.
 MEAN_SIGMA, GPU_SIGMA, KIND_SIGMA, SOURCE_SIGMA, CELL_SIGMA, REST_SIGMA = 0.15, 0.16, 0.1, 0.3, 0.12, 0.14
 

@@ -30,7 +30,7 @@ MIB = 1024 * 1024
 LARGEST = 5  # number of files that a message names if all together are too large
 _LEFT_OUT = (".git", "__pycache__")
 ENVIRONMENTS = (".venv", "venv")  # folders below the code's folder in which the code's own Python is searched
-_ENVIRONMENT = "pyvenv.cfg"  # in a virtual environment's folder, which works nowhere else
+_ENVIRONMENT = "pyvenv.cfg"  # a file that marks the folder of a virtual environment, which works nowhere else
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,7 +58,7 @@ class Beside(NamedTuple):
 class Offer:
     """The hourly price of a node of one type in one market; `price` None: unknown."""
 
-    price: Price | None = None  # in the dearest zone that the fleet may take
+    price: Price | None = None  # the price in the dearest zone that the fleet may take
     zones: tuple[SpotPrice, ...] = ()  # prices by zone, the cheapest first, if zones differ
     left_out: str = ""  # why limits.usd_per_hour excludes the type from the fleet
 
@@ -86,14 +86,14 @@ class Market:
     nodes: int = 1
     block: CapacityBlock | None = None
 
-    name: ClassVar[str]  # as fleet.capacity has it
+    name: ClassVar[str]  # the name in fleet.capacity
     asks_for: ClassVar[str]  # the fleet's `default_target_capacity_type`
     # the market whose rules the meter uses for the run's nodes: a key of job/contract/terms.py
     metered_as: ClassVar[str]
     by_the_hour: ClassVar[str]  # the market that sells the same nodes by the hour, for comparison
-    place: ClassVar[str]  # in a sentence: on demand
-    bought: ClassVar[str]  # in the answer of a bill: spot
-    counts: ClassVar[str] = "{number} {name} node{s}"  # in a sentence
+    place: ClassVar[str]  # the words in a sentence: on demand
+    bought: ClassVar[str]  # the word in the first line of a bill: spot
+    counts: ClassVar[str] = "{number} {name} node{s}"  # the words for a number of nodes in a sentence
     has_block: ClassVar[bool] = False  # whether the section `fleet.block` is used
     is_sold_to_all: ClassVar[bool] = True  # a comparison ranks every type in it
     is_interrupted: ClassVar[bool] = False  # whether AWS takes nodes back

@@ -185,7 +185,7 @@ class Shared:
 class JobFiles:
     """The inputs of one job: its files, as they are on this machine, and their entries in run.json."""
 
-    missing: list[str]  # what `up` still needs
+    missing: list[str]  # inputs that `up` still needs
     dataset: DatasetManifest | None
     dataset_folder: Path | None
     weights: WeightsManifest | None

@@ -196,7 +196,7 @@ def parse(raw: bytes, source: str) -> Policy:
         elif isinstance(node, Scalar) and node.is_null:
             findings.add(key, "a value", "Omit the key if there should be no such rule.", node=node)
     owner = tree.entries.get("required_owner")
-    if isinstance(owner, Scalar) and not owner.is_null:  # one pattern needs no brackets
+    if isinstance(owner, Scalar) and not owner.is_null:  # a single pattern needs no brackets
         alone = Items(path=owner.path, line=owner.line, items=[owner])
         tree = replace(tree, entries={**tree.entries, "required_owner": alone})
     policy: Policy = build(Policy, tree, "", findings)

@@ -31,7 +31,7 @@ def expected_hours(exposure: Exposure, hazard: float) -> float:
     missed = sum(
         s * (exposure.notice_missed if fit else 1.0) for s, fit in zip(shares, exposure.saves_fit, strict=True)
     )
-    torn = hazard * missed * exposure.interval_h / 2  # per hour of work
+    torn = hazard * missed * exposure.interval_h / 2  # losses per hour of work
     exponent = hazard * (exposure.restart_h + NOTICE_H)
     wait_h = mean_billed_h(exposure.wait_h, exposure.wait_sigma, exposure.gather_h, exposure.restart_h)
     if exposure.interval_h > KEEPS_NOTHING * work_h:

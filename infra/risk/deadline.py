@@ -28,9 +28,10 @@ _MARGINS = 16
 class DeadlinePlan:
     """When to switch to on demand, and the outcome. Hours are by the wall, from the run's start."""
 
-    hours_left: float  # to the deadline
-    stop_h: float  # how long before the deadline the job begins to stop
-    switch_h: float | None  # when a run that has done nothing switches; None: spot alone is on time; 0: at once
+    hours_left: float  # hours to the deadline
+    stop_h: float  # hours before the deadline at which the job begins to stop
+    # hours after which a run that has done nothing switches; None: spot alone is on time; 0: at once
+    switch_h: float | None
     typical_switch_h: float | None  # the median over the runs that switch; None: no run does
     margin_h: float  # the slack at which to switch
     on_time: float  # probability of being on time with the switch

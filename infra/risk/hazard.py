@@ -47,7 +47,7 @@ HAZARD_WORDS = (("calm", 0.05), ("usual", 0.2), ("rough", 0.5))
 
 # Zones of one type spread by 0.9 to 1.5 in ln hazard, nearly all of the spread; the rest is left to types.
 ZONE_SIGMA = 1.0
-TYPE_SIGMA = 0.66  # with ZONE_SIGMA, HAZARD_SIGMA in all
+TYPE_SIGMA = 0.66  # together with ZONE_SIGMA it gives HAZARD_SIGMA
 
 # Three constants from the same authors' eight traces of 2022-10-26 (two zones, K80 and V100, 27 days), none of them
 # among the nine zones on which the result is measured: bench/results/risk.md.

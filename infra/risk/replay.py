@@ -50,7 +50,7 @@ class Replayed:
     p90_usd: float
     interruptions: float  # mean per run
     windows: int  # number of runs begun
-    independent: float  # how many runs fit into the trace one after another: the effective sample size
+    independent: float  # number of runs that fit into the trace one after another: the effective sample size
     scores: tuple[Score, ...]  # the bill's own forecast first
 
 

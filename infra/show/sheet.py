@@ -15,7 +15,7 @@ from gpufleet.infra import text
 class Column(NamedTuple):
     """One column: a figure of a row's object, or a key for programs."""
 
-    key: str  # its name for programs, by which a table selects it
+    key: str  # the column's name for programs, by which a table selects it
     head: str | None = None  # the heading for people; None: the key
     unit: str = ""  # for a number, which is right-aligned; empty: text
     digits: int | Callable[[Any], str] = str  # decimals, or a function that formats the value for people

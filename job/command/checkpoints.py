@@ -37,11 +37,12 @@ from gpufleet.job.kind.command import PHASE, CommandConfig
 FILES = "files"  # folder below ckpt/step_N/ for the command's files, so that their names cannot clash with gpufleet's
 LOOK_S = 1.0  # seconds between two looks, which must see the same
 LEAVING_S = 0.1  # these seconds after a stop was sent, because the command may end as soon as it has saved
-FIRST_QUIET_S = 60.0  # how long the first checkpoint must be unchanged when nothing else shows that it is complete
-UNKNOWN_QUIET_S = 5.0  # how long a file must be unchanged when nobody can tell whether it is open
+# seconds for which the first checkpoint must be unchanged if nothing else shows that it is complete
+FIRST_QUIET_S = 60.0
+UNKNOWN_QUIET_S = 5.0  # seconds for which a file must be unchanged if it is not known whether it is open
 SAVING_S = 5.0  # the longest pause between two files of one checkpoint
 AGAIN_S = 30.0  # seconds from a failed copy to the next try
-LEADER_S = 30.0  # how long a node at its end waits for the leader to announce its last checkpoint
+LEADER_S = 30.0  # seconds that a node at its end waits for the leader to announce its last checkpoint
 ARRIVAL_S = 0.02  # seconds that a line takes from the command to the host
 
 File = tuple[int, int]  # device and inode
@@ -128,7 +129,8 @@ class CommandCheckpoints:
         self._copying: tuple[Watched, Future[None]] | None = None
         self._pool = ThreadPoolExecutor(1, "snapshot")
         self.reason: Reason = "timed"  # for commits from now on
-        self._signalled_at = math.inf  # by the disk's clock, which moves in steps of some ms; inf: no signal was sent
+        # the time by the disk's clock, which moves in steps of some ms; inf: no signal was sent
+        self._signalled_at = math.inf
         self._begun_before: set[Key] = set()  # checkpoints that were not committed at the signal
 
     def restore(self) -> Commit | None:

@@ -18,7 +18,7 @@ FIRST_S, LONGEST_S = 2.0, 60.0  # seconds between two searches: each pause is tw
 SKIPPED = {".git", "__pycache__", ".venv", "venv", "node_modules", "wandb", "tb", "runs.tb"}
 KEPT_AS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".npz", ".npy", ".pkl", ".h5", ".keras", ".msgpack", ".tar")
 SHOWN = 3
-MOST = 10_000  # a search looks at so many new files of a folder
+MOST = 10_000  # the most new files of a folder at which a search looks
 TEMPORARY = re.compile(r"tmp|temp|part|lock|^\.", re.IGNORECASE)
 NO_CHECKPOINT = re.compile(  # files that trainings write beside their checkpoints, by a pattern for their paths
     r"(^|/)(__pycache__|\.git|wandb|\.cache|mlruns|\.ipynb_checkpoints)/|\.pyc$|tfevents|\.lock$|\.log$|\.csv$|\.txt$|\.md$"

@@ -28,7 +28,8 @@ ZIPPED = (".pt", ".pth", ".ckpt", ".bin", ".npz", ".zip")  # torch.save's files,
 PICKLED = ".metadata"  # the name of torch.distributed.checkpoint's
 MOST_STEPS = 10**8  # names in ckpt/ have eight digits
 MOST_JSON = 64 * 1024 * 1024
-MOST_HEADER = 100_000_000  # of a .safetensors file, as in its library, and of a .metadata that is parsed
+# bytes of the header of a .safetensors file, as in its library, and of a .metadata that is parsed
+MOST_HEADER = 100_000_000
 Key = tuple[str, int | None]
 
 

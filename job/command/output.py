@@ -21,7 +21,7 @@ LAST = 20  # lines in the message about an end
 LONGEST = 32 * 1024  # longer lines are cut
 FINISH_S = 10.0  # seconds for reading the rest of the pipe
 BAR_S = 10.0  # seconds between two states of a progress bar in the log
-SAMPLES = 3  # how many unread lines with numbers are kept as samples
+SAMPLES = 3  # number of unread lines with numbers that are kept as samples
 SURVIVED = 3  # an exception with this many steps after it did not end the command
 
 EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?::|$)")

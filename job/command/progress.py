@@ -106,10 +106,10 @@ class StepReader:
         self._pending: dict[str, Any] = {}
         self._flushed = 0.0
         self._events: list[str] = []
-        self._saves: list[tuple[Save, float]] = []  # with the time of its last file
+        self._saves: list[tuple[Save, float]] = []  # each save with the time of its last file
         self._blocked_s: float | None = None  # for the newest save with a known duration
         self._timed: tuple[float, int] | None = None  # up to where metrics.jsonl has step times
-        self._told_at: tuple[float, int] | None = None  # of the newest line
+        self._told_at: tuple[float, int] | None = None  # time and step of the newest line
         self._doubted: int | None = None
         self._beyond: set[int] = set()
         self._told: set[str] = set()

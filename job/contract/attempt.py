@@ -34,7 +34,7 @@ def _key(value: Any) -> str | None:
 
 Time = Annotated[str, _time]  # UTC, ISO
 Market = Annotated[str, reading.choice("spot", "on-demand")]
-Key = Annotated[str, _key]  # of the bucket
+Key = Annotated[str, _key]  # a key of the bucket
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Node:
     type: str
     zone: str
     launched_at: float
-    pulled_s: str = ""  # how long the node took to pull its images; empty: not known
+    pulled_s: str = ""  # seconds that the node took to pull its images; empty: not known
     address: str = ""  # the address at which the run's other nodes reach this one; empty: there are no others
     capacity: str = ""  # spot or on-demand; empty: the run's
 
@@ -83,8 +83,8 @@ class Beat:
     usd_per_hour: Decimal | None = None  # for compute
     ceiling_s: Decimal | None = None  # seconds billed at the highest possible spot price
     gpu_util: float | None = None  # percent, of the least busy GPU
-    gpu_mem_gb: float | None = None  # of the fullest GPU
-    gpu_temp_c: float | None = None  # of the hottest GPU
+    gpu_mem_gb: float | None = None  # memory used on the fullest GPU
+    gpu_temp_c: float | None = None  # temperature of the hottest GPU
     xids: tuple[int, ...] = ()  # the driver's errors on this node
 
     def to_json(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Hardware:
 
     gpu: str | None = None
     gpu_count: int = 0
-    gpu_memory_gb: float | None = None  # of the smallest GPU
+    gpu_memory_gb: float | None = None  # memory of the smallest GPU
     driver: str | None = None
     cpus: int | None = None
     python: str | None = None
@@ -158,7 +158,7 @@ class AttemptRecord:
     # Fields of the supervisor.
     attempt: int | None = None  # the attempt's number in the run, from 1
     supervised_at: str = ""
-    pulled_s: Decimal | None = None  # how long pulling the images took
+    pulled_s: Decimal | None = None  # seconds for pulling the images
     ranks: int | None = None  # training processes
     machine: Hardware | None = None
     resumed_step: Step | None = None

@@ -13,7 +13,7 @@ OWN_TAGS = (
     "gpufleet:run",
     "gpufleet:owner",
 )  # the tags on everything that a run owns (infra: tags.py)
-FLEET_TAG = "aws:ec2:fleet-id"  # which AWS gives a fleet's instances
+FLEET_TAG = "aws:ec2:fleet-id"  # a tag that AWS puts on a fleet's instances
 THERE = ("pending", "running", "shutting-down", "stopping", "stopped")  # states of an instance that has not ended
 LAUNCHED, ENDED = "launched", "terminated"  # a node's events in a fleet's history (EC2 API, EventInformation)
 # The switch to on demand comes one interval between checkpoints and this margin before the last possible moment: for

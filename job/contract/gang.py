@@ -27,8 +27,8 @@ class Presence:
     launched_at: float  # epoch seconds
     state: State = "ready"
     since: float = 0.0  # epoch seconds by the node's own clock, like the next two
-    at: float = 0.0  # when the node wrote this state
-    notice: float | None = None  # when AWS ends the node
+    at: float = 0.0  # the time at which the node wrote this state
+    notice: float | None = None  # the time at which AWS ends the node
     generation: int = 0
     ended: Integer | None = None
     said: str = ""  # the reason, if the node's end is the end of the run

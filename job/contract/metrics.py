@@ -29,7 +29,7 @@ class Save:
     step: Step
     reason: Reason
     bytes: int
-    blocked_s: Seconds  # how long training waited for the save
+    blocked_s: Seconds  # seconds for which training waited for the save
     took_s: Seconds | None = None  # seconds until the save was on the disk
 
 

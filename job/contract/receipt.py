@@ -50,7 +50,7 @@ class AttemptCost:
     capacity: str = ""  # spot or on-demand; empty: the run's
     seconds: Decimal  # billed seconds
     lived_s: Decimal
-    started_s: Decimal | None = None  # from launch to the trainer's first step; None: no step came
+    started_s: Decimal | None = None  # seconds from launch to the trainer's first step; None: no step came
     pulled_s: Decimal | None = None  # the part of `started_s` for pulling images; None: not known
     interrupted: bool = False
     reclaimed: bool | None = None  # AWS took the node; False: its owner took it; None: no notice, or not known
@@ -104,7 +104,7 @@ class Receipt:
     detail: str = ""
     at: str  # the time until which costs count: UTC, ISO
     device: str
-    rehearsal: bool = False  # on the embedded AWS, so that it says nothing about AWS
+    rehearsal: bool = False  # whether the run was on the embedded AWS, so that it says nothing about AWS
     capacity: str
     estimate: Decimal  # the bill's p50
     actual: Decimal
@@ -114,7 +114,7 @@ class Receipt:
     actual_h: Decimal = Decimal(0)
     lines: tuple[ReceiptLine, ...]
     causes: Mapping[str, Decimal]
-    free_usd: Decimal = Decimal(0)  # of first hours, which AWS does not charge
+    free_usd: Decimal = Decimal(0)  # USD of first hours, which AWS does not charge
     expected: float | None = None  # number of interruptions
     with_notice: int = 0
     without_notice: int = 0

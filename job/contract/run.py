@@ -85,7 +85,7 @@ class BillEstimate:
     hours: Decimal  # p50
     interruptions: float | None = None  # the expected number
     lines: tuple[BillLine, ...] = ()
-    kept_days: int = 0  # how long the bill stores objects; 0: objects are deleted with the stack
+    kept_days: int = 0  # days for which the bill stores objects; 0: objects are deleted with the stack
     phases: tuple[PhaseEstimate, ...] = ()
     notice: tuple[NoticeEstimate, ...] = ()
 

@@ -40,7 +40,7 @@ def hours(seconds: Decimal) -> Decimal:
 class History:
     """One answer of AWS. Times are epoch seconds. `there`: nodes that have not ended; None if not known."""
 
-    changes: tuple[float, ...] = ()  # when the fleet's owner changed the fleet
+    changes: tuple[float, ...] = ()  # the times at which the fleet's owner changed the fleet
     launched: Mapping[str, float] = field(default_factory=dict)
     ended: Mapping[str, float] = field(default_factory=dict)
     there: Collection[str] | None = None
@@ -170,7 +170,7 @@ class OtherNodes:
         self.ended: dict[str, float] = {}  # as `_launched`, replaced as a whole: another thread may read it
         self._launched: dict[str, float] = {}
         self._seen: dict[str, float] = {}
-        self._missing: dict[str, float] = {}  # since when each node has been without an end
+        self._missing: dict[str, float] = {}  # the time since which each node has been without an end
         self._is_asked, self._asked_at = False, 0.0  # whether AWS was asked, and has answered
         self.before = Decimal(0), Decimal(0)  # USD and seconds of the stages before this one
         self.hear(nodes)

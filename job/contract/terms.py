@@ -12,7 +12,7 @@ from decimal import Decimal
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import DoubtError, Fields, Moment, Seconds
 
-MOST_NODES = 16  # in one run
+MOST_NODES = 16  # the most nodes in one run
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Rates:
     capacity: str
     on_demand: Decimal
     spot: Decimal | None
-    hourly: Mapping[str, Decimal]  # without compute, by line of the bill
+    hourly: Mapping[str, Decimal]  # hourly prices other than compute, by line of the bill
 
     @property
     def ceiling(self) -> Decimal:
@@ -104,8 +104,8 @@ class Terms:
     prices: Mapping[str, TypePrices]
     hourly: Mapping[str, Decimal]  # USD per node-hour without compute, by line of the bill
     fixed_usd: Decimal
-    nodes: int = 1  # that train together
-    gather_s: float | None = None  # how long nodes wait for others before all leave; None: for ever
+    nodes: int = 1  # number of nodes that train together
+    gather_s: float | None = None  # seconds that nodes wait for others before all leave; None: for ever
     fallback: FallbackTerms | None = None
     before: tuple[str, ...] = ()  # of a run that is a stage: the stages before it, whose money counts too
 

@@ -26,8 +26,8 @@ COMPILED = "compiled.json"
 # with several nodes, from each node's first rank: steps done, seconds per step before it needs other nodes
 STEPPED = "stepped"
 ASK_AGAIN = "ask_again.json"  # with several nodes, for the node: all waiting nodes leave, and AWS is asked later
-LEFT = "left.json"  # how a command ended
-OBSERVED = "observed.json"  # what was seen of a command's start
+LEFT = "left.json"  # the end of a command
+OBSERVED = "observed.json"  # the observations of a command's start
 ALARM = "alarm.json"  # a warning for people
 LOCK = "lock"  # the lock that the working trainer holds
 

@@ -98,7 +98,7 @@ FORMATS: dict[str, Format] = {
         of_rank=r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_.*\.pt",
     ),
     "file": Format(),
-    "none": Format(),  # it saves nothing
+    "none": Format(),  # a command that saves nothing
 }
 COUNTED = re.compile(r"\{(step|epoch)(?::[0-9a-z]+)?\}")  # the counts in a checkpoint's names
 GROUPS = ("step", "loss", "val", "step_ms", "total", "epoch", "batch", "batches")
@@ -108,7 +108,7 @@ GROUPS = ("step", "loss", "val", "step_ms", "total", "epoch", "batch", "batches"
 class Resume:
     """Words and variables that the command gets only if a checkpoint was restored."""
 
-    args: str = ""  # with {checkpoint}, {step} and {epoch}
+    args: str = ""  # words with {checkpoint}, {step} and {epoch}
     env: dict[str, str] | None = None
     check: Literal["step", "none"] = "step"  # none: gpufleet does not check whether the command resumes
 
@@ -172,7 +172,7 @@ class CommandWork:
 
     steps: int | None = bounded(None, 1, 1_000_000_000)
     epochs: int | None = added_later(None, 1, 1_000_000)
-    steps_per_epoch: int | None = added_later(None, 1, 1_000_000_000)  # with it, epochs are counted in steps
+    steps_per_epoch: int | None = added_later(None, 1, 1_000_000_000)  # if it is given, epochs are counted in steps
     # By GPU as the catalog names it, or by `8 x H100`; declared, not measured.
     step_ms: dict[str, float] | None = None
     epoch_minutes: dict[str, float] | None = added_later(None)  # minutes of an epoch, by GPU in the same way
@@ -186,7 +186,7 @@ class StopRules:
     """How gpufleet asks the command to end."""
 
     signal: Signal = "TERM"
-    saves: Literal["true", "false", "unknown"] = "unknown"  # on that signal
+    saves: Literal["true", "false", "unknown"] = "unknown"  # whether the command saves on that signal
     grace_s: float = bounded(90.0, 0.1, 3600.0)
     request: Signal | None = None  # the signal on which it saves and continues
 
@@ -197,8 +197,9 @@ class ExitRules:
 
     fatal: tuple[int, ...] = ()  # no node can succeed
     again: tuple[int, ...] = ()  # another node may succeed
-    restarts: int = bounded(2, 0, 100)  # on the node, from the last whole checkpoint
-    hold_minutes: float = added_later(0.0, 0.0, 1440.0)  # how long a node stays after a failure, for `gpufleet shell`
+    restarts: int = bounded(2, 0, 100)  # restarts on the same node, from the last whole checkpoint
+    # minutes that a node stays after a failure, for `gpufleet shell`
+    hold_minutes: float = added_later(0.0, 0.0, 1440.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -146,7 +146,8 @@ class PhaseSize:
     growth_s: float = 0.0  # seconds before the phase's first step, to make and check a model that changes shape
     sharded: bool = False  # whether the trained state is split over the ranks (FSDP2); else each rank has a copy
     gathered_bytes: int = 0  # bytes of split weights that each micro-batch gathers from the ranks
-    attention: Literal["causal", "full"] | None = "causal"  # as counted in flops_per_token; None: there is none
+    # the attention as counted in flops_per_token; None: there is none
+    attention: Literal["causal", "full"] | None = "causal"
     # seconds, for a run with an unknown number of steps, in which a step stands for one second
     counts: Literal["steps", "epochs", "seconds"] = "steps"
     validation: str | None = "val"  # the name of its validation figure, lower is better; None: no data are held out
@@ -183,8 +184,8 @@ class Sizes:
     exports: dict[str, int]  # weights-only files beside the checkpoints, in order
     final: dict[str, int]  # the run's product, which `gpufleet results` downloads, in the order of writing
     final_if_cut: tuple[int, ...]  # by phase: final/ if a limit ends the run in it
-    dataset: int  # of the prepared dataset, estimated before it exists
-    base_weights: int = 0  # that a node downloads before the first step
+    dataset: int  # bytes of the prepared dataset, estimated before it exists
+    base_weights: int = 0  # bytes of base weights that a node downloads before the first step
     staged_in_memory: bool = True  # whether the host keeps a checkpoint in memory while it is written
     results: bool = True  # whether a finished run leaves results.json
 
@@ -208,7 +209,7 @@ class Demands:
     """What a job needs from its node."""
 
     one_node: str = ""  # why several nodes do not help; empty: they do
-    apart: str = ""  # what to write if each of several nodes would train alone; empty: they train together
+    apart: str = ""  # the hint if each of several nodes would train alone; empty: they train together
     like_nodes: bool = False  # whether only a node with the same number of GPUs can resume its checkpoints
     interval: bool = False  # whether the interval between saves is unknown, which matters only if nodes are interrupted
     container_options: str = ""  # options for `docker run`; {app}: the job archive's folder
@@ -220,7 +221,7 @@ class Demands:
     secrets: Mapping[str, str] = field(default_factory=dict)
     login: str | None = None
     node_role: bool = False  # whether the job itself has its node's rights
-    held_minutes: float = 0.0  # how long a node stays after its run has failed
+    held_minutes: float = 0.0  # minutes that a node stays after its run has failed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,7 +242,7 @@ class ToldSpeed:
 
     key: str  # the path of the section that declares it
     times: tuple[ToldTime, ...] = ()
-    from_page: bool = False  # from a web page, not from the user
+    from_page: bool = False  # whether the figure is from a web page, not from the user
     hours: tuple[float, float, float] | None = None  # p10, p50 and p90 of the whole work; None: not declared
 
 

@@ -28,7 +28,7 @@ class Rule:
     unit: str = ""
     pattern: str = ""
     allowed: str = ""  # the pattern in words
-    hint: str | Callable[[str], str] = ""  # what to do if it does not match; made from the text as written
+    hint: str | Callable[[str], str] = ""  # advice if the value does not match; made from the text as written
     most: int | None = None  # items of a list or section
     one: bool = False  # a single text counts as a list of one
     moment: bool = False  # for a time: whether a span such as `in 10 h` is refused

@@ -34,7 +34,7 @@ class Probed(NamedTuple):
 
     config: JobConfig
     stop_at: int | None = None  # the step at which the probe stops it; None: it ends by itself
-    save_wait_s: float = 0.0  # how long to wait for a save that cannot be requested
+    save_wait_s: float = 0.0  # seconds to wait for a save that cannot be requested
 
 
 class Alternative(NamedTuple):

@@ -18,7 +18,7 @@ class Settings:
     stack: str
     run: str
     region: str
-    image: str  # of the supervisor
+    image: str  # the supervisor's image
     job_image: str  # the image of a command, which has its own container; empty: the supervisor's
     bucket: str
     log_group: str

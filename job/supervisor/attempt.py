@@ -60,7 +60,7 @@ LINES = 3  # number of missing lines after which a trainer that rarely writes co
 FINISH_S = 900.0  # seconds to upload everything; after that the attempt counts as crashed and the next one uploads
 MARK_S = 120.0  # seconds to write how the run ended, after all uploads; later the node writes that
 PAST_S = 60.0  # seconds past a limit and a checkpoint, after which anything still under way is abandoned
-CRASH_S = 120.0  # to publish what the trainer had committed
+CRASH_S = 120.0  # seconds to publish the trainer's commits
 LATE_S = 60.0  # AWS may take the machine later than announced
 XIDS = 8  # the newest Xid errors in a heartbeat
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class Supervisor:
 
     record: attempts.OwnRecord  # these four exist once the attempt is registered
     others: attempts.Others
-    number: int  # of this attempt
+    number: int  # the number of this attempt
     meter: Meter
 
     def __init__(self, run: RunFile, node: Node, workdir: Path, world: Outside) -> None:
@@ -115,11 +115,12 @@ class Supervisor:
         self.resumed_step = 0
         self.rung = 0
         self.asked = False  # whether somebody asked the run to end
-        self.superseded_at: float | None = None  # when this node saw that a node on demand takes the run over
+        # the time at which this node saw that a node on demand takes the run over
+        self.superseded_at: float | None = None
         self._beat_at = float("-inf")
         self._metered = False
         self.killed = ""  # the reason
-        self.lost = ""  # which GPU failed, and how
+        self.lost = ""  # the GPU that failed, and how
         self._child: Trainer | None = None
         self._kill_at: float | None = None
         self._advised: str | None = None

@@ -30,7 +30,7 @@ from gpufleet.job.supervisor.world import Cause
 REFUSALS = 2  # nodes that a run may refuse: fewer than the boots without progress that end a run
 WRONG = "node refused, bytes arrived wrong"
 LAUNCH_S = 10.0  # AWS tells launches in whole seconds
-CHANGED_S = 300.0  # from a change of a fleet to the notice of a node that it takes (assumed)
+CHANGED_S = 300.0  # seconds from a change of a fleet to the notice of a node that it takes (assumed)
 
 
 def interruption(cause: Cause, at: float) -> Exit:

@@ -25,7 +25,7 @@ from gpufleet.job.text import printable
 FIRST_SIGN_S = 1800.0  # the longest silence: imports, data, compilation, a growth boundary
 QUIET_MIN_S = 900.0
 SHUTDOWN = "--shutdown-timeout"  # an option of torchrun
-KILL_S = 5.0  # how long a killed process may take to be gone
+KILL_S = 5.0  # seconds that a killed process may take to end
 
 
 class JobLog:

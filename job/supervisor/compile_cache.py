@@ -24,7 +24,8 @@ from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.workdir import GRAPHS
 from gpufleet.job.supervisor.store import GivenUpError, Store, bucket_uri, open_store
 
-MOST_BYTES = 512 * 1024 * 1024  # per node and direction: a damaged or foreign folder must not cost minutes
+# the most bytes per node and direction, because a damaged or foreign folder must not cost minutes
+MOST_BYTES = 512 * 1024 * 1024
 
 
 def place(run: RunFile, uri: str) -> str:

@@ -21,7 +21,7 @@ LATENCY_S = 2.0  # the least that a save and an upload take
 UPLOAD_GB_S = 1.5  # the part of GB_S for hashing and sending
 SAVE_GB_S = GB_S - UPLOAD_GB_S
 SLACK = 1.25
-MEASURABLE_BYTES = 50_000_000  # below this size an upload's time is all latency
+MEASURABLE_BYTES = 50_000_000  # bytes below which an upload's time is only latency
 
 
 class Forecast:

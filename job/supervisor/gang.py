@@ -22,11 +22,13 @@ LOST_S = 45.0  # a node is lost after this long without a presence, if the ranks
 SILENT_S = 600.0  # after this silence a node counts as gone even if its ranks go on
 # a slow node's share of the others' step time; looks and steps compared
 SLOW, SLOW_LOOK_S, SLOW_STEPS, SLOW_LOOKS = 1.5, 15.0, 20, 5
-STEADY_S = 15.0  # how long looks must have succeeded: after an outage of the store all presences are old
+# seconds for which looks must have succeeded, because after an outage of the store all presences are old
+STEADY_S = 15.0
 FENCE_S = 60.0  # a member that for so long has neither store nor steps ends its trainer
 PROPOSE_S = 30.0  # the oldest proposes within this time; then any node does
 SPARE_S = 600.0  # a node leaves if the others have trained without it for so long
-BLOCK_S = 1200.0  # how long a block's nodes wait for the others, which boot at the same time and have no replacement
+# seconds that a block's nodes wait for the others, which boot at the same time and have no replacement
+BLOCK_S = 1200.0
 RETRIES = 1  # number of retries with the same nodes from the same checkpoint
 TOGETHER = (TrainerExit.FINISHED, TrainerExit.STOPPED)  # exit codes with which all ranks end together
 

@@ -85,7 +85,7 @@ class GangMember(Supervisor):
         self._own_s: deque[float] = deque(maxlen=gang.SLOW_STEPS)
         self._was_silent = False  # whether a member was silent, while its ranks went on, at the last look
         self._is_slow = False  # whether this node is slow and has reported it
-        self._gives_way_at: float | None = None  # when this node leaves because it is slow
+        self._gives_way_at: float | None = None  # the time at which this node leaves because it is slow
 
     def run(self) -> int:
         """Runs the attempt, as a single node's."""
@@ -338,7 +338,7 @@ class GangMember(Supervisor):
             return
         if self._leaves_parts:
             self.uploader.poll()
-        self.progress.poll()  # of a command; the metrics of a trainer are the leader's alone
+        self.progress.poll()  # a command's metrics; a trainer's metrics are written only by the leader
         step, at = self._stepped
         if step and self.record.now.started_s is None:
             self.record.update(started_s=Decimal(f"{at - self.node.launched_at:.3f}"))

@@ -36,7 +36,7 @@ class Metadata:
     """Notice and recommendation, from IMDSv2. Call `poll` once per interval; any thread may read the attributes."""
 
     def __init__(self, *, fetch: Fetch, clock: Callable[[], float], say: Callable[[str], None]) -> None:
-        self.notice: float | None = None  # when EC2 ends the machine (epoch seconds); stays once seen
+        self.notice: float | None = None  # the time at which EC2 ends the machine (epoch seconds); stays once seen
         self.save_wanted: str | None = None  # changes with each new recommendation or doubted notice
         self._fetch, self._clock, self._say = fetch, clock, say
         self._token: str | None = None

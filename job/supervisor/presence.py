@@ -33,7 +33,7 @@ class Lookout:
         self._lock, self._looking = threading.Lock(), threading.Lock()
         self.changed = threading.Event()  # set if news of this node must not wait until the next regular write
         self._complaint, self._has_left = "", False
-        self._took: deque[float] = deque(maxlen=SLOW_LOOKS)  # how many seconds the last looks took
+        self._took: deque[float] = deque(maxlen=SLOW_LOOKS)  # seconds that the last looks took
 
     def tell(self, **news: Any) -> None:
         """Changes what this node reports about itself: `view` has it at once, the other nodes with the next look."""

@@ -158,7 +158,8 @@ class Publisher:
         self._scalars: dict[str, int] = {}  # TensorBoard's files, with the bytes sent
         self._place = CheckpointPlace(-1)  # the place of the commit being sent, or sent last
         self._arrived: dict[str, tuple[int, str]] = {}  # files of it that were sent: time of writing and sha256
-        self._began: float | None = None  # when the sending of these files began, if nothing has failed since
+        # the time at which the sending of these files began, if nothing has failed since
+        self._began: float | None = None
         self._cancel = threading.Event()
         self.stages = Mirror(store, workdir)
         self._reading = threading.Lock()

@@ -36,7 +36,7 @@ from gpufleet.job.contract.workdir import LOG, METRICS
 from gpufleet.job.kind import batch
 
 GB, MONTH_H = Decimal(10**9), 730  # hours in a month, as in the bill
-UNKEPT_DAYS = 1  # how long a bucket exists that is deleted with the stack
+UNKEPT_DAYS = 1  # days for which a bucket exists that is deleted with the stack
 
 
 def build(

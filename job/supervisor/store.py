@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from gpufleet.job.kind.common import PART_BYTES
 
-METADATA_TIMEOUT_S = 5  # per request; botocore's default is 1
+METADATA_TIMEOUT_S = 5  # seconds per request; botocore's default is 1
 CONNECTIONS = 32  # one TCP flow is limited to 5 Gbit/s: uploads need many
 ANY, ABSENT = "*", ""  # conditions of a put: an existing object is replaced; no object may exist
 
