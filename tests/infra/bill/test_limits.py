@@ -215,7 +215,7 @@ def test_dollars_that_only_the_limit_counts_stand_in_the_table_in_the_warnings_w
     )
     assert any(between in warning for warning in bill(**RARE | {"max_usd": cap}).warnings)
     below = f"{counted.p50 - Decimal('0.05'):.2f}"
-    assert "need that or more as limits.max_usd counts it" in refused(definition(**RARE | {"max_usd": below}))[0]
+    assert "need this or more as limits.max_usd counts it" in refused(definition(**RARE | {"max_usd": below}))[0]
 
 
 def test_a_bill_that_charges_all_there_is_has_no_second_count() -> None:
