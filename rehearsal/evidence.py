@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from gpufleet.rehearsal.watch import Begun, NodeView, Watch
 class Rehearsal:
     """One rehearsal: its folders, its definition, and what it has observed."""
 
-    definition: StackDefinition  # the definition in its form for the rehearsal
+    definition: StackDefinition  # the definition, or one of its stages, in its form for the rehearsal
     folder: Path  # rehearsals/<stack>/<run>.unfinished
     project: Path  # the scratch project
     root: Path  # the user's project
@@ -52,6 +52,11 @@ class Rehearsal:
     @property
     def name(self) -> str:
         return self.definition.name
+
+    @property
+    def parts(self) -> list[Rehearsal]:
+        """The rehearsal of each stage, or this one alone."""
+        return [replace(self, definition=each) for each in self.definition.parts]
 
 
 NOTICE_SEEN_S = 5.0  # the supervisor's polling interval
@@ -111,7 +116,7 @@ class Evidence:
     """The run's files and what the rehearsal has observed, read once."""
 
     def __init__(self, rehearsal: Rehearsal) -> None:
-        folder = rehearsal.folder / "results"
+        folder = rehearsal.folder / "results" / rehearsal.definition.stage
         self.rehearsal = rehearsal
         self.folder = folder
         self.receipt = Receipt.from_json(_document(folder / RECEIPT))
@@ -206,16 +211,16 @@ def checks(evidence: Evidence) -> Iterator[Promise]:
     lost = planned.with_notice + planned.without_notice
     nodes = lost + definition.nodes
     yield Promise(name="nodes", figure=f"{len(views)} launched", held=len(views) == nodes)
-    for moment in rehearsal.timeline.select("seen"):
+    noticed = [each for each in rehearsal.timeline.select("seen") if each.facts["node"] in rehearsal.watch.views]
+    for moment in noticed:
         seconds = float(moment.facts["seconds"])
         yield Promise(
             name="notice seen",
             figure=f"after {seconds:.1f} s (limit {NOTICE_SEEN_S:.0f})",
             held=seconds <= NOTICE_SEEN_S,
         )
-    seen = len(rehearsal.timeline.select("seen"))
-    if seen != planned.with_notice:
-        yield Promise(name="notices seen", figure=f"{seen} of {planned.with_notice}", held=False)
+    if len(noticed) != planned.with_notice:
+        yield Promise(name="notices seen", figure=f"{len(noticed)} of {planned.with_notice}", held=False)
     for resumption in evidence.resumptions():
         yield from _resumed(evidence, resumption)
     if definition.fleet.is_gang:

@@ -71,11 +71,11 @@ def modules_lacking(definition: StackDefinition, root: Path) -> str:
 
 
 @contextmanager
-def secret_values(definition: StackDefinition) -> Iterator[None]:
-    """Sets random values for the job's secrets that the shell does not give. Nobody can guess these values, so a place
-    that contains one must have got it from the node.
+def secret_values(wanted: Iterable[str]) -> Iterator[None]:
+    """Sets random values for the jobs' secrets that the shell does not give. Nobody can guess these values, so a
+    place that contains one must have got it from the node.
     """
-    names = [environment.SECRET + name for name in definition.job.parameters.demands.secrets]
+    names = [environment.SECRET + name for name in wanted]
     made = {name: f"{secrets.token_hex(12)}:{secrets.token_hex(12)}" for name in names if name not in os.environ}
     os.environ.update(made)
     try:

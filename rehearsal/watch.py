@@ -10,7 +10,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from gpufleet.infra.definition.model import Interruptions, Place, StackDefinition
 from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.program.resources.tags import RUN_TAG
 from gpufleet.job import atomic
 from gpufleet.job.command.host import SETUP_BEGINS, SETUP_ENDS
 from gpufleet.job.contract import bucket
@@ -187,7 +188,7 @@ class Watch:
         while not self._all_ended():
             check()
             for instance in self.cloud.instances():
-                if instance.id not in self.views and instance.id in self.runner.nodes:
+                if self._is_ours(instance.tags) and instance.id not in self.views and instance.id in self.runner.nodes:
                     self._launched(instance)
             for view in self.views.values():
                 self._look(view)
@@ -211,10 +212,14 @@ class Watch:
 
     def _all_ended(self) -> bool:
         """Whether every node has ended and the fleet wants none."""
-        fleets = [f for f in self.cloud.fleets.fleets.values() if not f.is_gone]
+        fleets = [f for f in self.cloud.fleets.fleets.values() if self._is_ours(f.tags) and not f.is_gone]
         return (
             bool(self.views) and all(view.ended for view in self.views.values()) and all(f.target == 0 for f in fleets)
         )
+
+    def _is_ours(self, tags: Mapping[str, str]) -> bool:
+        """Whether these are the tags of this run: the stages of a run each have nodes and a fleet of their own."""
+        return tags.get(RUN_TAG) == self.run_id
 
     def _launched(self, instance: CloudInstance) -> None:
         view = NodeView(node=self.runner.nodes[instance.id], number=len(self.views) + 1, logged_at=instance.launched_at)

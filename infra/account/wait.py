@@ -80,7 +80,7 @@ class WaitLoop:
                 return self._report_end(done)
             if ended or fleet["FleetState"] == "failed":
                 return self._no_more(fleet, fleet["FleetState"])
-            if stopped and not expired:
+            if stopped and not expired and not self.definition.before:  # the stage before may be handing on
                 self._resting(fleet)
                 return 1
             looking = launching if fleet in launching else [fleet]

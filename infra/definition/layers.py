@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gpufleet.infra.definition import checks, stages
 from gpufleet.infra.definition.model import Interruptions, StackDefinition, Variant
 from gpufleet.infra.definition.schema import SECTIONS, Findings, build, check_keys, entries_of, job_keys
-from gpufleet.infra.definition.yaml_tree import Mapping, Node, Scalar, find_node, merge
+from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, find_node, merge
 from gpufleet.infra.errors import Problem, of_form
 
 if TYPE_CHECKING:
@@ -92,6 +92,9 @@ def rehearsed(tree: Mapping) -> Mapping:
 def from_anywhere(tree: Mapping, root: Path) -> Mapping:
     """The tree with full paths for a command's code and inputs, which the file may give relative to `root`."""
     placed: Node = tree
+    if isinstance(listed := tree.entries.get(stages.STAGES), Items):
+        full = [from_anywhere(item, root) if isinstance(item, Mapping) else item for item in listed.items]
+        placed = replace(tree, entries={**tree.entries, stages.STAGES: replace(listed, items=full)})
     inputs = find_node(tree, "storage.inputs")
     names = inputs.entries if isinstance(inputs, Mapping) else {}
     for path in (("job", "code", "folder"), *(("storage", "inputs", name) for name in names)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -359,6 +360,10 @@ class StackDefinition:
     def parts(self) -> tuple[StackDefinition, ...]:
         """The parts that have a fleet of their own: the stages, or the definition itself if it has none."""
         return self.stages or (self,)
+
+    def changed(self, change: Callable[[StackDefinition], StackDefinition]) -> StackDefinition:
+        """The definition with `change` made to it, and to each of its stages."""
+        return replace(change(self), stages=tuple(map(change, self.stages)))
 
     @property
     def left(self) -> dict[str, str]:

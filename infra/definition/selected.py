@@ -37,8 +37,7 @@ class Selected:
             definition = load(self.path, now=now, past_deadline=past_deadline, staged=staged)
         else:
             definition = one_scenario(self.path, self.scenario, now=now, past_deadline=past_deadline)
-        stages = tuple(replace(each, asked=self.asked) for each in definition.stages)
-        return replace(definition, asked=self.asked, stages=stages)
+        return definition.changed(lambda each: replace(each, asked=self.asked))
 
 
 def selected(stack: str, root: Path) -> Selected:

@@ -18,7 +18,7 @@ from gpufleet.infra.definition.schema import Findings, check_keys, entries_of
 from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, merge
 from gpufleet.infra.errors import Problem, of_form
 
-STAGES, REHEARSAL = "stages", "rehearsal"
+STAGES, REHEARSAL, INTERRUPTIONS = "stages", "rehearsal", "interruptions"
 LAID = ("job", "fleet", "estimate")  # sections of an entry
 KEYS = ("name", *LAID, REHEARSAL)
 NAME = re.compile(r"[a-z][a-z0-9_]{0,19}")  # becomes a folder's name, a tag, and {inputs.NAME}
@@ -52,6 +52,8 @@ def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]
         check_keys(entry, list(KEYS), path, findings)
         name = _name(entry.get("name"), path, [*names, *(each.partition("/")[2] for each in taken)], findings)
         own = {key: merge(rest.get(key), entry[key]) for key in LAID if key in entry}
+        if isinstance(rehearsal := entry.get(REHEARSAL), Mapping) and INTERRUPTIONS in rehearsal.entries:
+            own[REHEARSAL] = merge(rest.get(REHEARSAL), _reduced_to(rehearsal, INTERRUPTIONS))
         stage, wrong = build(replace(tree, entries={**rest, **own}), Earlier(tuple(names), tuple(taken)))
         problems += of_form(f"{STAGES}[{index}]", wrong)
         _fleet(stage, path, findings)
@@ -103,8 +105,14 @@ def _rehearsed(entry: Mapping) -> Mapping:
     laid = entry.entries.get(REHEARSAL)
     if not isinstance(laid, Mapping):
         return entry
-    over = {key: merge(entry.entries.get(key), node) for key, node in laid.entries.items()}
-    return replace(entry, entries={**entry.entries, **over})
+    over = {key: merge(entry.entries.get(key), node) for key, node in laid.entries.items() if key != INTERRUPTIONS}
+    kept = {REHEARSAL: _reduced_to(laid, INTERRUPTIONS)} if INTERRUPTIONS in laid.entries else {}
+    rest = {key: node for key, node in entry.entries.items() if key != REHEARSAL}
+    return replace(entry, entries={**rest, **over, **kept})
+
+
+def _reduced_to(section: Mapping, key: str) -> Mapping:
+    return replace(section, entries={key: section.entries[key]})
 
 
 def _entries(tree: Mapping, findings: Findings) -> list[tuple[str, dict[str, Node]]]:

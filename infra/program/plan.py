@@ -153,7 +153,7 @@ def make(
         raise GpufleetError(f"{error}\n`pulumi config set definition NAME` chooses the one to run.") from None
     definition = Selected(path=path, scenario=scenario, asked=name).load(now=now, past_deadline=over, staged=True)
     if tags:
-        definition = replace(tagged(definition, tags), stages=tuple(tagged(each, tags) for each in definition.stages))
+        definition = definition.changed(lambda each: tagged(each, tags))
     goes_on = (previous.outputs.get("run") or {}).get("id") == definition.run.id
     own = archive.build(Path(job.__file__).parent)
     given = [_gather(each, root, now, own, preview=preview, goes_on=goes_on) for each in definition.parts]

@@ -127,12 +127,12 @@ def test_a_secret_has_a_value_that_nobody_guesses_and_only_while_it_is_rehearsed
 ) -> None:
     name = environment.SECRET + "TOKEN"
     monkeypatch.delenv(name, raising=False)
-    with own.secret_values(definition(tmp_path)):
+    with own.secret_values(definition(tmp_path).job.parameters.demands.secrets):
         first = os.environ[name]
         assert len(first) >= 24
     assert name not in os.environ
     monkeypatch.setenv(name, "of the shell")
-    with own.secret_values(definition(tmp_path)):
+    with own.secret_values(definition(tmp_path).job.parameters.demands.secrets):
         assert os.environ[name] == "of the shell"
     assert os.environ[name] == "of the shell"
 
