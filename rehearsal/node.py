@@ -41,7 +41,7 @@ class RehearsalNode:
     instance: CloudInstance
     root: Path
     process: subprocess.Popen[bytes]
-    aws: subprocess.Popen[bytes]  # which runs its calls of the AWS CLI
+    aws: subprocess.Popen[bytes]  # the process that runs the node's calls of the AWS CLI
 
     @property
     def log(self) -> Path:

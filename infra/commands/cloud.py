@@ -115,6 +115,6 @@ def _wait_for_end(timeout_s: float | None) -> None:
 def _is_pipe() -> bool:
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError, AttributeError):  # the stream is closed, or a test replaced it
+    except (OSError, ValueError, AttributeError):  # standard input is closed, or a test has replaced it
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

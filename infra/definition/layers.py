@@ -111,7 +111,7 @@ def from_anywhere(tree: Mapping, root: Path) -> Mapping:
 def apply_overlay(tree: Mapping, overlay: dict[str, Node]) -> Mapping:
     """The tree with the overlay's sections laid over it."""
     entries: dict[str, Node] = dict(tree.entries)
-    if nodes := overlay.get("nodes"):  # scenarios of 0.1.0 wrote fleet.nodes so
+    if nodes := overlay.get("nodes"):  # scenarios of version 0.1.0 wrote fleet.nodes in this form
         fleet = Mapping(path=nodes.path.rpartition(".")[0], line=nodes.line, entries={"nodes": nodes})
         overlay = {**overlay, "fleet": merge(overlay.get("fleet"), fleet)}
     for name in OVERLAID:

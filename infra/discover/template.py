@@ -185,7 +185,7 @@ class CountingPlan:
     lines: tuple[PrintedLine, ...]
 
     def named(self, text: str) -> str:
-        """The script's name or pattern for epochs in the run's own unit."""
+        """The script's name or pattern for epochs, converted to the run's own unit."""
         if self.word == "epoch" and self.unit == "step":
             return text.replace("{epoch", "{step").replace("(?P<epoch>", "(?P<step>")
         return text

@@ -49,8 +49,8 @@ def descendants(first: int) -> list[int]:
 
 
 def alive(first: int) -> list[int]:
-    """Processes below `first` that have not begun to exit. One that exits closes its files before it is gone, so a file
-    that is closed says nothing about the save of a process that was there.
+    """Processes below `first` that have not begun to exit. A process that exits closes its files before it is gone. So
+    a closed file does not prove that a process which ended meanwhile has finished its save.
     """
     return [pid for pid in descendants(first) if not _is_exiting(pid)]
 

@@ -62,7 +62,7 @@ MARK_S = 120.0  # seconds to write how the run ended, after all uploads; later t
 PAST_S = 60.0  # seconds past a limit and a checkpoint, after which anything still under way is abandoned
 CRASH_S = 120.0  # seconds to publish the trainer's commits
 LATE_S = 60.0  # AWS may take the machine later than announced
-XIDS = 8  # the newest Xid errors in a heartbeat
+XIDS = 8  # number of newest Xid errors (of NVIDIA's driver) in a heartbeat
 T = TypeVar("T")
 
 
@@ -285,7 +285,7 @@ class Supervisor:
             self._tell(Accept())
         while self.cause is None or self._owes_model():
             self.record.update(floor=self.rung)
-            with suppress(OSError):  # an earlier start's file says nothing about this one
+            with suppress(OSError):  # a file of an earlier start says nothing about this start
                 (self.workdir / RUNG).unlink(missing_ok=True)
             self._tell_spent(self.clock())
             self._child = self.world.start(self.rung)
