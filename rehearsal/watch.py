@@ -162,9 +162,9 @@ class Watch:
         saves: bool = True,
         doubts: Callable[[Observed, int], str] = lambda observed, step: "",
     ) -> None:
-        """`stage_lines`: a node is taken away within a stage after so many results. `falls_back`: spot never comes back
-        after the last interruption, so the run must go on on demand. `saves`: the job has checkpoints. `doubts`
-        gives the reason why a command will not hold, from what was observed and its step; empty: it may hold.
+        """`stage_lines`: the number of results after which a node is taken away within a stage. `falls_back`: spot
+        never comes back after the last interruption, so the run must go on on demand. `saves`: the job has checkpoints.
+        `doubts` gives the reason why a command will not hold, from what was observed and its step; empty: it may hold.
         """
         self.cloud = cloud
         self.runner = runner

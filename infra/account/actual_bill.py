@@ -25,7 +25,7 @@ BEFORE = 31  # a run may have begun this many days before its end
 AFTER = 2  # charges of a run's end may have dates up to this many days later
 DELAY = 1  # days after which a charge may appear in Cost Explorer
 CENT = Decimal("0.01")
-# Lines of the bill by AWS's usage type, which begins with the region in most.
+# Lines of the bill by AWS's usage type. In most regions a usage type begins with a prefix for the region.
 _LINES = (
     ("compute", r"(BoxUsage|SpotUsage)\b"),
     ("disks", r"EBS:Volume"),
