@@ -370,7 +370,9 @@ class CommandCheckpoints:
             )
             return False
         has_later = found.number is not None and latest is not None and found.number < latest
-        return self._is_settled or has_later or quiet >= FIRST_QUIET_S
+        # The leader names its first checkpoint only when its ranks have gone on, or after FIRST_QUIET_S. By then the
+        # ranks of other nodes have written their parts too, so that a notice's time is not spent on waiting.
+        return self._is_settled or has_later or quiet >= (SAVING_S if self._node else FIRST_QUIET_S)
 
     def _shows_a_cut(self, found: FoundCheckpoint) -> bool:
         with suppress(OSError):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpufleet.job.command.checkpoints import FIRST_QUIET_S, CommandCheckpoints
+from gpufleet.job.command.checkpoints import SAVING_S, CommandCheckpoints
 from gpufleet.job.command.lines import Counting
 from gpufleet.job.command.progress import ToldProgress
 from gpufleet.job.contract import commit
@@ -187,13 +187,25 @@ def test_what_a_part_lacks_is_waited_for_once_it_is_known_what_one_has(tmp_path:
     disk = NodeDisk(tmp_path, {"each": ["{step}/"]}, 1)
     disk.leader = lambda: LeaderSaved(step=30, named_by="30/w.bin", ended=False)
     disk.write("30/o-0.bin", "30/o-1.bin")
-    assert disk.look(int(FIRST_QUIET_S) - 5) is None  # there might be more of it
-    assert disk.look(10) is not None
+    assert disk.look(int(SAVING_S) - 1) is None  # there might be more of it
+    assert disk.look(3) is not None
     disk.leader = lambda: LeaderSaved(step=60, named_by="60/w.bin", ended=False)
     disk.write("60/o-0.bin")
     assert (disk.look(70) or Commit(step=0, config_sha256="", goes_on_from=0)).step == 30
     disk.write("60/o-1.bin")
     assert (disk.look(5) or Commit(step=0, config_sha256="", goes_on_from=0)).step == 60
+
+
+@pytest.mark.parametrize("written", [[], ["epoch=1-step=30.ckpt"]])
+def test_a_first_part_is_ready_within_the_time_of_a_notice_also_where_it_has_no_files(
+    written: list[str], tmp_path: Path
+) -> None:
+    disk = NodeDisk(tmp_path, {"format": "lightning"}, 1)
+    disk.leader = lambda: LeaderSaved(step=30, named_by="epoch=0-step=30.ckpt", ended=False)
+    disk.write(*written)
+    part = disk.look(10)
+    assert part is not None
+    assert (part.step, part.node, names(dict(part.files))) == (30, 1, written)
 
 
 @pytest.mark.parametrize("says", [True, False])
