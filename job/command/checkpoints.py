@@ -29,6 +29,7 @@ from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.commit import COMMIT, Commit, Reason
 from gpufleet.job.contract.messages import LeaderSaved
 from gpufleet.job.contract.metrics import Save
+from gpufleet.job.contract.reading import NAME_BYTES
 from gpufleet.job.contract.workdir import CHECKPOINTS, STEPS, step_folder
 from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.kind.command import PHASE, CommandConfig
@@ -408,6 +409,8 @@ class CommandCheckpoints:
         try:
             for name in {**found.files, **also}:
                 self._own.copy(self.folder / name, unfinished / FILES / name)
+            for name in also:
+                self._point(unfinished / FILES / name, found)
             for name, look in found.files.items():
                 made = unfinished / FILES / name
                 if made.stat().st_size != look.bytes or (why := torn(made)):
@@ -452,6 +455,14 @@ class CommandCheckpoints:
         size = f"{len(made_of)} files, {record.bytes / 1e6:.1f} MB"
         what = f"this node's part of step {step:,}" if self._node else f"checkpoint of step {step:,}"
         self._say(f"{what} is whole: {size}, copied in {took:.1f} s")
+
+    def _point(self, copied: Path, found: FoundCheckpoint) -> None:
+        """Makes the copy of a companion that names a checkpoint name this one."""
+        with suppress(UnicodeDecodeError):
+            if copied.stat().st_size <= NAME_BYTES:
+                text = copied.read_text()
+                if (own := self.names.pointing(text, found, self.find())) != text:
+                    copied.write_text(own)
 
     def _in_unit(self, found: FoundCheckpoint) -> int | None:
         """The number in the checkpoint's name in the run's unit, without `_offset`; None if it cannot be converted."""
