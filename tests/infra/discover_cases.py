@@ -827,6 +827,15 @@ CASES: dict[str, CodeCase] = {
             "job.work.steps": "^40$",
         },
     ),
+    "a script with a loop of its own tells its step by its own lines": CodeCase(
+        files={
+            "t.py": "import deepspeed\nengine = deepspeed.initialize(model=net)\nfor step in range(90):\n"
+            "    engine.backward(loss); engine.step(); print(f'step {step} loss {loss.item():.3f}')\n"
+            "    if step % 9 == 0:\n        engine.save_checkpoint('kept', tag=f'global_step{step}')\n"
+        },
+        command="python t.py",
+        expects={"job.progress.stdout": r"^\['step\\\\s\+\(\?P<step>"},
+    ),
     "helpers of a framework are not its checkpoints": CodeCase(
         files={"t.py": HELPERS},
         command="torchrun --nnodes 2 --nproc-per-node 8 t.py",
