@@ -248,9 +248,8 @@ class CommandCheckpoints:
         if leader is None or named is None:
             return []
         same = {each.key: each for each in there if each.number == named.number}
-        for key, held in self._held.items():
-            if key[1] == named.number and (held is None or held.is_still):
-                same = {**same, key: held.found} if held is not None else same
+        held = {key: each.found for key, each in self._held.items() if each is not None and each.is_still}
+        same |= {key: found for key, found in held.items() if found.number == named.number}
         if not same and any(key[1] == named.number for key in self._held):
             return []
         part = max(same.values(), key=lambda each: (each.folder == named.folder, each.written), default=named)
