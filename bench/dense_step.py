@@ -52,14 +52,59 @@ ONE_LAUNCH = {
 }
 # Operators that launch nothing: they make room, or look at memory in another way.
 NO_LAUNCH = {
-    f"aten::{name}"
-    for name in (
-        "view _unsafe_view reshape transpose t expand as_strided split split_with_sizes unsqueeze select slice detach "
-        "detach_ chunk unflatten flatten permute squeeze narrow empty empty_like empty_strided new_empty_strided alias "
-        "resolve_conj resolve_neg to _to_copy contiguous result_type view_as _reshape_alias expand_as lift_fresh "
-        "resize_ resize_as_ item _local_scalar_dense is_nonzero promote_types sparse_dim _nnz _values _indices numel "
-        "is_coalesced _sparse_coo_tensor_with_dims_and_tensors can_cast stride size unbind dropout"
-    ).split()
+    "aten::view",
+    "aten::_unsafe_view",
+    "aten::reshape",
+    "aten::transpose",
+    "aten::t",
+    "aten::expand",
+    "aten::as_strided",
+    "aten::split",
+    "aten::split_with_sizes",
+    "aten::unsqueeze",
+    "aten::select",
+    "aten::slice",
+    "aten::detach",
+    "aten::detach_",
+    "aten::chunk",
+    "aten::unflatten",
+    "aten::flatten",
+    "aten::permute",
+    "aten::squeeze",
+    "aten::narrow",
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty_strided",
+    "aten::alias",
+    "aten::resolve_conj",
+    "aten::resolve_neg",
+    "aten::to",
+    "aten::_to_copy",
+    "aten::contiguous",
+    "aten::result_type",
+    "aten::view_as",
+    "aten::_reshape_alias",
+    "aten::expand_as",
+    "aten::lift_fresh",
+    "aten::resize_",
+    "aten::resize_as_",
+    "aten::item",
+    "aten::_local_scalar_dense",
+    "aten::is_nonzero",
+    "aten::promote_types",
+    "aten::sparse_dim",
+    "aten::_nnz",
+    "aten::_values",
+    "aten::_indices",
+    "aten::numel",
+    "aten::is_coalesced",
+    "aten::_sparse_coo_tensor_with_dims_and_tensors",
+    "aten::can_cast",
+    "aten::stride",
+    "aten::size",
+    "aten::unbind",
+    "aten::dropout",
 }
 
 
@@ -157,8 +202,8 @@ def our_step(config: GrowthConfig, tokens: Tensor) -> Callable[[], None]:
 
 
 def nanogpt_step(folder: Path, config: GrowthConfig, tokens: Tensor, *, narrow: bool = False) -> Callable[[], None]:
-    """A step of nanoGPT's model, with autocast on a GPU, or if `narrow`, as in its train.py. The model is read from the checkout's
-    model.py, which is not installed.
+    """A step of nanoGPT's model, with autocast on a GPU, or if `narrow`, as in its train.py. The model is read from the
+    checkout's model.py, which is not installed.
     """
     sys.path.insert(0, str(folder))
     theirs, m = importlib.import_module("model"), config.model

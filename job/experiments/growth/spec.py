@@ -208,10 +208,13 @@ class GrowthConfig(ExperimentConfig):
         shared = max(first, gradients + second * (activations + logits))
         if self.device == "cuda" and self.records():
             # A graph keeps its memory between steps, so evaluation has its own: one layer's, and the logits'.
-            one = _layer_bytes(s, compute, checkpointing=False) + s.vocab * (compute if fused else compute + 8)
-            shared += (
-                min(micro, self.eval.windows) * self.data.sequence * one
-                + cast * (table + made / (1 if checkpointing else s.layers)) * compute
+            rows = min(micro, self.eval.windows) * self.data.sequence
+            layers_own = rows * _layer_bytes(s, compute, checkpointing=False) + cast * made / s.layers * compute
+            logits_own = rows * s.vocab * (compute if fused else compute + 8) + cast * table * compute
+            activations, logits, shared = (
+                activations + layers_own,
+                logits + logits_own,
+                shared + layers_own + logits_own,
             )
         held = {"weights": weights, "gradients": gradients, "moments": moments}
         return common.in_gb(**held, activations=activations, logits=logits, peak=weights + moments + shared)

@@ -163,8 +163,8 @@ def turns(angle: Tensor, compute: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x_D: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
-    """Rotary positions along the last dimension: i and i + D/2 turn together, by `turns`. Computed in cos's dtype, given
-    back in x's.
+    """Rotary positions along the last dimension: i and i + D/2 turn together, by what `turns` gives. Computed in cos's
+    dtype, given back in x's.
     """
     turned: Tensor = _Rotation.apply(x_D, cos_D, sin_D)  # type: ignore[no-untyped-call]
     return turned
