@@ -38,7 +38,7 @@ def find_ledger(client: Callable[[str, str], Any], campaign: str, region: str) -
 
 
 def make_bucket(client: Callable[[str, str], Any], campaign: str, region: str, owner: str) -> LedgerObject:
-    """Makes the bucket, also where an earlier try was cut short; the ledger that it is for. Raises AwsRefused if another
+    """The ledger in a bucket that this makes, also where an earlier try was cut short. Raises AwsRefused if another
     account has a bucket of that name.
     """
     s3, name = client("s3", region), bucket_name(campaign, client("sts", region).get_caller_identity()["Account"])

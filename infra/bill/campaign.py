@@ -19,6 +19,7 @@ from gpufleet.infra import text
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.side import FEW, Quantiles, quantiles_of
 from gpufleet.infra.bill.table import QUANTILES, figures
+from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.risk import simulation
 from gpufleet.infra.show.sheet import Column, Sheet, plain
 from gpufleet.job.text import counted
@@ -34,6 +35,11 @@ class PricedTrial(NamedTuple):
     bill: Bill
     max_usd: Decimal
     max_hours: Decimal
+
+    @classmethod
+    def build(cls, label: str, definition: StackDefinition, bill: Bill) -> PricedTrial:
+        """The run of a definition."""
+        return cls(label, bill, definition.limits.max_usd, definition.limits.max_hours)
 
 
 class Terms(NamedTuple):

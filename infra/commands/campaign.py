@@ -65,6 +65,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--take-over", metavar="DRIVER", help="go on with what this driver began, which is gone for good"
     )
+    parser.add_argument("--look", action="store_true", help="show the ledger, and do no more")
     parser.add_argument(
         "--forget", action="store_true", help="delete the ledger of a campaign that is over, and no more"
     )
@@ -82,15 +83,18 @@ def run(args: argparse.Namespace) -> int:
     region = wholes[0].definition.fleet.region
     if args.forget:
         return _forget(described, region)
+    if args.look:
+        return _look(described, region)
     if len(owners := sorted({each.definition.run.owner for each in wholes})) > 1:
         raise GpufleetError(f"the campaign's runs have the owners {', '.join(owners)}; allowed is one")
-    begins = [(trial, whole, whole.plan()) for trial, whole in zip(listed, wholes, strict=True)]
+    begins = [(trial, whole, _planned(trial, whole)) for trial, whole in zip(listed, wholes, strict=True)]
     if described.order == "cheapest":
         begins.sort(key=lambda each: each[2].bill.usd.p90)
     plans = [made for *_, made in begins]
     approved = approval.of_campaign(plans, described)
     if args.approve != approved:
-        found = price([priced(trial, made) for trial, _, made in begins], terms(described))
+        bills = [PricedTrial.build(str(trial), made.definition, made.bill) for trial, _, made in begins]
+        found = price(bills, Terms(described.max_usd, described.max_hours, described.at_once))
         print("\n".join(found.lines()))
         if described.open:
             print(f"It also takes what is put into {campaigns.FOLDER}/{described.name}/, under the same cap.")
@@ -115,22 +119,21 @@ def run(args: argparse.Namespace) -> int:
         ).carry_out()
 
 
-def terms(described: CampaignFile) -> Terms:
-    """What the campaign's file allows."""
-    return Terms(max_usd=described.max_usd, max_hours=described.max_hours, at_once=described.at_once)
-
-
-def priced(trial: Trial, made: Plan) -> PricedTrial:
-    """The trial with the bill of its plan."""
-    limits = made.definition.limits
-    return PricedTrial(label=str(trial), bill=made.bill, max_usd=limits.max_usd, max_hours=limits.max_hours)
-
-
 def whole_run(name: str, root: Path) -> run_command.WholeRun:
     """The run of a trial. Its Pulumi stack is made when it begins."""
     args = argparse.Namespace(stack=name, approve=None, begin=False)
     engine = pulumi_cli.PulumiStack(root=root, name=name)
     return run_command.WholeRun(args=args, definition=stack.definition_of(args), root=root, engine=engine)
+
+
+def _planned(trial: Trial, whole: run_command.WholeRun) -> Plan:
+    """What the trial would begin with. Raises GpufleetError, which names the file to mend."""
+    try:
+        return whole.plan()
+    except GpufleetError as error:
+        if trial.text is None:
+            raise
+        raise GpufleetError(f"{error}\nThis file is made from {trial.file}: mend that one, or the campaign.") from None
 
 
 def opened_ledger(
@@ -164,6 +167,35 @@ def only_driver(root: Path, name: str) -> Iterator[str]:
         except OSError:
             raise GpufleetError(f"a `gpufleet campaign {name}` runs in this folder already") from None
         yield f"{getpass.getuser()}@{platform.node()}:{root}"
+
+
+def _look(described: CampaignFile, region: str) -> int:
+    """Prints the ledger; 1 without one."""
+    ledger = campaign_bucket.find_ledger(aws.client, described.name, region)
+    if ledger is None or not ledger.is_there():
+        print(f"{described.name} has no ledger: nothing of it has begun.")
+        return 1
+    found = ledger.read()
+    for name, each in found.runs.items():
+        state = "cost" if each.ended else f"of {each.by} may cost"
+        print(f"{name} {state} {each.usd:.2f} USD.")
+    print(f"{found.rest:.2f} of {found.max_usd:f} USD are left.")
+    _tell(described.name, found, [], [])
+    return 0
+
+
+def _tell(name: str, ledger: CampaignLedger, waiting: list[str], wrong: list[str]) -> None:
+    """Puts the ledger into the answer of --json."""
+    tell(
+        {
+            "campaign": name,
+            "ended": [run for run, each in ledger.runs.items() if each.ended],
+            "going_on": {run: ledger.runs[run].by for run in ledger.open_runs()},
+            "not_begun": waiting,
+            "look_at": wrong,
+            "left_usd": f"{ledger.rest:.2f}",
+        }
+    )
 
 
 def _forget(described: CampaignFile, region: str) -> int:
@@ -342,16 +374,7 @@ class Campaign:
         waiting = [each.name for each in self.trials if each.name not in ledger.runs]
         wrong = [name for name, code in self.finished.items() if code]
         held = {name: ledger.runs[name].by for name in ledger.open_runs()}
-        tell(
-            {
-                "campaign": self.name,
-                "ended": ended,
-                "not_begun": waiting,
-                "look_at": wrong,
-                "held_by_others": held,
-                "left_usd": f"{ledger.rest:.2f}",
-            }
-        )
+        _tell(self.name, ledger, waiting, wrong)
         print(f"{counted(len(ended), 'run')} ended; {ledger.rest:.2f} of {ledger.max_usd:f} USD are left.")
         if waiting:
             print(f"Not begun, since their limits do not fit: {', '.join(waiting)}.")

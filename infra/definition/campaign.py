@@ -55,6 +55,7 @@ class Trial:
     """One run of a campaign. `values` are those that its file does not have, as text by key."""
 
     name: str
+    file: str = ""  # the stack that it is made from
     values: Named[str, str] = field(default_factory=dict)
     text: str | None = None  # of its definition; None: that is a file of stacks/
 
@@ -120,7 +121,7 @@ def write(made: list[Trial], root: Path) -> None:
 
 
 def offered(campaign: CampaignFile, root: Path) -> list[Trial]:
-    """The trials that were put into the folder of an open campaign, by name. A file that can be no trial is left out."""
+    """The trials that were put into the folder of an open campaign, by name, without files that can be none."""
     if not campaign.open:
         return []
     paths = sorted((root / FOLDER / campaign.name).glob("[!.]*.yaml"))
@@ -178,7 +179,7 @@ def _combined(campaign: CampaignFile) -> Iterator[dict[str, Node]]:
 def _trial(campaign: CampaignFile, file: str, values: dict[str, Node], root: Path) -> Trial:
     """The file of a stack with other values. Raises GpufleetError."""
     path = find(file, root)
-    text, tree = open_file(path)
+    _, tree = open_file(path)
     entries = {key: node for key, node in tree.entries.items() if key != SCENARIOS}
     laid: Node = replace(tree, entries=entries)
     shown = {key: _as_text(node) for key, node in values.items()}
@@ -190,7 +191,7 @@ def _trial(campaign: CampaignFile, file: str, values: dict[str, Node], root: Pat
         laid = merge(laid, node)
     assert isinstance(laid, Mapping)
     digest = hashlib.sha256("\n".join([path.stem, *(f"{key}={shown[key]}" for key in sorted(shown))]).encode())
-    made = Trial(name=f"{campaign.name}-{digest.hexdigest()[:DIGITS]}", values=shown)
+    made = Trial(name=f"{campaign.name}-{digest.hexdigest()[:DIGITS]}", file=file, values=shown)
     return replace(made, text=f"# Trial of {FOLDER}/{campaign.name}.yaml, from {file}: {made}\n\n{dump(laid)}")
 
 
@@ -204,7 +205,7 @@ def _as_text(node: Node) -> str:
 
 
 def _with_argument(laid: Node, argument: str, value: Node, path: Path) -> Scalar:
-    """The command with the argument: in the place of the value that it has, or else at its end. Raises GpufleetError."""
+    """The command with the argument, in the place of the value that it has or else at its end. Raises GpufleetError."""
     command = find_node(laid, "job.command")
     if not isinstance(command, Scalar) or not isinstance(value, Scalar):
         wrong = "is for a job.command, which it has not" if not isinstance(command, Scalar) else "takes single values"

@@ -1,9 +1,9 @@
 """campaign.json: the dollars that the runs of a campaign have reserved under its cap, in one object of a bucket.
 
 The object changes only by puts that S3 holds against the object as it was read. So of several writers, which may be
-drivers on people's machines or nodes, each sees all reservations that count when it adds its own. A run reserves its own
-limit before it begins; its receipt gives back what it did not use. Without the object nothing is reserved any more: what
-has begun stops before its own limits, whose sum was within the cap.
+drivers on people's machines or nodes, each sees all reservations that count when it adds its own. A run reserves its
+own limit before it begins; its receipt gives back what it did not use. Without the object nothing is reserved any more:
+what has begun stops before its own limits, whose sum was within the cap.
 """
 
 from __future__ import annotations

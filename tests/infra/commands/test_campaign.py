@@ -1,5 +1,5 @@
-"""`gpufleet campaign`: the cap of several runs holds, whatever each spends, however many drivers there are, and whenever
-one of them is killed.
+"""`gpufleet campaign`: the cap of several runs holds, whatever each spends, however many drivers there are, and
+whenever one of them is killed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from decimal import Decimal
 
 import pytest
 
-from gpufleet.infra.commands.campaign import Campaign, StackTrial, only_driver
+from gpufleet.infra.commands.campaign import Campaign, CampaignTrial, StackTrial, only_driver
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.supervisor.campaign_ledger import (
     CampaignLedger,
@@ -110,9 +110,10 @@ class DrawnAccount:
 
     def campaign(self, driver: str) -> Campaign:
         """A driver that begins anew; the ledger was made before. Two drivers look at the runs in other orders."""
+        trials: list[CampaignTrial] = [*self.trials]
         return Campaign(
             name="drawn",
-            trials=self.trials[::-1] if driver == "b" else [*self.trials],
+            trials=trials[::-1] if driver == "b" else trials,
             ledger=LedgerObject(store=self),
             driver=driver,
             approved=APPROVED,
