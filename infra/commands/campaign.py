@@ -19,11 +19,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Protocol
 
-from gpufleet.infra.account import aws, campaign_bucket
+from gpufleet.infra.account import aws, campaign_bucket, month
 from gpufleet.infra.account.results import earlier_receipt
 from gpufleet.infra.bill.campaign import PricedTrial, Terms, price
 from gpufleet.infra.commands import run as run_command
@@ -31,10 +32,12 @@ from gpufleet.infra.commands import stack
 from gpufleet.infra.definition import campaign as campaigns
 from gpufleet.infra.definition.campaign import CampaignFile, Trial
 from gpufleet.infra.definition.loader import TRIALS, project_root
+from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.envelope import tell
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program import approval, pulumi_cli
 from gpufleet.infra.program.plan import Plan
+from gpufleet.infra.review import policy
 from gpufleet.job.contract.workdir import RECEIPT
 from gpufleet.job.supervisor.campaign_ledger import CampaignLedger, LedgerLostError, LedgerObject, NotReservedError
 from gpufleet.job.text import counted
@@ -103,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
             return 1
     trials = [StackTrial(whole=whole, approved=approval.begins_with(made)) for _, whole, made in begins]
     with only_driver(root, described.name) as driver:
+        _require_month(described, root, [each.whole.definition for each in trials])
         ledger = opened_ledger(described, trials, approved, region, owners[0])
         if args.take_over:
             ledger.change(lambda was: was.taken_over(args.take_over, driver))
@@ -196,6 +200,19 @@ def _tell(name: str, ledger: CampaignLedger, waiting: list[str], wrong: list[str
             "left_usd": f"{ledger.rest:.2f}",
         }
     )
+
+
+def _require_month(described: CampaignFile, root: Path, definitions: Sequence[StackDefinition]) -> None:
+    """Raises GpufleetError if the campaign's cap breaks max_usd_per_month of policy.yaml. Its own runs, which the cap
+    holds, do not count beside it.
+    """
+    owner, regions = definitions[0].run.owner, {each.fleet.region for each in definitions}
+    own = {f"{each.name}/{each.run.id}" for each in definitions}
+
+    def look_around() -> month.MonthUsd:
+        return month.look(root, owner, regions, aws.client, datetime.now(UTC), but=own)
+
+    month.require(policy.find_policy(root), look_around, described.max_usd, f"campaign {described.name}")
 
 
 def _forget(described: CampaignFile, region: str) -> int:

@@ -251,6 +251,15 @@ def test_the_program_itself_refuses_another_bill_than_the_approved_one(world: In
     assert world.cloud.leftovers() == {}
 
 
+def test_what_does_not_fit_the_month_s_dollars_is_not_begun(world: InProcessWorld) -> None:
+    """The run's own limit is 3."""
+    root = world.file.parents[1]
+    (root / "policy.yaml").write_text("max_usd_per_month: 2.99\n")
+    with pytest.raises(GpufleetError, match=r"breaks max_usd_per_month of policy\.yaml: run r1 may spend 3\.00"):
+        world.engine.up(world.approval())
+    assert world.cloud.leftovers() == {}
+
+
 def test_a_stack_that_has_another_run_up_is_not_destroyed(
     world: InProcessWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
