@@ -42,7 +42,7 @@ class PricedTrial(NamedTuple):
         return cls(label, bill, definition.limits.max_usd, definition.limits.max_hours)
 
 
-class Terms(NamedTuple):
+class CampaignTerms(NamedTuple):
     """What a campaign allows: dollars, hours by the wall from its beginning (None: any), and runs at the same time."""
 
     max_usd: Decimal
@@ -57,7 +57,7 @@ class CampaignBill:
     """
 
     trials: tuple[PricedTrial, ...]
-    terms: Terms
+    terms: CampaignTerms
     usd: Quantiles
     spent: Quantiles
     begun: Quantiles
@@ -88,7 +88,7 @@ class CampaignBill:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Keys as in docs/how-to.md."""
+        """Keys as documented in docs/bill.md."""
         return {
             "schema": 1,
             "trials": [{"trial": each.label, "usd": plain(each.bill.usd)} for each in self.trials],
@@ -97,7 +97,7 @@ class CampaignBill:
         }
 
 
-def price(trials: Sequence[PricedTrial], terms: Terms) -> CampaignBill:
+def price(trials: Sequence[PricedTrial], terms: CampaignTerms) -> CampaignBill:
     """The bill of a campaign whose runs begin in this order."""
     cases = max(100, min(FEW, PLAYED // max(1, len(trials))))
     chosen = [each.bill.chosen for each in trials]
@@ -114,7 +114,7 @@ def price(trials: Sequence[PricedTrial], terms: Terms) -> CampaignBill:
 
 
 def play(
-    limits: Sequence[tuple[float, float]], usd: Sequence[float], hours: Sequence[float], terms: Terms
+    limits: Sequence[tuple[float, float]], usd: Sequence[float], hours: Sequence[float], terms: CampaignTerms
 ) -> tuple[float, int, float]:
     """One campaign: dollars spent, runs begun, hours until the last one's end. `limits` has max_usd and max_hours of
     each run, `usd` and `hours` what it costs and how long it takes.

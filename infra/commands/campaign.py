@@ -26,11 +26,11 @@ from typing import Protocol
 
 from gpufleet.infra.account import aws, campaign_bucket, month
 from gpufleet.infra.account.results import earlier_receipt
-from gpufleet.infra.bill.campaign import PricedTrial, Terms, price
+from gpufleet.infra.bill.campaign import CampaignTerms, PricedTrial, price
 from gpufleet.infra.commands import run as run_command
 from gpufleet.infra.commands import stack
 from gpufleet.infra.definition import campaign as campaigns
-from gpufleet.infra.definition.campaign import CampaignFile, Trial
+from gpufleet.infra.definition.campaign import CampaignFile, DefinedTrial
 from gpufleet.infra.definition.loader import TRIALS, project_root
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.envelope import tell
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     approved = approval.of_campaign(plans, described)
     if args.approve != approved:
         bills = [PricedTrial.build(str(trial), made.definition, made.bill) for trial, _, made in begins]
-        found = price(bills, Terms(described.max_usd, described.max_hours, described.at_once))
+        found = price(bills, CampaignTerms(described.max_usd, described.max_hours, described.at_once))
         print("\n".join(found.lines()))
         if described.open:
             print(f"It also takes what is put into {campaigns.FOLDER}/{described.name}/, under the same cap.")
@@ -130,7 +130,7 @@ def whole_run(name: str, root: Path) -> run_command.WholeRun:
     return run_command.WholeRun(args=args, definition=stack.definition_of(args), root=root, engine=engine)
 
 
-def _planned(trial: Trial, whole: run_command.WholeRun) -> Plan:
+def _planned(trial: DefinedTrial, whole: run_command.WholeRun) -> Plan:
     """What the trial would begin with. Raises GpufleetError, which names the file to mend."""
     try:
         return whole.plan()
@@ -283,11 +283,11 @@ class LaterTrials:
     def find(self, known: set[str], ledger: CampaignLedger) -> list[CampaignTrial]:
         """The trials beside the `known` ones. It says why a file can be no trial."""
         offered = [each for each in campaigns.offered(self.described, self.root) if each.name not in known]
-        earlier = [Trial(name=name) for name in ledger.runs if name not in known]
+        earlier = [DefinedTrial(name=name) for name in ledger.runs if name not in known]
         named = {each.name: each for each in (*offered, *earlier)}  # what has a reservation stays as it was
         return [found for each in named.values() if (found := self._trial(each))]
 
-    def _trial(self, trial: Trial) -> StackTrial | None:
+    def _trial(self, trial: DefinedTrial) -> StackTrial | None:
         if trial.text is not None and self.refused.get(trial.name) == trial.text:
             return None
         try:

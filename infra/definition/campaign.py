@@ -51,7 +51,7 @@ class CampaignFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class DefinedTrial:
     """One run of a campaign. `values` are those that its file does not have, as text by key."""
 
     name: str
@@ -93,11 +93,11 @@ def load(name: str, root: Path) -> CampaignFile:
     return replace(found, grid=grid, list=rows)
 
 
-def trials(campaign: CampaignFile, root: Path) -> list[Trial]:
+def trials(campaign: CampaignFile, root: Path) -> list[DefinedTrial]:
     """The trials that the file names, in its order. Raises GpufleetError."""
     names = campaign.files
     if not campaign.grid and not campaign.list:
-        made = [Trial(name=find(each, root).stem) for each in names]
+        made = [DefinedTrial(name=find(each, root).stem) for each in names]
     else:
         count = len(names) * len(campaign.list or (1,))
         for values in campaign.grid.values():
@@ -111,7 +111,7 @@ def trials(campaign: CampaignFile, root: Path) -> list[Trial]:
     return made
 
 
-def write(made: list[Trial], root: Path) -> None:
+def write(made: list[DefinedTrial], root: Path) -> None:
     """Writes the definitions of trials that have no file of `stacks/`, where they are not there as they are."""
     for each in made:
         path = root / TRIALS / f"{each.name}.yaml"
@@ -120,14 +120,14 @@ def write(made: list[Trial], root: Path) -> None:
             atomic.write_bytes(path, each.text.encode())
 
 
-def offered(campaign: CampaignFile, root: Path) -> list[Trial]:
+def offered(campaign: CampaignFile, root: Path) -> list[DefinedTrial]:
     """The trials that were put into the folder of an open campaign, by name, without files that can be none."""
     if not campaign.open:
         return []
     paths = sorted((root / FOLDER / campaign.name).glob("[!.]*.yaml"))
     named = [(f"{campaign.name}-{path.stem}", path) for path in paths]
     return [
-        Trial(name=name, text=path.read_text(encoding="utf-8", errors="replace"))
+        DefinedTrial(name=name, text=path.read_text(encoding="utf-8", errors="replace"))
         for name, path in named
         if STACK_NAME.fullmatch(name) and path.is_file()
     ]
@@ -176,7 +176,7 @@ def _combined(campaign: CampaignFile) -> Iterator[dict[str, Node]]:
             yield {**row, **dict(zip(keys, values, strict=True))}
 
 
-def _trial(campaign: CampaignFile, file: str, values: dict[str, Node], root: Path) -> Trial:
+def _trial(campaign: CampaignFile, file: str, values: dict[str, Node], root: Path) -> DefinedTrial:
     """The file of a stack with other values. Raises GpufleetError."""
     path = find(file, root)
     _, tree = open_file(path)
@@ -191,7 +191,7 @@ def _trial(campaign: CampaignFile, file: str, values: dict[str, Node], root: Pat
         laid = merge(laid, node)
     assert isinstance(laid, Mapping)
     digest = hashlib.sha256("\n".join([path.stem, *(f"{key}={shown[key]}" for key in sorted(shown))]).encode())
-    made = Trial(name=f"{campaign.name}-{digest.hexdigest()[:DIGITS]}", file=file, values=shown)
+    made = DefinedTrial(name=f"{campaign.name}-{digest.hexdigest()[:DIGITS]}", file=file, values=shown)
     return replace(made, text=f"# Trial of {FOLDER}/{campaign.name}.yaml, from {file}: {made}\n\n{dump(laid)}")
 
 

@@ -40,7 +40,7 @@ class LedgerObjects(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reservation:
+class CampaignReservation:
     """What one run holds of the cap. It is open until the run has ended."""
 
     usd: Decimal  # reserved; after the end the receipt's dollars, or without a receipt still what was reserved
@@ -56,7 +56,7 @@ class CampaignLedger:
     max_usd: Decimal
     at_once: int
     began: float  # epoch seconds, by the clock of the driver that made it
-    runs: Mapping[str, Reservation] = field(default_factory=dict)
+    runs: Mapping[str, CampaignReservation] = field(default_factory=dict)
 
     @property
     def rest(self) -> Decimal:
@@ -82,7 +82,7 @@ class CampaignLedger:
             raise NotReservedError(f"{usd:f} USD do not fit {self.rest:f}")
         if len(self.open_runs()) >= self.at_once:
             raise NotReservedError(f"{self.at_once} runs go on")
-        return replace(self, runs={**self.runs, run: Reservation(usd=usd, by=by)})
+        return replace(self, runs={**self.runs, run: CampaignReservation(usd=usd, by=by)})
 
     def settled(self, run: str, usd: Decimal | None) -> CampaignLedger:
         """The ledger after the run has ended with a receipt of `usd`; None: it left no receipt."""
@@ -108,7 +108,7 @@ class CampaignLedger:
         """The ledger in the bytes of campaign.json. Raises DoubtError."""
         fields = Fields(reading.parse(content))
         fields.schema(SCHEMA)
-        runs = {name: reading.filled(Reservation, each) for name, each in fields.table("runs").items()}
+        runs = {name: reading.filled(CampaignReservation, each) for name, each in fields.table("runs").items()}
         return reading.filled(cls, fields, but=("runs",), runs=runs)
 
 

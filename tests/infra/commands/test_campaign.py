@@ -16,9 +16,9 @@ from gpufleet.infra.commands.campaign import Campaign, CampaignTrial, StackTrial
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.supervisor.campaign_ledger import (
     CampaignLedger,
+    CampaignReservation,
     LedgerObject,
     NotReservedError,
-    Reservation,
 )
 from gpufleet.job.supervisor.store import ABSENT, Entry, StoreError, TakenError
 
@@ -198,7 +198,7 @@ class Drivers:
         """Whether the driver has more to do."""
         campaign = self.made.setdefault(name, self.account.campaign(name))
         others = [each for each in self.names if each != name and each not in self.gone]
-        self.account.between = (lambda: self._between(others)) if others else None
+        self.account.between = (lambda: self._let_another_step(others)) if others else None
         try:
             return campaign._step()
         except CampaignKilledError:
@@ -208,7 +208,7 @@ class Drivers:
         finally:
             self.account.between = None
 
-    def _between(self, others: list[str]) -> None:
+    def _let_another_step(self, others: list[str]) -> None:
         name = self.account.draw.choice(others)
         self.idle.discard(name)
         try:
@@ -405,7 +405,7 @@ def test_a_ledger_is_read_as_it_was_written() -> None:
     ledger = ledger.reserved("t0", Decimal("3.20"), by="you@here:/p", approved=APPROVED)
     ledger = ledger.reserved("t1", Decimal(8), by="you@here:/p", approved=APPROVED).settled("t1", Decimal("0.1234"))
     assert CampaignLedger.parse(ledger.to_bytes()) == ledger
-    assert ledger.runs["t1"] == Reservation(usd=Decimal("0.1234"), by="you@here:/p", ended=True)
+    assert ledger.runs["t1"] == CampaignReservation(usd=Decimal("0.1234"), by="you@here:/p", ended=True)
     assert ledger.rest == Decimal("8.1766")
     assert ledger.settled("t1", Decimal(5)) == ledger
     with pytest.raises(NotReservedError, match="it has ended"):

@@ -43,7 +43,7 @@ def written(root: Path, text: str, name: str = "night") -> campaign.CampaignFile
     return campaign.load(name, root)
 
 
-def definitions(root: Path, made: list[campaign.Trial]) -> list[StackDefinition]:
+def definitions(root: Path, made: list[campaign.DefinedTrial]) -> list[StackDefinition]:
     campaign.write(made, root)
     return [load(find(each.name, root), now=datetime(2026, 11, 21, tzinfo=UTC)) for each in made]
 
