@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import getpass
 import math
+import os
 import platform
 import sys
 import time
@@ -78,6 +78,11 @@ def run(args: argparse.Namespace) -> int:
     """0 when every run is over and swept; 1 if it was not approved, if runs do not fit the cap, or if one of them left
     no results or something in the account. Raises GpufleetError if a run cannot begin, or if the ledger is lost.
     """
+    with _lost_ledger_explained():
+        return _carried_out(args)
+
+
+def _carried_out(args: argparse.Namespace) -> int:
     root = project_root(Path.cwd())
     described = campaigns.load(args.campaign, root)
     listed = campaigns.trials(described, root)
@@ -161,6 +166,18 @@ def opened_ledger(
 
 
 @contextmanager
+def _lost_ledger_explained() -> Iterator[None]:
+    """Raises GpufleetError for a ledger that is lost within the block."""
+    try:
+        yield
+    except LedgerLostError as error:
+        raise GpufleetError(
+            f"{error}: nothing more begins. What has begun stops before its own limits, whose sum is within the cap."
+            " `gpufleet run` of each brings its results."
+        ) from None
+
+
+@contextmanager
 def only_driver(root: Path, name: str) -> Iterator[str]:
     """The name of this driver in the ledger: who, where. Raises GpufleetError while another one runs in this folder."""
     path = root / ".gpufleet" / "campaigns" / f"{name}.lock"
@@ -170,7 +187,7 @@ def only_driver(root: Path, name: str) -> Iterator[str]:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise GpufleetError(f"a `gpufleet campaign {name}` runs in this folder already") from None
-        yield f"{getpass.getuser()}@{platform.node()}:{root}"
+        yield f"{os.environ.get('USER') or os.getuid()}@{platform.node()}:{root}"
 
 
 def _look(described: CampaignFile, region: str) -> int:
@@ -271,8 +288,8 @@ class StackTrial:
 
 @dataclass(kw_only=True, slots=True)
 class LaterTrials:
-    """Trials that the campaign's file does not name: those in the folder of an open campaign, and those of the ledger
-    that the file named before.
+    """Trials that the campaign's file does not name: those in the folder of an open campaign, and those that go on by
+    the ledger, which the file named before.
     """
 
     described: CampaignFile
@@ -283,12 +300,12 @@ class LaterTrials:
     def find(self, known: set[str], ledger: CampaignLedger) -> list[CampaignTrial]:
         """The trials beside the `known` ones. It says why a file can be no trial."""
         offered = [each for each in campaigns.offered(self.described, self.root) if each.name not in known]
-        earlier = [DefinedTrial(name=name) for name in ledger.runs if name not in known]
+        earlier = [DefinedTrial(name=name) for name in ledger.open_runs() if name not in known]
         named = {each.name: each for each in (*offered, *earlier)}  # what has a reservation stays as it was
         return [found for each in named.values() if (found := self._trial(each))]
 
     def _trial(self, trial: DefinedTrial) -> StackTrial | None:
-        if trial.text is not None and self.refused.get(trial.name) == trial.text:
+        if self.refused.get(trial.name) == (trial.text or ""):
             return None
         try:
             campaigns.write([trial], self.root)
@@ -325,15 +342,10 @@ class Campaign:
 
     def carry_out(self) -> int:
         """The exit code, as of `run`. Raises GpufleetError, also if the ledger is lost."""
-        try:
+        with _lost_ledger_explained():
             while self._step():
                 pass
             return self._report()
-        except LedgerLostError as error:
-            raise GpufleetError(
-                f"{error}: nothing more begins. What has begun stops before its own limits, whose sum is within the"
-                " cap. `gpufleet run` of each brings its results."
-            ) from None
 
     def _step(self) -> bool:
         """Brings home what has ended, and begins one run or waits. False: nothing is left for this driver to do."""

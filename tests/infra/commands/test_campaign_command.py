@@ -20,7 +20,7 @@ from gpufleet.infra.commands import campaign as command
 from gpufleet.infra.commands import cost
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program import approval, pulumi_cli
-from gpufleet.job.supervisor.campaign_ledger import CampaignLedger
+from gpufleet.job.supervisor.campaign_ledger import NAME, CampaignLedger
 from gpufleet.job.text import stamp
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
@@ -156,6 +156,12 @@ def test_what_was_shown_begins_and_nothing_else(night: NightWorld, capsys: pytes
     assert carried_out(approve=hash_) == 0
     assert len(night.runs) == 2
     capsys.readouterr()
+    found = campaign_bucket.find_ledger(aws.client, "night", "us-east-2")
+    assert found is not None
+    found.store.put_bytes(b"{}", NAME)
+    with pytest.raises(GpufleetError, match=r"cannot be read: .* nothing more begins"):
+        carried_out(approve=hash_)
+    found.store.put_bytes(ledger.to_bytes(), NAME)
     assert carried_out(look=True) == 0
     assert "cost 0.25 USD.\n3.50 of 4 USD are left.\n" in capsys.readouterr().out
     assert carried_out(forget=True) == 0
