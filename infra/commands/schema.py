@@ -10,14 +10,13 @@ from gpufleet.infra.definition import campaign, json_schema
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds which of them."""
-    parser.add_argument(
-        "of", nargs="?", choices=("definition", "campaign", "answers"), default="definition", help="of what"
-    )
+    """Adds the choice between the schemas."""
+    of = ("definition", "campaign", "answers")
+    parser.add_argument("of", nargs="?", choices=of, default="definition", help="of what")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the shipped file."""
+    """Prints the schema's file as it was shipped."""
     files = {"campaign": campaign.SCHEMA_FILE, "answers": envelope.SCHEMA_FILE}
     sys.stdout.write(json_schema.text() if args.of == "definition" else files[args.of].read_text())
     return 0

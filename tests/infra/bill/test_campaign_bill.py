@@ -48,7 +48,7 @@ def test_runs_of_one_campaign_share_what_nobody_has_measured() -> None:
     width, single = (float(each.p90 - each.p10) for each in (found.usd, bill.usd))
     assert math.sqrt(9) * single < width < 9.5 * single
     assert float(found.usd.mean) == pytest.approx(9 * float(bill.usd.mean), rel=0.03)
-    assert (found.begun.p10, found.spent) == (9, found.usd)
+    assert (found.begun.p10, found.spent) == (Decimal(9), found.usd)
     tight = campaign.price([one] * 9, terms("25", 3))
     assert 1 <= tight.begun.p90 < 9
     assert tight.spent.p90 <= 25
