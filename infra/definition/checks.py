@@ -291,7 +291,7 @@ def _check_keep(s: StackDefinition, findings: Findings, now: datetime) -> None:
 def _estimate(s: StackDefinition, findings: Findings) -> None:
     steps = s.estimate.step_ms
     phases = sum(1 for phase in s.job.parameters.phases() if phase.steps)
-    if steps is not None and len(steps) != phases:
+    if steps is not None and phases and len(steps) != phases:
         findings.add(
             "estimate.step_ms",
             f"{counted(phases, 'number')} (ms), one per phase with optimizer steps",

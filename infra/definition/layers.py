@@ -36,11 +36,11 @@ def definition(
     launchable: bool = True,
     catalog: Catalog | None = None,
     plain: StackDefinition | None = None,
-    earlier: stages.Earlier = stages.NONE_EARLIER,
+    earlier: stages.Earlier | None = None,
 ) -> tuple[StackDefinition, list[Problem]]:
     """The tree's definition and its problems. Without `launchable`, its types need only be known. `plain` is the
-    definition, without problems, under the tree's overlay: sections that are equal there are not read again. `earlier`:
-    the stages before this one.
+    definition, without problems, under the tree's overlay: sections that are equal there are not read again. `earlier`,
+    for a stage: the stages before it. A stage is given what its job takes of the file's storage.
     """
     if stages.STAGES in tree.entries:
 
@@ -68,11 +68,12 @@ def definition(
         purpose=purpose(text),
         python=python.text if isinstance(python, Scalar) else "",
         interruptions=interruptions,
-        before=earlier.before,
-        taken=earlier.taken,
         tree=tree,
         **parts,
     )
+    if earlier is not None:
+        storage = found.storage.taken_by(found.job.parameters)
+        found = replace(found, before=earlier.before, taken=earlier.taken, storage=storage)
     if catalog is None:
         # imported here: reading tables takes time that `pin` need not spend
         from gpufleet.infra.catalog import load_catalog

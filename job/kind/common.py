@@ -210,6 +210,7 @@ class Demands:
     code: Code | None = None  # the user's code, which a node gets beside gpufleet's own
     installs: bool = False  # it may install packages where it runs
     inputs: tuple[tuple[str, str], ...] = ()  # entries of storage.inputs that it uses, as (path of the key, name)
+    takes: tuple[str, ...] = ()  # the only files that it takes of an earlier stage's output; empty: all
     # What a node may read of Parameter Store (ssm:/name) and Secrets Manager (secretsmanager:name), by the parameters'
     # name for it; and the place of user:password for the image's registry.
     secrets: Mapping[str, str] = field(default_factory=dict)

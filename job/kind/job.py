@@ -156,6 +156,8 @@ class DataNeeded:
     dataset_kind: ClassVar[str] = ""  # its kind in dataset.json; empty: it has no dataset
     dataset_checks: ClassVar[Checks] = {}  # what dataset.json must say
 
+    hands_on: ClassVar[tuple[str, ...]] = ()  # files of final/ that it leaves for a later stage
+
     @property
     def dataset(self) -> Dataset[Any]:
         """The data that it trains on, for `prepare`."""
