@@ -278,7 +278,7 @@ def _judge(session: Session, config: KernelConfig) -> Iterator[Judge]:
     no verdicts.
     """
     gpus = torch.cuda.device_count() if session.device.is_cuda else 0
-    with Workers(session.workdir / "scratch", gpus=session.device.is_cuda) as workers:
+    with _workers(session) as workers:
         judge = Judge(config.funnel, config.seed, workers, gpus=gpus)
         try:
             judge.prove(session.say)
@@ -291,6 +291,10 @@ def _look(session: Session) -> None:
     """Looks for a stop request, without the other ranks. Raises Stopped."""
     if (stop := session.requests.stop()) is not None:
         raise Stopped(stop.reason, ends=stop.ends)
+
+
+def _workers(session: Session) -> Workers:
+    return Workers(session.workdir / "scratch", gpus=session.device.is_cuda)
 
 
 def _name(phase: str, task: KernelTask, number: int) -> str:
