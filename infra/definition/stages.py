@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from gpufleet.infra.definition.model import Run, StackDefinition, Storage
 from gpufleet.infra.definition.rules import RULES
-from gpufleet.infra.definition.schema import Findings, build as build_section, check_keys, entries_of
+from gpufleet.infra.definition.schema import Findings, check_keys, entries_of
+from gpufleet.infra.definition.schema import build as build_section
 from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, merge
 from gpufleet.infra.errors import Problem, of_form
 from gpufleet.job.kind import JobConfig

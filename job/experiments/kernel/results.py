@@ -61,7 +61,12 @@ def hand_on(session: Session, trained: Training, made: Made) -> None:
     if not session.world.first:
         return
     lines = [
-        {"name": each.name, "weights": stages.of_phase(phase, trained.progress), "task": each.task, "source": each.source}
+        {
+            "name": each.name,
+            "weights": stages.of_phase(phase, trained.progress),
+            "task": each.task,
+            "source": each.source,
+        }
         for phase in trained.phases
         for each in made[phase.name]
     ]
