@@ -175,7 +175,8 @@ def _check_given(s: StackDefinition, findings: Findings) -> None:
     for path, name in config.demands.inputs:
         if name not in named:
             there = f"an input of storage.inputs or an earlier stage, which are {', '.join(named) or 'none'}"
-            findings.add(f"{config.path}.{path}", there, nearest(name, named), value=f"{{inputs.{name}}}")
+            value = name if _standing(config, path) == name else f"{{inputs.{name}}}"
+            findings.add(f"{config.path}.{path}", there, nearest(name, named), value=value)
 
 
 def _saves(s: StackDefinition, findings: Findings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from decimal import Decimal
@@ -81,11 +82,14 @@ def test_a_later_stage_gets_what_an_earlier_one_left_and_nothing_else(tmp_path: 
 def test_a_job_gets_only_the_files_that_it_takes(
     tmp_path: Path, prepared: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = [each["name"] for each in prepared.json("final/handed_on.json")["files"]]
-    assert len(files) > 1
-    monkeypatch.setattr(GrowthConfig, "demands", Demands(takes=(files[0], "another.txt")))
+    listed = prepared.json("final/handed_on.json")
+    small = {"name": "small.txt", "bytes": 5, "sha256": hashlib.sha256(b"small").hexdigest()}
+    prepared.store.put_bytes(b"small", "final/small.txt")
+    both = {**listed, "files": [*listed["files"], small]}
+    prepared.store.put_bytes(json.dumps(both).encode(), "final/handed_on.json")
+    monkeypatch.setattr(GrowthConfig, "demands", Demands(takes=("small.txt",)))
     folder = taken(prepared, tmp_path)
-    assert {path.name for path in folder.rglob("*") if path.is_file()} == {files[0], "handed_on.json"}
+    assert {path.name for path in folder.rglob("*") if path.is_file()} == {"small.txt", "handed_on.json"}
 
 
 def test_other_bytes_than_those_listed_are_refused(tmp_path: Path, prepared: Bench) -> None:
