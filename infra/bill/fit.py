@@ -31,6 +31,7 @@ class Fit:
     has_gb: float
     micro: int
     checkpointing: bool
+    memory: Memory | None = None  # the parts of `needs_gb`; None: not predicted
     why: str = ""
     nearest: str = ""
 
@@ -125,6 +126,7 @@ def _fit(config: JobConfig, instance: Instance, index: int, whole: Rung | None, 
         has_gb=instance.gpu_memory_gb,
         micro=shown.micro,
         checkpointing=shown.checkpointing,
+        memory=needs,
         why=why,
         nearest=nearest() if why else "",
     )

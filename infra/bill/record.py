@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.fit import Fit
 from gpufleet.infra.bill.lines import NOT_PRICED, account_discount
 from gpufleet.infra.bill.side import Side
 from gpufleet.infra.risk.cadence import BestInterval
@@ -67,7 +68,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
             }
             for option in bill.types
         ],
-        "fits": [asdict(fit) | {"needs_gb": round(fit.needs_gb, 2)} for fit in bill.fits],
+        "fits": [asdict(fit) | {"needs_gb": round(fit.needs_gb, 2), "memory": _memory(fit)} for fit in bill.fits],
         "notice": [
             {
                 "type": notice.type,
@@ -134,10 +135,16 @@ def predicted(bill: Bill) -> list[dict[str, Any]]:
             "tokens_per_s": round(phase.tokens_per_s, 1),
             "mfu": None if phase.mfu is None else round(phase.mfu, 4),
             "memory_gb": round(memory[phase.name], 2),
+            "bound": phase.bound,
         }
         for phase in bill.chosen.runtime.phases
         if phase.steps
     ]
+
+
+def _memory(fit: Fit) -> dict[str, float] | None:
+    """GB per GPU of each part; None: not predicted."""
+    return None if fit.memory is None else {name: round(gb, 2) for name, gb in fit.memory.parts.items()}
 
 
 def _unknown(bill: Bill) -> dict[str, Any]:

@@ -55,6 +55,7 @@ class PhaseTime:
     steps: int
     step_ms: float
     limit_ms: float | None  # the roofline; None if a peak is not known
+    bound: str  # what takes most of a step by the data sheet; empty if a peak is not known
     tokens_per_s: float
     mfu: float | None  # useful FLOP over the dense bf16 peak of the GPUs used, also for fp32: as the job measures it
     saves: float  # checkpoints written: timed ones, at most one per evaluation, and the one at its end
@@ -143,7 +144,8 @@ def hours(
     launched: list[str] = []  # phases whose GPU waits for its host
     evaluation_s = stalls_s = growth_s = 0.0
     for index, size in enumerate(sizes):
-        limit_ms = roofline.limit_ms(index, instance, config, ranks)
+        limits_ms = roofline.limits_ms(index, instance, config, ranks)
+        limit_ms = None if limits_ms is None else sum(limits_ms)
         seen = calibration.phase(size.name) if calibration else None
         last = index == len(sizes) - 1
         after = calibration.phase(sizes[index + 1].name) if calibration and not last else None
@@ -172,6 +174,7 @@ def hours(
                 steps=size.steps,
                 step_ms=step_ms if size.steps else 0.0,
                 limit_ms=limit_ms if size.steps else None,
+                bound=_bound(limits_ms, launch_ms, exchange_ms, share / size.slower) if size.steps else "",
                 tokens_per_s=size.tokens_per_step / step_ms * 1e3 if size.steps else 0.0,
                 mfu=None
                 if peak is None or config.device == "cpu" or not size.steps
@@ -301,6 +304,28 @@ def _step_ms(
             f" so its speed cannot be derived; give {_STEP_MS}"
         )
     return roofline.with_exchange(max(limit_ms / share * sizes[index].slower, launch_ms), *exchange_ms)
+
+
+def _bound(
+    limits_ms: tuple[float, float] | None, launch_ms: float, exchange_ms: tuple[float, float], share: float
+) -> str:
+    """What takes most of a step whose GPUs reach `share` of their roofline; empty without one."""
+    if limits_ms is None:
+        return ""
+    compute_ms, traffic_ms = (part / share for part in limits_ms)
+    own_ms = max(compute_ms + traffic_ms, launch_ms)
+    waits_ms = roofline.with_exchange(own_ms, *exchange_ms) - own_ms
+    if launch_ms > compute_ms + traffic_ms:
+        compute_ms, traffic_ms = 0.0, 0.0
+    else:
+        launch_ms = 0.0
+    parts = {
+        "computation": compute_ms,
+        "memory bandwidth": traffic_ms,
+        "launches of its host": launch_ms,
+        "the exchange between GPUs": waits_ms,
+    }
+    return max(parts, key=lambda name: parts[name])
 
 
 def _save_s(

@@ -24,6 +24,7 @@ from gpufleet.infra.show.sheet import Column, Sheet
 from gpufleet.infra.text import share, wrap
 from gpufleet.job.contract.aws import MINIMUM_S, NOTICE_S
 from gpufleet.job.contract.goal import goal_text
+from gpufleet.job.kind.common import DEVICE_RESERVE_GB
 from gpufleet.job.text import counted
 
 if TYPE_CHECKING:
@@ -218,7 +219,11 @@ def _phases(bill: Bill) -> Iterator[str]:
         Column("save + upload", of=lambda fit: _notice(notices.get((fit.type, fit.phase)))),
     )
     yield from Sheet.build(columns, bill.fits).text()
+    for fit in bill.fits:
+        if fit.type == bill.chosen.type and (text := _held_by(fit, times.get((fit.type, fit.phase)))):
+            yield from wrap(text)
     yield from wrap(_setup_and_idle(bill))
+    yield from wrap(_trained(bill))
     for fit in bill.fits:
         if not fit.fits:
             yield from wrap(f"{fit.type}, phase {fit.phase} does not fit: {fit.why}. Nearest: {fit.nearest}.")
@@ -238,6 +243,32 @@ def _memory(fit: Fit) -> str:
     if not fit.needs_gb:
         return "not predicted" if fit.fits else "NO"
     return f"{fit.needs_gb:.1f} of {fit.has_gb:g} GB" + ("" if fit.fits else " NO")
+
+
+def _held_by(fit: Fit, time: PhaseTime | None) -> str:
+    """A sentence about what bounds a phase's steps and what fills its memory; empty when neither is known."""
+    parts = []
+    if time is not None and time.bound:
+        parts.append(f"most of a step is {time.bound}, by the data sheet")
+    if fit.memory is not None:
+        held = ", ".join(f"{name} {gb:.1f}" for name, gb in fit.memory.parts.items() if gb >= 0.05)
+        parts.append(f"a GPU holds {held} GB, not all at once, and CUDA's {DEVICE_RESERVE_GB:g} GB")
+    return f"{fit.phase}: {'; '.join(parts)}." if parts else ""
+
+
+def _trained(bill: Bill) -> str:
+    """The share of the billed GPU-hours at p50 in which the job works, and dollars for one such hour."""
+    runtime, exposure = bill.chosen.runtime, bill.chosen.exposure
+    (option,) = (each for each in bill.types if each.type == bill.chosen.type)
+    billed_h = float(bill.hours.p50) * option.instance.gpu_count
+    used_h = min(runtime.ranks, exposure.nodes * option.instance.gpu_count) * runtime.compute_s / 3600
+    if not billed_h or not used_h:
+        return ""
+    cost = float(bill.usd.p50) / used_h
+    return (
+        f"Of {billed_h:.3g} billed GPU-hours at p50 the steps take {used_h:.3g} ({used_h / billed_h:.0%}):"
+        f" {cost:.2f} USD for a GPU-hour that trains."
+    )
 
 
 def _setup_and_idle(bill: Bill) -> str:

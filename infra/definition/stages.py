@@ -53,7 +53,7 @@ def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]
         name = _name(entry.get("name"), path, [*names, *(each.partition("/")[2] for each in taken)], findings)
         own = {key: merge(rest.get(key), entry[key]) for key in LAID if key in entry}
         if isinstance(rehearsal := entry.get(REHEARSAL), Mapping) and INTERRUPTIONS in rehearsal.entries:
-            own[REHEARSAL] = merge(rest.get(REHEARSAL), _only(rehearsal, INTERRUPTIONS))
+            own[REHEARSAL] = merge(rest.get(REHEARSAL), _reduced_to(rehearsal, INTERRUPTIONS))
         one, wrong = build(replace(tree, entries={**rest, **own}), Earlier(tuple(names), tuple(taken)))
         problems += of_form(f"{STAGES}[{index}]", wrong)
         _fleet(one, path, findings)
@@ -108,12 +108,12 @@ def _rehearsed(entry: Mapping) -> Mapping:
     if not isinstance(laid, Mapping):
         return entry
     over = {key: merge(entry.entries.get(key), node) for key, node in laid.entries.items() if key != INTERRUPTIONS}
-    kept = {REHEARSAL: _only(laid, INTERRUPTIONS)} if INTERRUPTIONS in laid.entries else {}
+    kept = {REHEARSAL: _reduced_to(laid, INTERRUPTIONS)} if INTERRUPTIONS in laid.entries else {}
     rest = {key: node for key, node in entry.entries.items() if key != REHEARSAL}
     return replace(entry, entries={**rest, **over, **kept})
 
 
-def _only(section: Mapping, key: str) -> Mapping:
+def _reduced_to(section: Mapping, key: str) -> Mapping:
     return replace(section, entries={key: section.entries[key]})
 
 

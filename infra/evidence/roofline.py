@@ -21,10 +21,16 @@ GRADIENT_BYTES = 4  # per gradient summed over ranks: fp32
 
 
 def limit_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> float | None:
-    """Milliseconds of a step of phase `index` at the dense peak of `ranks` GPUs and their memory's bandwidth; None if
-    the data sheet lacks the peak or the bandwidth. Activation checkpointing does not repeat products
-    (job/experiments/models/selective.py), only reads and writes; a rung that keeps no products computes one more
-    forward pass.
+    """Milliseconds of a step of phase `index` at the data sheet's rates; None if the sheet lacks one."""
+    parts = limits_ms(index, instance, config, ranks)
+    return None if parts is None else sum(parts)
+
+
+def limits_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> tuple[float, float] | None:
+    """Milliseconds of a step of phase `index` for its products at the dense peak of `ranks` GPUs, and for its traffic
+    at their memory's bandwidth; None if the data sheet lacks the peak or the bandwidth. Activation checkpointing
+    repeats reads and writes, not products (job/experiments/models/selective.py); a rung that keeps no products
+    computes one more forward pass.
     """
     size, gpu, share = config.phases()[index], instance.gpu, instance.gpu_share
     peak, bandwidth = gpu.peak_tflops(config.products()), gpu.bandwidth_gb_s
@@ -41,7 +47,7 @@ def limit_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> f
         whole, kept = (0.0 if memory is None else memory.activations_gb for memory in held)
         made = max(0.0, whole - kept) * GB
         traffic += 2 * batch.micro_batches(config, rung, ranks) * made
-    return (compute_s + traffic / (bandwidth * share * 1e9)) * 1e3
+    return compute_s * 1e3, traffic / (bandwidth * share * 1e9) * 1e3
 
 
 def launch_ms(size: PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float:

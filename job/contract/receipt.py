@@ -123,6 +123,17 @@ class Receipt:
     measured: Mapping[str, Any] | None = field(default=None, compare=False)  # the run's own speed: job/measured.py
 
     @property
+    def trained_h(self) -> Decimal | None:
+        """Node-hours of the optimizer steps, each counted once; None without a measured speed."""
+        try:
+            known = self.measured or {}
+            ranks, gpus = known["device"]["ranks"] or 1, known["device"]["count"] or 1
+            step_ms = sum(phase["steps"] * phase["step_ms"]["median"] for phase in known["phases"])
+        except (KeyError, TypeError):  # no measurement, or one of another form
+            return None
+        return Decimal(f"{max(1, ranks // gpus) * step_ms / 3_600_000:.4f}")
+
+    @property
     def difference(self) -> Decimal:
         """Positive if the run cost more than estimated."""
         return self.actual - self.estimate

@@ -168,6 +168,12 @@ class Memory:
     logits_gb: float
     total_gb: float
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """GB of each part by its name."""
+        names = ("weights", "gradients", "moments", "activations", "logits")
+        return {name: getattr(self, f"{name}_gb") for name in names}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:

@@ -167,6 +167,12 @@ def text(receipt: Receipt) -> str:
         lines.append(f"  {line.name:<34} {money(line.estimate):>10} {money(line.actual):>10}{note}")
     named = ", ".join(f"{name} {_signed(usd)}" for name, usd in receipt.causes.items())
     lines.append(f"  difference {_signed(receipt.difference)} = {named}")
+    if receipt.trained_h and receipt.actual_h:
+        share, usd = receipt.trained_h / receipt.actual_h, receipt.actual / receipt.trained_h
+        lines.append(
+            f"  the steps took {receipt.trained_h} of {receipt.actual_h:.4f} billed node-hours ({share:.0%}):"
+            f" ${usd:.2f} for a node-hour that trains"
+        )
     lines += [f"  goal {each.text}" for each in receipt.goals]
     for attempt in receipt.attempts:
         end = attempt.exit.reason if attempt.exit else "gone without notice"

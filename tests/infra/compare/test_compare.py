@@ -148,7 +148,7 @@ def test_growth_takes_twice_its_limit_at_an_efficiency_of_a_half(scenario: str) 
             {*KERNEL, "aggressive", "spot-10h", "opt-small-model", "opt-small-test", "ours", "curriculum"}
             | {"ours-30-percent-more"},
         ),
-        ("two-tower", {"mac-o", "o", "o-p3.8x", "o-p4d", "p", "q", "weak-2m", "r", "full", "sweep"}),
+        ("two-tower", {"mac-o", "o", "o-p3.8x", "o-p4d", "p", "q", "weak-2m", "weak-5m", "r", "full", "sweep"}),
     ],
 )
 def test_every_scenario_of_the_plan_is_there(name: str, names: set[str]) -> None:
