@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpufleet.job.experiments.kernel import stages
+from gpufleet.job.experiments.kernel.judge import planted
 from tests.job import kernel_world as kernel
 from tests.job import train_world as world
 from tests.job.train_world import StopAt
@@ -31,22 +34,32 @@ def judging(workdir: Path, trained: Path, **changed: Any) -> Path:
     return workdir
 
 
-def verdicts(workdir: Path) -> list[dict[str, Any]]:
+def verdicts(workdir: Path) -> list[tuple[Any, ...]]:
     """The verdicts without what a clock says, in any order: workers judge side by side."""
-    lines = [{**line, "seconds": None, "isolated": None} for line in kernel.lines(workdir, "verdicts")]
-    return sorted(lines, key=lambda line: str(line["candidate"]))
+    keys = ("row", "candidate", "task", "origin", "source_sha256", "stage", "passed")
+    return sorted(tuple(line[key] for key in keys) for line in kernel.lines(workdir, "verdicts"))
 
 
 def figures(workdir: Path) -> dict[str, Any]:
     """The results without what a clock says."""
     found = kernel.results(workdir)
-    curriculum = found["curriculum"]
-    curriculum["compared"] = [{**row, "seconds_per_candidate": None} for row in curriculum["compared"]]
-    found["generated"]["seconds_per_candidate"] = None
-    clocks = ("measured", "isolated")
-    return {key: value for key, value in found.items() if key not in clocks} | {
-        "funnel": {key: value for key, value in found["funnel"].items() if key != "measured"}
-    }
+    for row in (found["generated"], *found["curriculum"]["compared"]):
+        del row["seconds_per_candidate"], row["untimed"], row["suspicious"]
+    del found["measured"], found["funnel"]["measured"]
+    return found  # type: ignore[no-any-return]
+
+
+def half_right(run: Any, model: Any, wanted: Any, salt: str, far: str) -> list[str]:
+    """Answers, of which each task's first is right."""
+    return [f"no program of {task.name}" if number else planted.source(task) for task, number in wanted]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def answers() -> Iterator[None]:
+    """The small model writes no programs, so nothing of it would pass."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "_generate", half_right)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +99,7 @@ def test_both_parts_come_to_the_verdicts_and_figures_of_one_run(
     assert world.train(judged) == 0
     assert verdicts(judged) == verdicts(whole)
     assert figures(judged) == figures(whole)
+    assert figures(judged)["generated"]["pass@1"] == (1.0 if changed else 0.5)
     assert not (judged / "final").exists()
     assert not (judged / "ckpt").exists() or not any((judged / "ckpt").iterdir())
 
