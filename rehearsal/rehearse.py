@@ -48,14 +48,15 @@ from gpufleet.rehearsal.watch import Watch, plan, possible
 
 TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # packages that every ready-made job needs
 RELAUNCH_S = 1.0  # seconds until a replacement node; AWS takes minutes, but a longer wait would show nothing
-_REASON = re.compile(r"^(?:gpufleet: |error: | +PROBLEM )", re.MULTILINE)  # how a command's errors begin
+# the text with which a command's errors begin
+_REASON = re.compile(r"^(?:gpufleet: |error: | +PROBLEM )", re.MULTILINE)
 LONGEST = 400  # the last line cuts a reason to this many characters; the whole reason stands above it
-NOT_SHOWN = 3  # exit code of an attempt in which nothing failed but not everything was shown
+NOT_SHOWN = 3  # exit code of a rehearsal in which nothing failed but not everything was shown
 
 
 INSTALLS = (
-    "What it installs goes into an environment over that one, made anew for each node and removed at the end; yours is "
-    "not written into. rehearsal.job.setup: '' leaves the set-up out"
+    "Its packages go into an environment on top of that one, which is made for each node and removed at the end; yours "
+    "stays unchanged. rehearsal.job.setup: '' leaves the set-up out"
 )
 
 
@@ -97,7 +98,8 @@ def rehearse(
     now = datetime.now(UTC)
     definition = _loaded(path, now)
     is_own = all(map(_is_own, definition.parts))
-    missing = [name for name in TRAINS_WITH if find_spec(name) is None and not is_own]  # a node would find out later
+    # otherwise a node would report it later
+    missing = [name for name in TRAINS_WITH if find_spec(name) is None and not is_own]
     if missing:
         raise GpufleetError(
             f"{path.name}: a ready-made job trains with {', '.join(missing)}: pip install 'gpufleet[job,rehearsal]'"
@@ -126,7 +128,8 @@ def rehearse(
     docker = images.require(definition, way) if image else None
     finished = root / "rehearsals" / definition.name / definition.run.id
     with scratch.locked(finished.parent):
-        folder = finished.with_name(f"{finished.name}.unfinished")  # an earlier rehearsal stays until this one has held
+        # the earlier rehearsal is kept until this one has succeeded
+        folder = finished.with_name(f"{finished.name}.unfinished")
         shutil.rmtree(folder, ignore_errors=True)
         changed: pace.Change | None = partial(plumbing.stand_in, definition, folder / "plumbing") if stand_in else None
         attempt = partial(_attempt, path, definition, root=root, out=out, way=way, docker=docker)
@@ -134,7 +137,7 @@ def rehearse(
         if code in (0, NOT_SHOWN):
             shutil.rmtree(finished, ignore_errors=True)
             folder.rename(finished)
-        for until in again:  # what they leave lies beside the rehearsal that has held
+        for until in again:  # their results are beside those of the rehearsal that has succeeded
             if code:
                 break
             way(f"\nOnce more, undisturbed, to its {until}.")
@@ -240,7 +243,7 @@ def _attempt(
             except BaseException:
                 try:
                     report.save_bucket(cloud, project / "bucket")
-                except (OSError, BotoCoreError, ClientError) as error:  # this error must not hide the first
+                except (OSError, BotoCoreError, ClientError) as error:  # this error must not hide the first error
                     out(f"The bucket's objects could not be kept: {error}")
                 raise
     except GpufleetError as error:
@@ -341,9 +344,9 @@ def _installs(definition: StackDefinition) -> bool:
 def _programs_of(
     definition: StackDefinition, project: Path, programs: Path | None, python: Path | None
 ) -> Callable[[Path], Path] | None:
-    """A function from a node's root to the folder of programs of the user's command there. If the set-up installs
-    packages, each node has an environment of its own on top of the user's, as each has its own container on AWS: the
-    packages of an earlier node are gone.
+    """A function that gives, for a node's root folder, the folder with the programs of the user's command. If the
+    set-up installs packages, each node has an environment of its own on top of the user's, as each has its own
+    container on AWS: the packages of an earlier node are gone.
     """
     if programs is None or python is None:
         return None
@@ -458,7 +461,7 @@ def _follow(rehearsal: Rehearsal) -> None:
                 _answer(rehearsal, waiting, words)
 
         watch.run(check=check)
-    if definition.job.parameters.processes != "own":  # when no node boots beside it
+    if definition.job.parameters.processes != "own":  # while no node boots at the same time
         rehearsal.torch_s = import_torch_s()
     if (failure := pace.ended(rehearsal, watch)) is not None:
         raise failure

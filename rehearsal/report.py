@@ -1,4 +1,4 @@
-"""The closing report of a rehearsal, and what a failed one keeps."""
+"""Writes the closing report of a rehearsal, and keeps files of a failed one."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def closing(checks: Sequence[Promise], seconds: float) -> str:
     slow = [f"{check.name}, {check.figure}" for check in checks if not check.held]
     if not slow:
         return f"Everything held, in {seconds:.0f} s."
-    return f"Everything held except the time, {seconds:.0f} s in all. Slower than its bar: {'; '.join(slow)}."
+    return f"Everything held except the time, {seconds:.0f} s in all. Slower than allowed: {'; '.join(slow)}."
 
 
 def summary(
@@ -126,7 +126,8 @@ def _losses(part: Evidence) -> Iterator[tuple[str, ...]]:
 
 
 def save_bucket(cloud: Cloud, folder: Path) -> None:
-    """Saves the small objects of every bucket for whoever looks into a failure: the buckets end with the process."""
+    """Saves the small objects of every bucket, for a person who looks into a failure, because the buckets end with the
+    process."""
     s3 = cloud.client("s3")
     for bucket in s3.list_buckets()["Buckets"]:
         for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket["Name"]):

@@ -1,6 +1,6 @@
 """The bill as text for people: plain ASCII, at most 100 columns, one block for Pulumi's Diagnostics or a terminal.
 
-docs/bill.md says what each figure means; figures that are not here are in the JSON.
+docs/bill.md says what each figure means; figures that are not in the table are in the JSON.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _lines(bill: Bill) -> Iterator[str]:
 
 
 def interruptions_usd(bill: Bill) -> Decimal:
-    """What interruptions add to a run that finishes. The bill's own line also counts runs that a limit stops."""
+    """The USD that interruptions add to a run that finishes. The bill's own line also counts runs that a limit
+    stops."""
     return bill.chosen.alone_usd.p50 - bill.chosen.total
 
 
@@ -109,7 +110,8 @@ def _totals(bill: Bill, fallbacks: Sequence[Fallback]) -> Iterator[str]:
     if within:
         rows.append(figures("USD to finish, were there no limit", chosen.needed_usd))
     rows += _parts(bill)
-    # Its mean depends on a few runs that hardly get beyond a first hour: a million runs give another one than 10,000.
+    # The mean is not shown, because it depends on a few runs that hardly get beyond a first hour: it differs between a
+    # million runs and 10,000.
     counted_usd = (*figures(f"USD {AS_COUNTED}", chosen.metered_usd)[:4], "-")
     beside = bill.cap is not None and counted_usd[2:4] != figures("", chosen.needed_usd)[2:4]
     if beside:
@@ -153,7 +155,7 @@ def _limits_note(bill: Bill) -> str:
 
 
 def figures(name: str, values: Quantiles, digits: int | None = None) -> tuple[str, ...]:
-    """A row of QUANTILES, dollars or hours. `digits`: decimals; None: as many as it takes."""
+    """A row with QUANTILES of dollars or hours. `digits`: number of decimals; None: as many as the figure needs."""
     digits = (2 if values.p90 >= Decimal("0.1") else 4) if digits is None else digits
     return name, *(f"{value:.{digits}f}" for value in (values.p10, values.p50, values.p90, values.mean))
 
@@ -325,8 +327,7 @@ def kept_sentence(bill: Bill) -> str:
 
 
 def price_age(bill: Bill, today: date) -> str:
-    """How old the price of compute is, and the share of the dollars whose prices are older than the definition allows.
-
+    """The age of the price of compute, and the share of the dollars whose prices are older than the definition allows.
     It is a share of the uninterrupted run's dollars, because the line `interruptions` has no price of its own.
     """
     age = bill.market.price_age((today - bill.chosen.price.as_of).days)
@@ -368,7 +369,7 @@ def _negative(bill: Bill) -> str:
 
 def _hazard(bill: Bill) -> str:
     chance = bill.chance
-    assert chance is not None  # a spot run always has a hazard
+    assert chance is not None  # for mypy: a spot run always has a hazard
     if not chance.sigma:
         return f"at {chance.median:g} per node-hour ({word(chance.median)}; {chance.source})"
     p10, p90 = chance.quantile(0.1), chance.quantile(0.9)

@@ -1,5 +1,5 @@
-"""`gpufleet prepare STACK [TEXT]`: makes the dataset in storage.dataset from its source, or from a text; or lists and
-hashes storage.inputs.
+"""`gpufleet prepare STACK [TEXT]`: prepares a run's data. It makes the dataset in storage.dataset from its source or
+from a text, or it lists and hashes storage.inputs.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         metavar="FILE",
         type=Path,
-        help="tokenizer.json: the base weights', or GPT-2's where it cannot be fetched",
+        help="a tokenizer.json: that of the base weights, or of GPT-2 where it cannot be fetched",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepares the data, or finds them prepared, and prints what the run will cost with them."""
+    """Prepares the data unless they are prepared already, and prints what the run will cost with them."""
     root, now = project_root(Path.cwd()), datetime.now(UTC)
     say = progress.say(args, _say)
     if args.rehearsal:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         definition = stack.definition_of(args, staged=True)
     trained = [part for part in definition.parts if part.job.parameters.dataset_kind]
     if not trained and (args.text or args.tokenizer):
-        raise GpufleetError("a command takes its data as storage.inputs names it: leave out TEXT and --tokenizer")
+        raise GpufleetError("a command reads its data from storage.inputs: leave out TEXT and --tokenizer")
     often = list[str]()
     for part in definition.parts:
         if part in trained:

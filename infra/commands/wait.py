@@ -19,9 +19,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 if there is no node in time."""
+    """Returns 1 if there is no node in time."""
     if not (0 <= args.timeout < math.inf):
-        raise GpufleetError(f"--timeout {args.timeout:g}: allowed are seconds, 0 or more; 0 looks once")
+        raise GpufleetError(f"--timeout {args.timeout:g}: allowed are seconds, 0 or more; with 0 it looks once")
     definition = stack.definition_of(args, staged=True)
     ec2, s3 = (aws.client(service, definition.fleet.region) for service in ("ec2", "s3"))
     if definition.stages:

@@ -1,5 +1,5 @@
-"""Upper bounds for a phase of a job: its GPU by the data sheet, its host's launches, and the exchange between several
-GPUs.
+"""Computes bounds for the speed of a phase: the GPU by its data sheet, the host's launches, and the exchange between
+several GPUs.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from gpufleet.job.kind.common import GB, PhaseSize, Rung
 # Share of a link's data sheet that an all-reduce over eight GPUs reaches: 231 of 300 GB/s on p4d.24xlarge
 # (github.com/NVIDIA/nccl/issues/527, 2022), 28 of 63 over PCIe 5.0 (issues/1639 there, 2025).
 REACHED: Mapping[str, float] = {"nvlink": 0.77, "pcie": 0.45}
-NETWORK_REACHED = 0.8  # share of a node's baseline: assumption
+NETWORK_REACHED = 0.8  # share of a node's baseline network rate: an assumption
 # Share of a step's own work during which the step's ranks may exchange: with this share the losses of 1B to 13B models
 # over 16 to 128 H100s come out within 2 % (llm-foundry scripts/train/benchmarking, 2025-07).
 BESIDE = 0.8
-GRADIENT_BYTES = 4  # per gradient summed over ranks: fp32
+GRADIENT_BYTES = 4  # bytes per gradient that is summed over ranks, in fp32
 
 
 def limit_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> float | None:

@@ -101,7 +101,7 @@ def test_the_closing_line_names_each_bar_that_was_missed() -> None:
     fine = Promise(name="nodes", figure="3 launched", held=True)
     assert report.closing([fine], 80) == "Everything held, in 80 s."
     assert report.closing([fine, started, report.duration_check(326)], 326) == (
-        "Everything held except the time, 326 s in all. Slower than its bar: new node to first new step, 14.0 s (bar"
+        "Everything held except the time, 326 s in all. Slower than allowed: new node to first new step, 14.0 s (bar"
         " 10); the whole rehearsal, 326 s (bar 300)."
     )
 
