@@ -15,12 +15,14 @@ import gc
 import math
 from contextlib import suppress
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
 from gpufleet.job.contract.commit import Commit, Reason, Retry
+from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.contract.workdir import STEPPED
 from gpufleet.job.experiments.dataset.prepare import read_manifest
@@ -59,7 +61,6 @@ class Loop:
         self._delivered: Weights | None = None  # the module's weights once the module's training is over
         self._ended: str | None = None  # why this phase ends before its last step
         self._unevaluated = False  # whether a stop came before this step's evaluation was over
-        self._manifest = read_manifest(session.data)
         given = session.inputs if self.world.first else None
         self._base_weights = None if given is None else committed.weights_identity(given)
         self._clock = metrics.StepClock(session.device.synchronize)
@@ -72,6 +73,10 @@ class Loop:
         self._look = False  # whether a save waits for the next step's loss
         self._finite = torch.ones((), dtype=torch.bool, device=session.device.torch)
         self._graphs: CompileCache | None = None  # of this phase, if anything is compiled
+
+    @cached_property
+    def _manifest(self) -> DatasetManifest:
+        return read_manifest(self.session.data)  # only where something trains: else there is no dataset
 
     def run(self) -> bool:
         """Trains to the end. False if training diverged, and another loop must resume from the checkpoint before."""
