@@ -126,6 +126,7 @@ class Flight:
             self.facts.add("end.reason", done.reason)
             folder = self._results(stack)
             probes.bucket(self.facts, self.asked("s3"), folder.bucket)
+            probes.role(self.facts, stack, self.asked, folder.bucket)
             # by then no node of it reads the hour any more
             stops = probes.stops_begin(self.facts, stack, self.asked, self.scale.stop_s)
             probes.stops_end(self.facts, stops, self.asked, self.sleep, self.scale.patience_s)
