@@ -32,7 +32,7 @@ _KEYS = {
 class RoleRights:
     """One row: which actions on one resource the role may do, and which it must not."""
 
-    on: str
+    of: str
     tags: str = ""  # own, another, or none
     context: Mapping[str, str]
     may: tuple[str, ...]
@@ -44,7 +44,7 @@ def known() -> tuple[RoleRights, ...]:
     """Every row, in the file's order."""
     return tuple(
         RoleRights(
-            on=row["on"],
+            of=row["of"],
             tags=row.get("tags", ""),
             context=row.get("context", {}),
             may=tuple(row.get("may", "").split()),
@@ -80,7 +80,7 @@ def _asked(
         "EvaluationResults",
         PolicySourceArn=role,
         ActionNames=[*row.may, *row.may_not],
-        ResourceArns=[fill(row.on)],
+        ResourceArns=[fill(row.of)],
         ContextEntries=[
             {"ContextKeyName": key, "ContextKeyValues": [value], "ContextKeyType": "string"}
             for key, value in context.items()
@@ -88,4 +88,4 @@ def _asked(
     )
     for each in answers:
         action = each["EvalActionName"]
-        yield f"{action} on {row.on}", action in row.may, each["EvalDecision"] == "allowed"
+        yield f"{action} on {row.of}", action in row.may, each["EvalDecision"] == "allowed"

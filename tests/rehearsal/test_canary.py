@@ -111,6 +111,11 @@ def fly_bucket(flown: Flight) -> None:
     probes.bucket(flown.facts, flown.asked("s3"), name)
 
 
+def fly_role(flown: Flight) -> None:
+    (name,) = (each["Name"] for each in flown.client("s3").list_buckets()["Buckets"])
+    probes.role(flown.facts, stack(flown), flown.asked, name)
+
+
 def fly_stops(flown: Flight) -> None:
     stops = probes.stops_begin(flown.facts, stack(flown), flown.asked, 15)
     probes.stops_end(flown.facts, stops, flown.asked, time.sleep, 5)
@@ -142,6 +147,7 @@ PHASES: dict[str, Callable[[Flight], None]] = {
     "account": fly_account,
     "refusals": fly_refusals,
     "bucket": fly_bucket,
+    "role": fly_role,
     "stops": fly_stops,
     "node": fly_node,
     "tags": fly_tags,
@@ -212,10 +218,22 @@ def renamed(old: str, new: str) -> How:
     return rename
 
 
+def decided(action: str, decision: str) -> How:
+    """What the simulator says of one action, on any resource."""
+
+    def decide(parsed: dict[str, Any]) -> None:
+        for item in parsed["EvaluationResults"]:
+            if item["EvalActionName"] == action:
+                item["EvalDecision"] = decision
+
+    return decide
+
+
 QUOTA, TYPES, HISTORY = "service-quotas.GetServiceQuota", "ec2.DescribeInstanceTypes", "ec2.DescribeSpotPriceHistory"
 IMAGES, INSTANCES, VOLUMES = "ec2.DescribeImages", "ec2.DescribeInstances", "ec2.DescribeVolumes"
 PRICES, IN_USE, UNKNOWN = "SpotPriceHistory", "fleetNotInDeletableState", "fleetIdDoesNotExist"
 PUBLIC, CLOSED = "PublicAccessBlockConfiguration", "s3.GetPublicAccessBlock"
+DRY = Refuses("UnauthorizedOperation", 1)  # the first fleet is only tried
 RIGHTS, SIMULATED = "EvaluationResults", "iam.SimulatePrincipalPolicy"
 # By phase: what AWS does otherwise, in which call, how, and the one assumption that it refutes.
 ANSWERS: dict[str, tuple[tuple[str, str, How, str], ...]] = {
@@ -257,7 +275,12 @@ ANSWERS: dict[str, tuple[tuple[str, str, How, str], ...]] = {
         ("a fleet that lingers", "ec2.DescribeFleets", each("Fleets", FleetState="deleted_running"), "fleet-deleted"),
     ),
     "tags": (("late consistency", "ec2.DescribeFleets", LateFleets(40), "fleet-tags"),),
+    "role": (
+        ("a node that may launch", SIMULATED, decided("ec2:RunInstances", "allowed"), "role-may-not"),
+        ("a node that may not end itself", SIMULATED, decided("ec2:DeleteFleets", "implicitDeny"), "role-may"),
+    ),
     "stops": (
+        ("a right that only a dry run shows", "ec2.CreateFleet", DRY, "dry-runs"),
         ("a fleet that keeps its target", "ec2.ModifyFleet", Refuses("UnsupportedOperation", 1), "fleet-resized"),
         ("other words for an ended fleet", "ec2.DeleteFleets", renamed(IN_USE, "unexpectedError"), "delete-again"),
         ("other words for no fleet", "ec2.DeleteFleets", renamed(UNKNOWN, "fleetIdMalformed"), "delete-unknown"),
