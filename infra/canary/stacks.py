@@ -27,6 +27,8 @@ from gpufleet.infra.errors import AwsRefused, DefinitionError, GpufleetError, Pr
 
 NAMES = RUN, CAP = "canary", "canary-cap"
 MOST_USD = Decimal("0.50")
+LIMITS = {RUN: Decimal("0.19"), CAP: Decimal("0.06")}  # below MOST_USD with FIS: a node takes minutes to stop
+THIRD_H = Decimal("0.15")  # a node ends its run if it boots with five minutes left; four until it knows its price
 FIS_USD = Decimal("0.20")  # two action-minutes at 0.10 USD (AWS Price List of AWSFIS, 2024-10-01)
 TRIED = 8  # number of types to try, the cheapest first
 TYPES = 3  # number of types in the fleets: another is tried if all zones of one are full
@@ -96,7 +98,7 @@ estimate:
   capacity_wait_minutes: 0.05
   setup_minutes: {scale.setup_minutes}
   restart_minutes: {scale.setup_minutes}
-limits: {{max_usd: {"0.12" if capped else "0.18"}, max_hours: {scale.cap_hours if capped else 1}}}
+limits: {{max_usd: {LIMITS[name]}, max_hours: {scale.cap_hours if capped else 1}}}
 """
 
 
@@ -129,9 +131,9 @@ def choose(project: Path, run: str, region: str, client: Callable[[str], Any], s
     GpufleetError, with a sentence for each that stands in the way, before anything is made in the account.
     """
     reasons, fitting, zones = list[str](), list[str](), set[str]()
-    cheapest = list(_cheapest(region, scale.gpus))
-    offers = _offers(client("ec2"), region, cheapest)
-    for kind in cheapest[:TRIED]:
+    cheapest = dict(_cheapest(region, scale.gpus))
+    offers = _offers(client("ec2"), region, list(cheapest))
+    for kind in list(cheapest)[:TRIED]:
         if len(fitting) == TYPES:
             break
         if not offers.get(kind, set()) or not zones <= offers[kind]:
@@ -139,6 +141,8 @@ def choose(project: Path, run: str, region: str, client: Callable[[str], Any], s
             continue
         write(project, run, region, ([kind], sorted(offers[kind])), scale)
         try:
+            if (needed := _interrupted_usd(kind, cheapest[kind], region, scale)) > LIMITS[RUN]:
+                raise PriceMissing(f"with two interruptions it needs {needed:.2f} USD of {LIMITS[RUN]}")
             for name in NAMES:
                 _bill(project, name)
         except (DefinitionError, PriceMissing) as error:
@@ -158,13 +162,21 @@ def choose(project: Path, run: str, region: str, client: Callable[[str], Any], s
     lines, most = [], Decimal(0)
     for name in NAMES:
         lines.append(f"{name}: {headline(_bill(project, name))}")
-        most += definition(project, name).limits.max_usd
+        most += LIMITS[name]
     if notice:
         lines.append(f"a notice by AWS Fault Injection Service: {FIS_USD} USD, two action-minutes")
         most += FIS_USD
     if most > MOST_USD:
         raise GpufleetError(f"the canary would cost up to {most} USD, above its {MOST_USD}: nothing was made")
     return Chosen(types=fitting, zones=sorted(zones), usd=most, lines=lines)
+
+
+def _interrupted_usd(kind: str, spot: Decimal, region: str, scale: Scale) -> Decimal:
+    """What the run that is interrupted must be able to spend: two nodes at the spot price, and then THIRD_H at the
+    on-demand price, by which a node that boots counts what is left. Raises PriceMissing.
+    """
+    two_h = Decimal(2 * scale.setup_minutes + 4) / 60  # each trains for a minute, and AWS announces the end of one
+    return two_h * spot + THIRD_H * load_catalog().on_demand(kind, region).amount
 
 
 def _refuse_account(stack: StackDefinition, client: Callable[[str], Any]) -> None:
@@ -189,15 +201,15 @@ def _bill(project: Path, name: str) -> Bill:
     return bill
 
 
-def _cheapest(region: str, gpus: int) -> Iterator[str]:
-    """The usable types of a region with so many GPUs, by their spot price."""
+def _cheapest(region: str, gpus: int) -> Iterator[tuple[str, Decimal]]:
+    """The usable types of a region with so many GPUs, and the spot price in the dearest zone, the cheapest first."""
     catalog = load_catalog()
     priced = []
     for kind in catalog.instances.values():
         zones = catalog.spot_zones(kind.type, region)
         if zones and not kind.unusable and kind.gpu_count == gpus and region in (kind.regions or (region,)):
             priced.append((max(each.price.amount for each in zones), kind.type))
-    yield from (kind for _, kind in sorted(priced))
+    yield from ((kind, usd) for usd, kind in sorted(priced))
 
 
 def _offers(ec2: Any, region: str, types: list[str]) -> dict[str, set[str]]:
