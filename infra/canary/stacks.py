@@ -21,7 +21,7 @@ from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import problems
 from gpufleet.infra.bill.project import bill_of
 from gpufleet.infra.catalog import load_catalog
-from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.loader import CANARY, load
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import AwsRefused, DefinitionError, GpufleetError, PriceMissing
 
@@ -32,6 +32,7 @@ THIRD_H = Decimal("0.15")  # a node ends its run if it boots with five minutes l
 FIS_USD = Decimal("0.20")  # two action-minutes at 0.10 USD (AWS Price List of AWSFIS, 2024-10-01)
 TRIED = 8  # number of types to try, the cheapest first
 TYPES = 3  # number of types in the fleets: another is tried if all zones of one are full
+SCRIPT = Path(__file__).parent / "code" / "train.py"
 PYTORCH = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
 PYTHON = "public.ecr.aws/docker/library/python:3.13-slim"  # for what needs no torch: it boots sooner
 
@@ -70,14 +71,15 @@ def text(name: str, run: str, region: str, zones: list[str], types: list[str], s
     """The definition file of one of the stacks."""
     capped = name == CAP
     step_ms = json.dumps({load_catalog().instances[each].gpu.name: scale.pace_s * 1000 for each in types})
-    steps = scale.every if capped else scale.steps
+    steps, here = scale.every if capped else scale.steps, EMBEDDED
+    command = "python3 train.py {checkpoints} {outputs}"
     return f"""\
-# {name}: {"a cap, met on purpose" if capped else "the first run on an account"}. Written by `gpufleet canary`.
+# {name}: {"a cap, met on purpose" if capped else "the first run on an account"}, of `gpufleet canary`.
 run: {{id: {run}, owner: canary}}
 job:
   image: {PYTHON if capped or not scale.gpus else PYTORCH}
-  code: {{folder: code}}
-  command: python3 train.py {{checkpoints}} {{outputs}} {10**6 if capped else steps} {scale.pace_s} {scale.every}
+  code: {{folder: {CANARY}}}
+  command: {command} {10**6 if capped else steps} {scale.pace_s} {scale.every}
   device: {scale.device}
   checkpoint:
     each: step-{{step}}.bin
@@ -98,6 +100,18 @@ estimate:
   capacity_wait_minutes: 0.05
   setup_minutes: {scale.setup_minutes}
   restart_minutes: {scale.setup_minutes}
+rehearsal:
+  job:
+    command: {command} {4 * here.every} {here.pace_s} {here.every}
+    device: cpu
+    work: {{steps: {4 * here.every}}}
+    checkpoint: {{heartbeat_s: {here.heartbeat_s}}}
+  estimate:
+    step_ms: [{here.pace_s * 1000}]
+    capacity_wait_minutes: {here.setup_minutes}
+    setup_minutes: {here.setup_minutes}
+    restart_minutes: {here.setup_minutes}
+  interruptions: {{with_notice: 1, without_notice: 1}}
 limits: {{max_usd: {LIMITS[name]}, max_hours: {scale.cap_hours if capped else 1}}}
 """
 
@@ -112,11 +126,21 @@ class Chosen:
     lines: list[str]  # the bill as text
 
 
+def shipped(region: str = "us-east-2") -> dict[str, str]:
+    """The files that `gpufleet init` writes, by their names: the stack that is interrupted, on the cheapest types, and
+    its script. `gpufleet canary` runs both stacks elsewhere, on what the account offers.
+    """
+    priced = _cheapest(region, AWS.gpus)
+    types = [kind for kind, usd in priced if _interrupted_usd(kind, usd, region, AWS) <= LIMITS[RUN]][:TYPES]
+    definition_file = text(RUN, "r1", region, list(load_catalog().zones(region)), types, AWS)
+    return {f"stacks/{RUN}.yaml": definition_file, f"{CANARY}/{SCRIPT.name}": SCRIPT.read_text(encoding="utf-8")}
+
+
 def write(project: Path, run: str, region: str, chosen: tuple[list[str], list[str]], scale: Scale) -> None:
     """Writes both definition files, and the script."""
     types, zones = chosen
-    (project / "code").mkdir(exist_ok=True)
-    (project / "code" / "train.py").write_bytes((Path(__file__).parent / "code" / "train.py").read_bytes())
+    (project / CANARY).mkdir(exist_ok=True)
+    (project / CANARY / SCRIPT.name).write_bytes(SCRIPT.read_bytes())
     for name in NAMES:
         (project / "stacks" / f"{name}.yaml").write_text(text(name, run, region, zones, types, scale), encoding="utf-8")
 
