@@ -62,7 +62,7 @@ AWS = Scale(
     steps=600, pace_s=0.5, every=20, cap_hours="0.25", heartbeat_s=10, poll_s=5, patience_s=1500, stop_s=150
 )  # fmt: skip
 EMBEDDED = Scale(
-    steps=1600, pace_s=0.1, every=20, cap_hours="0.04", heartbeat_s=1, poll_s=0.3, patience_s=400, stop_s=20,
+    steps=1300, pace_s=0.1, every=20, cap_hours="0.04", heartbeat_s=1, poll_s=0.3, patience_s=400, stop_s=20,
     device="cpu", setup_minutes=0.05,
 )  # fmt: skip
 
