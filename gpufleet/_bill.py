@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """One figure over the simulated runs: a tenth of them stay below `p10`, half below `p50`, nine in ten below `p90`.
-    The figures are in the unit of the attribute that holds them.
+    """One figure over the simulated runs: one run in ten stays below `p10`, half stay below `p50`, nine in ten below
+    `p90`. The figures are in the unit of the attribute that holds them.
     """
 
     p10: float
@@ -50,11 +50,11 @@ class Bill:
     """
 
     stack: str  # the definition's name
-    scenario: str  # empty: the file without a scenario
+    scenario: str  # empty if the file itself is priced, without a scenario
     run: str  # run.id
     region: str
     capacity: str  # spot or on-demand
-    instance_type: str  # the most expensive listed one, which the bill prices
+    instance_type: str  # the most expensive listed type, which the bill prices
     usd: Figures  # USD of the whole run, stopped at the limits
     hours: Figures  # node-hours, over all nodes and attempts
     wall_hours: Figures  # hours by the clock, with waits for capacity
@@ -63,9 +63,10 @@ class Bill:
     interruptions: float  # expected number
     stopped: float | None  # probability that a limit stops the run before its work is done; None: not simulated
     kept_usd_per_month: float  # USD a month for what stays in the bucket after `pulumi destroy`
-    prices_as_of: date  # the oldest of its prices
+    prices_as_of: date  # the date of the oldest price
     warnings: tuple[str, ...]
-    problems: tuple[str, ...]  # why `pulumi up` would refuse it: limits that are too low, a deadline that is too near
+    # why `pulumi up` would refuse the run: limits that are too low, a deadline that is too near
+    problems: tuple[str, ...]
     _bill: _Bill = field(repr=False, compare=False)
 
     def __str__(self) -> str:

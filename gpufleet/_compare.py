@@ -26,13 +26,13 @@ class Option:
     capacity: str  # spot or on-demand
     region: str
     nodes: int
-    gpus_used: int  # on all nodes together
+    gpus_used: int  # GPUs used, on all nodes together
     usd: Figures | None  # USD to finish, with everything in the bill; None: not known, for the reason in `why`
     hours: Figures | None  # node-hours
     wall_hours: Figures | None  # hours by the clock, with waits for capacity
     late: float  # probability of missing the deadline
     over_limit: bool  # whether p90 passes limits.max_usd or limits.max_hours
-    runnable: bool  # whether it could be run as it is
+    runnable: bool  # whether the option could be run without a change
     measured: bool  # whether its speed is measured; else it is assumed
     why: str  # why it cannot be run, or is not first
     _row: Row = field(repr=False, compare=False)
@@ -40,7 +40,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frontier:
-    """The options that no other one beats in both mean USD and hours. A notebook shows it as a picture."""
+    """The options that no other option beats in both mean USD and hours. A notebook shows it as a picture."""
 
     options: tuple[Option, ...]
     title: str
@@ -49,7 +49,7 @@ class Frontier:
     def save(self, path: Path | str) -> None:
         """Draws USD against hours to a .png or .svg file. Raises GpufleetError without matplotlib, and OSError."""
         if Path(path).suffix not in plot.KINDS:
-            raise GpufleetError(f"{path}: a picture is one of {', '.join(plot.KINDS)}, by its name's ending")
+            raise GpufleetError(f"{path}: the file's name must end in one of {', '.join(plot.KINDS)}")
         Path(path).write_bytes(self._drawn(Path(path).suffix))
 
     def _repr_png_(self) -> bytes:
@@ -66,9 +66,9 @@ class Comparison:
 
     stack: str
     region: str
-    scenario: str  # the one whose work is compared
-    scenarios: tuple[Option, ...]  # the file's, in its order
-    options: tuple[Option, ...]  # in their ranking
+    scenario: str  # the scenario whose work is compared
+    scenarios: tuple[Option, ...]  # the scenarios of the file, in its order
+    options: tuple[Option, ...]  # options in the order of their ranking
     frontier: Frontier
     runnable: bool  # whether any option could be run in time
 

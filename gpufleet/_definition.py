@@ -27,10 +27,10 @@ Given = str | Path | Mapping[str, Any]
 class Definition:
     """A checked definition: one run, or one of its scenarios."""
 
-    name: str  # the file's, without .yaml
-    path: Path  # the file, also the one written for a mapping
+    name: str  # the file's name without .yaml
+    path: Path  # the path of the file; for a mapping, of the file that was written for it
     project: Path  # the folder of its inputs and prices
-    scenario: str  # empty: the file without a scenario
+    scenario: str  # empty if the definition is the file itself, without a scenario
     run: str  # run.id
     owner: str
     experiment: str  # the kind of job; `command` for a script of your own

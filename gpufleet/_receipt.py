@@ -32,15 +32,15 @@ class Receipt:
     stack: str
     run: str
     reason: str  # why the run ended
-    until: str  # until when costs count: UTC, ISO 8601
+    until: str  # the time until which costs count: UTC, ISO 8601
     capacity: str  # spot or on-demand
-    rehearsal: bool  # from an embedded AWS: says nothing about real dollars
+    rehearsal: bool  # whether it is from an embedded AWS, so that it says nothing about real dollars
     counted: bool  # whether it counts in the bills' score
     estimate: float  # the bill's p50
     actual: float
     p10: float  # the bill's p10 and p90
     p90: float
-    error_percent: float  # of the estimate; positive: the run cost more than estimated
+    error_percent: float  # percent of the estimate; positive if the run cost more than estimated
     inside: bool | None  # whether the cost is between p10 and p90; None: the bill had no range
     estimate_hours: float  # node-hours
     actual_hours: float

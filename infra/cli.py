@@ -98,17 +98,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     gc.set_threshold(50_000)  # with Python's 700 a command's start spends a twentieth of its time on garbage collection
     words = list(sys.argv[1:] if argv is None else argv)
-    if "_ARGCOMPLETE" in os.environ:  # completion in the user's shell
+    if "_ARGCOMPLETE" in os.environ:  # the user's shell asks for completions
         from gpufleet.infra.commands.completion import answer
 
         answer(COMMANDS, os.environ.get("COMP_LINE", ""))
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # the caller closed it: gpufleet cost STACK >&-
+        if getattr(sys, name) is None:  # the caller closed this stream: gpufleet cost STACK >&-
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):  # for logs --follow | tee: each line at once, in any encoding
         strict = sys.stdout.errors == "strict"
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace" if strict else None)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # these signals clean up as Ctrl-C does
+    for number in (signal.SIGTERM, signal.SIGHUP):  # these signals end the command like Ctrl-C, with its clean-up
         if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
             signal.signal(number, signal.default_int_handler)
     screen = Screen(sys.stderr)
@@ -144,11 +144,11 @@ def _run(words: list[str], screen: Screen, out: Shown) -> int:
     name = words[0] if words else ""
     if name not in COMMANDS:
         parser = _parser()
-        parser.parse_known_args(words)  # ends the process for --help and --version
+        parser.parse_known_args(words)  # argparse ends the process for --help and --version
         if not name:
             parser.print_help()
             return 2
-        import difflib  # only an unknown command needs it
+        import difflib  # imported here, because only an unknown command needs it
 
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         nearest = f" Nearest: gpufleet {close[0]}." if close else ""
@@ -191,7 +191,7 @@ def _without_blas_threads() -> Iterator[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from importlib.metadata import version  # it takes 25 ms, and no command needs it
+    from importlib.metadata import version  # importing it takes 25 ms, and no command needs it
 
     lines = []
     for group, commands in GROUPS.items():
@@ -231,7 +231,7 @@ def _of_the_machine(error: OSError) -> GpufleetError:
             "the folder in which this was run is not there any more: cd into a project, then run it again"
         )
     if path is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        path = Path.cwd()  # a write to a full disk names no file
+        path = Path.cwd()  # the error of a write to a full disk names no file
     where = f"{path}: " if path else ""
     return GpufleetError(f"{where}{cause}. {_TO_DO.get(error.errno or 0, '')}".rstrip())
 
@@ -243,7 +243,8 @@ def _say(error: GpufleetError, out: Shown) -> int:
             return 2
         print(f"gpufleet: {error}", file=sys.stderr)
     except OSError:  # stderr is full or closed: nothing can be printed; 1 would be a wrong answer
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # else its buffer would make the code 120
+        # otherwise an unwritten buffer would make the exit code 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     return 2
 
 

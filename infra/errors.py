@@ -1,4 +1,4 @@
-"""All mistakes of users, as one tree of errors.
+"""The errors for all mistakes of users, as one tree.
 
 GpufleetError                  shown to the user without a traceback; exit code 2
 ├── DefinitionError            the definition file: every problem at once
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from gpufleet.job.text import counted
 
-SHOWN = 20  # problems of one file to print; the rest is counted
+SHOWN = 20  # the most problems of one file that are printed; the rest are counted
 
 
 def short(text: str) -> str:
@@ -36,17 +36,17 @@ class Problem:
     """One problem of a definition file."""
 
     path: str  # fleet.instance_types[0]
-    value: str  # as written in the file
+    value: str  # the value as written in the file
     allowed: str  # the allowed values
     hint: str = ""  # nearest valid name, or what to do
-    line: int | None = None  # in the definition file, if known
+    line: int | None = None  # the line in the definition file, if known
     unknown_key: bool = False  # whether `value` is an unknown key
 
     def __str__(self) -> str:
         where = f"line {self.line}, {short(self.path)}" if self.line else short(self.path)
         wrong = f"{short(self.value)!r} is not accepted" if self.value else "missing"
         wrong = "unknown key" if self.unknown_key else wrong
-        if self.hint and self.unknown_key:  # before the known keys, which are many
+        if self.hint and self.unknown_key:  # shown before the list of known keys, which is long
             return f"{where}: {wrong}. {self.hint} Allowed: {self.allowed}."
         hint = f" {self.hint}" if self.hint else ""
         return f"{where}: {wrong}; allowed: {self.allowed}.{hint}"
@@ -61,7 +61,8 @@ def in_order(problems: list[Problem]) -> list[Problem]:
 
 
 def of_form(section: str, problems: list[Problem]) -> list[Problem]:
-    """Problems of the file with `section` laid over; one that stands elsewhere in the file names the section."""
+    """Problems of the file with `section` laid over it. A problem whose text is elsewhere in the file names the
+    section."""
     return [
         each
         if each.path.startswith(f"{section}.")
@@ -86,4 +87,5 @@ class PriceMissing(GpufleetError):
 
 
 class AwsRefused(GpufleetError):
-    """AWS refused, or something a run needs does not exist. The message says what, and what to do about it."""
+    """AWS refused, or something a run needs does not exist. The message says what is missing or refused, and what to do
+    about it."""

@@ -15,7 +15,7 @@ from gpufleet.job.progress import Gauge
 from gpufleet.job.text import printable
 
 BAR_S = 0.5  # shorter work has no bar
-LINES_S = (10.0, 30.0)  # until the first line of a log, and between later ones
+LINES_S = (10.0, 30.0)  # seconds until the first line of a log, and between later ones
 
 
 class Screen:

@@ -31,7 +31,7 @@ class Shown:
         self._is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._has_colour = self._is_terminal and not os.environ.get("NO_COLOR")
         self.answers_first = False  # whether the next line is the command's answer
-        self.envelope: Envelope | None = None  # where a command with --json puts what it says
+        self.envelope: Envelope | None = None  # the object into which a command with --json writes its output
         self.folds = True  # whether a line wider than the terminal may be folded: text for programs may not
 
     def write(self, text: str) -> int:

@@ -1,4 +1,5 @@
-"""`python -m gpufleet.job WORKDIR/run.json`: the supervisor. It starts and watches the trainer, and alone writes to S3.
+"""`python -m gpufleet.job WORKDIR/run.json`: the supervisor. It starts and watches the trainer. Only the supervisor
+writes to S3.
 
 Everything else of the run lies in WORKDIR: data/, ckpt/, job.log, packages/ (what the image lacks, installed first).
 
@@ -65,7 +66,8 @@ def supervise(run_json: Path) -> int:
     try:
         run, node = load(run_json), Node.from_environment(os.environ, time.time())
         clock = SteadyClock(node.launched_at + uptime() - float(os.environ.get(NODE_UPTIME) or uptime()))
-    except ValueError as error:  # every node would refuse it: the run ends here, and nothing is written beside the file
+    # every node would refuse this file: the run ends, and nothing is written beside the file
+    except ValueError as error:
         sys.stdout.write(f"fatal: {error}\n")
         return AttemptExit.FAILED
     with run_json.open("rb") as held:  # an attempt empties the folder first, so no other attempt may be working in it
@@ -99,7 +101,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     ranks = run.config.ranks(len(gpus), run.nodes)
     launched, alone = batch.launched(run.config, ranks // run.nodes), run.nodes == 1
     ended = workdir / ENDED if launched > 1 or (run.config.processes == "per GPU" and not alone) else None
-    # A command has a container too, without gpufleet's Python: its host, here, asks for that.
+    # A command has a container too, without gpufleet's Python. Its host, which runs here, requests that container.
     contained = JOB_CONTAINER in environment and run.config.processes != "own"
     above = leash.ABOVE if contained else ""
 
@@ -121,13 +123,14 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
 
     def start(rung: int) -> Child:
         child = early.pop() if early else begin()
-        if child.poll() is not None:  # killed while it waited, by a lack of memory perhaps: that costs no attempt
+        # the trainer was killed while it waited, perhaps for lack of memory; this costs no attempt
+        if child.poll() is not None:
             child = begin()
         child.go(rung)
         return child
 
     sampler = Sampler(gpus=len(gpus), clock=clock) if gpus else None
-    # Importing torch takes seconds: meanwhile this process stages what it trains on.
+    # Importing torch takes seconds; meanwhile this process downloads the training data.
     early = [begin()] if alone else []
     metadata = Metadata(
         fetch=http_fetch(environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")), clock=clock, say=log.say
@@ -137,7 +140,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
 
         takes_over = bool(node.capacity) and not run.rates(node.type, node.zone, node.capacity).moves
 
-        def known_fleets() -> list[str]:  # of a run with a fallback: both fleets
+        def known_fleets() -> list[str]:  # both fleets of a run with a fallback
             return [each.key.removeprefix(FLEETS) for each in store.entries(FLEETS)] if node.capacity else []
 
         world = Outside(

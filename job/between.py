@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-SHARE = 0.4  # of the data sheet's rate; TCP, to which NCCL falls back silently, reaches far less
+SHARE = 0.4  # least share of the data sheet's rate; TCP, to which NCCL falls back silently, reaches far less
 BYTES = 64 << 20
 BEST_OF, TIMES = 4, 3  # a sound network may be busy for a moment, and the first round warms it up
 TOLD = "gpufleet-between "  # the prefix of the line that the program prints

@@ -259,7 +259,7 @@ class ForeignFolder:
 
 
 def _refused(path: Path) -> OSError:
-    return OSError(errno.EINVAL, "no regular file or folder, or it leads out of its folder", str(path))
+    return OSError(errno.EINVAL, "neither a regular file nor a folder, or it leads out of its folder", str(path))
 
 
 @contextmanager
@@ -307,7 +307,7 @@ def _open_pipe(name: str, way: int, folder: int) -> int:
 
 
 def _allow(descriptor: int, rights: int) -> None:
-    with suppress(OSError):  # it belongs to another user
+    with suppress(OSError):  # the file may belong to another user
         os.fchmod(descriptor, os.fstat(descriptor).st_mode & 0o7777 | rights)
 
 

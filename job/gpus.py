@@ -21,7 +21,7 @@ from typing import Any
 MIB = 1024 * 1024
 INTERVAL_S = 5
 MEAN_OF = 60  # samples: five minutes
-KILL_S = 5.0  # how long a killed nvidia-smi may take to be gone
+KILL_S = 5.0  # seconds that a killed nvidia-smi may take to end
 QUERY = "index,utilization.gpu,memory.used,temperature.gpu"
 # After these errors a GPU needs a reset or is broken: double-bit memory errors, a failed row remapping, off the bus,
 # uncontained errors, a GSP that does not answer, a recovery that was given up (NVIDIA's Xid catalog, 2026-11). Most
@@ -37,8 +37,8 @@ class Sample:
 
     use: float | None  # percent, of the least busy GPU: a mean would hide one that waits behind seven that work
     busiest: float | None
-    memory_gb: float | None  # of the fullest GPU, in units of 1e9 bytes
-    temperature_c: float | None  # of the hottest GPU
+    memory_gb: float | None  # memory used on the fullest GPU, in units of 1e9 bytes
+    temperature_c: float | None  # temperature of the hottest GPU
 
     def figures(self) -> dict[str, float]:
         """The figures that are known, as a line of metrics.jsonl has them."""
@@ -73,10 +73,10 @@ class Sampler:
         nvml: Callable[[], Any] = lambda: ctypes.CDLL("libnvidia-ml.so.1"),
     ) -> None:
         self.now: Sample | None = None
-        self.used_at = clock()  # when a GPU was last busy, or its use unknown
+        self.used_at = clock()  # the time at which a GPU was last busy, or its use was unknown
         self.xids = list[int]()
         self._told = 0  # Xid errors reported so far
-        self._gone: str | None = None  # which GPU is missing, once nvidia-smi has ended by itself
+        self._gone: str | None = None  # the GPU that is missing, once nvidia-smi has ended by itself
         self._clock, self._count = clock, gpus
         self._recent: collections.deque[float] = collections.deque(maxlen=MEAN_OF)
         self._process: subprocess.Popen[str] | None = None

@@ -24,7 +24,7 @@ SCHEMA = 1
 SPEED_LEFT = ("seed", "gpus", "checkpoint", "guard", "deliver", "log", "eval.every", "data.source", "optim")
 _COUNTS = ("optim.kind",)  # counts although its section does not
 WARM_UP = 10  # steps after a start or a growth that are not timed: compilation, caches, the allocator
-NEARLY = 0.995  # of a step's rows: a smaller share is no rounding error
+NEARLY = 0.995  # share of a step's rows; a smaller share is not a rounding error
 _BESIDE = ("timed", "best", "stop")  # kinds of saves between steps; one at a phase's end has no time and delays no step
 
 

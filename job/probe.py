@@ -40,7 +40,7 @@ class ProbeResult:
     start_s: float
     finish_s: float | None
     stop_s: float | None
-    seconds: float  # from the process's start to its end
+    seconds: float  # seconds from the process's start to its end
     cpu_s: float  # processor time of the trainer, all threads
 
 
@@ -48,13 +48,13 @@ class ProbeResult:
 class _Seen:
     """What the probe noticed while the trainer ran."""
 
-    began: dict[int, float] = field(default_factory=dict)  # by step: when its checkpoint's folder appeared
-    written: dict[int, float] = field(default_factory=dict)  # by step: seconds until it was committed
+    began: dict[int, float] = field(default_factory=dict)  # the time at which a checkpoint's folder appeared, by step
+    written: dict[int, float] = field(default_factory=dict)  # seconds until a checkpoint was committed, by step
     stop_saves: set[int] = field(default_factory=set)  # steps saved because of a request to stop
     rungs: dict[str, UsedRung] = field(default_factory=dict)  # by phase, from rung.json
     asked: set[str] = field(default_factory=set)  # phases in which a save was asked for
-    reached: float | None = None  # when metrics.jsonl had the probe's last step
-    stopped: float | None = None  # when the trainer was asked to stop
+    reached: float | None = None  # the time at which metrics.jsonl had the probe's last step
+    stopped: float | None = None  # the time at which the trainer was asked to stop
     step: int = 0  # the newest step in metrics.jsonl
 
 

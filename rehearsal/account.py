@@ -1,4 +1,5 @@
-"""What an AWS account contains before anything is declared, and a list of everything that it contains afterwards."""
+"""Makes the resources that an AWS account has before anything is declared, and lists everything that it contains
+later."""
 
 from __future__ import annotations
 
@@ -85,8 +86,8 @@ def seed_region(account: str, region: str) -> None:
 
 
 def seed_named(account: str, region: str, named: Account) -> None:
-    """Makes what a definition's `account` names, with the definition's ids instead of moto's random ones: a VPC with a
-    public subnet in each zone, and a policy and a key that allow everything.
+    """Makes the resources that a definition's `account` names, with the definition's ids instead of moto's random ones:
+    a VPC with a public subnet in each zone, and a policy and a key that allow everything.
     """
     if named.vpc:
         _seed_network(account, region, named.vpc)
@@ -202,7 +203,7 @@ def inventory(
             found[("log-group", group.name)] = dict(logs.list_tags_log_group(group.name) or {})
     for scheduler in list(scheduler_backends[account].values()):
         for schedules in scheduler.schedule_groups.values():
-            if schedules.name != "default":  # every region has it
+            if schedules.name != "default":  # every region has this resource
                 tags = {tag["Key"]: tag["Value"] for tag in scheduler.list_tags_for_resource(schedules.arn)["Tags"]}
                 found[("schedule-group", schedules.name)] = tags
     for states in list(stepfunctions_backends[account].values()):

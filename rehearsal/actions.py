@@ -1,7 +1,7 @@
-"""AWS actions that moto lacks or answers wrongly. They replace moto's for accounts that belong to a Cloud.
-
-Each one answers in the API's own spelling, and moto's serializers write the protocol. Other accounts keep moto's
-behaviour. EC2 refuses to delete what is in use; moto would delete it, so such a request is refused before moto sees it.
+"""AWS actions that moto lacks or answers wrongly. These actions replace moto's for accounts that belong to a Cloud;
+other accounts keep moto's behaviour. Each action answers in the API's own spelling, and moto's serializers write the
+protocol. EC2 refuses to delete a resource in use. moto would delete it, so this module refuses such a request before
+moto sees it.
 """
 
 from __future__ import annotations

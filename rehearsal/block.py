@@ -1,4 +1,5 @@
-"""A Capacity Block in a rehearsal: the account has bought the one that the file names, and it has just begun."""
+"""Makes a Capacity Block for a rehearsal: the account has bought the block that the file names, and it has just
+begun."""
 
 from __future__ import annotations
 

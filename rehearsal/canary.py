@@ -1,4 +1,4 @@
-"""A canary on the embedded AWS: the same flight, with rehearsed nodes instead of EC2's."""
+"""Flies a canary on the embedded AWS: the same flight, with rehearsed nodes instead of EC2's."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from gpufleet.infra.canary import stacks
 from gpufleet.infra.canary.flight import Flight
 from gpufleet.infra.canary.stacks import EMBEDDED, Scale
 from gpufleet.rehearsal import environment, scratch
-from gpufleet.rehearsal import fis as fis  # moto's service, with notices
+from gpufleet.rehearsal import fis as fis  # moto's FIS, with interruption notices
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine
 from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.node import NodeRunner
 
-HABITS = Habits(relaunch_s=1.0)  # a notice as long as AWS gives; tests of other things wait less
+HABITS = Habits(relaunch_s=1.0)  # seconds of notice, as AWS gives; tests of other behaviour wait less
 
 
 def flight(
@@ -36,7 +36,7 @@ def flight(
 
     def engine(name: str) -> AbstractContextManager[Any]:
         with suppress(FileNotFoundError):
-            (project / "in-process.json").unlink()  # written by the stack before, which is destroyed
+            (project / "in-process.json").unlink()  # files of the earlier stack, which was destroyed
         return Engine.open(project, settings, name, real=real)
 
     stacks.choose(project, "r1", cloud.region, cloud.client, scale, notice=by_notice)

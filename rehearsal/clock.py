@@ -22,7 +22,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that stands still until told to advance; call `cloud.tick()` afterwards."""
+    """A clock that stands still until a test advances it; call `cloud.tick()` afterwards."""
 
     def __init__(self, start: datetime = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)) -> None:
         self._now = start

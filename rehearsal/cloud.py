@@ -3,8 +3,8 @@
     with Cloud(folder) as cloud:
         boto3.client("ec2", endpoint_url=cloud.endpoint, ...)   # or set cloud.environment() and use any SDK
 
-Each Cloud is an account of its own, so several can live in one process. With the system clock a thread drives it; with
-a ManualClock it stands still until told:
+Each Cloud is an account of its own, so several can live in one process. With the system clock a thread drives the
+Cloud; with a ManualClock it stands still until the test acts:
 
     cloud.interrupt(instance_id)  # notice now, end after 120 s of that clock
     clock.advance(121)
@@ -47,7 +47,7 @@ from gpufleet.rehearsal.imds import Imds
 from gpufleet.rehearsal.launch import CloudInstance, Launcher, Reservation
 from gpufleet.rehearsal.schedules import Schedules
 
-# moto would list its package's folder for each request, under a lock: half a millisecond in a process that all share.
+# without this, moto lists its package's folder for each request under a lock, which takes half a millisecond
 _SERVICES = frozenset(backends.list_of_moto_modules())
 backends.list_of_moto_modules = lambda: _SERVICES
 _ACCOUNTS = itertools.count(111_122_223_333)
@@ -69,7 +69,7 @@ class Cloud:
         region: str = "us-east-2",
         port: int = 0,
     ) -> None:
-        os.environ.update(past_proxies(os.environ))  # for this process's own clients, too
+        os.environ.update(past_proxies(os.environ))  # also for the clients of this process
         self.root = root
         self.clock: Clock = clock or SystemClock()
         self.region = region
@@ -86,7 +86,7 @@ class Cloud:
         self.schedules = Schedules(self.account, self.fleets, self._tags_of)
         self.endpoint = ""
         self.launch, self.end = launch, end  # called for every instance that starts, and for every one that ends
-        self.trouble: OSError | None = None  # why a launched instance could not be started
+        self.trouble: OSError | None = None  # why this machine could not start a launched instance
         self._port = port
         self._clients: dict[tuple[str, str], Any] = {}
         self._imds: dict[str, Imds] = {}
@@ -156,7 +156,8 @@ class Cloud:
         }
 
     def client(self, service: str, region: str | None = None) -> Any:
-        """A boto3 client of this Cloud with the dummy credentials. It is cached: making one for EC2 takes 50 ms."""
+        """A boto3 client of this Cloud with the dummy credentials. Clients are cached, because making one for EC2 takes
+        50 ms."""
         import boto3
 
         key = service, region or self.region
@@ -205,7 +206,7 @@ class Cloud:
         self._gate.denied.add((NODE_KEY if node else USER_KEY, action))
 
     def allow(self, action: str) -> None:
-        """Takes back every `deny` of the action."""
+        """Cancels every `deny` of the action."""
         self._gate.denied -= {(NODE_KEY, action), (USER_KEY, action)}
 
     def calls(self, action: str) -> int:
@@ -221,8 +222,8 @@ class Cloud:
         ec2_backends[self.account][self.region].amis.pop(image, None)
 
     def has(self, named: Account, secrets: Mapping[str, str] | None = None) -> None:
-        """Makes what a definition's `account` names, as if it had existed before, and the job's secrets. A secret's
-        value is that of the shell's variable GPUFLEET_SECRET_NAME, else WORD.
+        """Makes the resources that a definition's `account` names, as if they had existed before, and the job's
+        secrets. A secret's value is that of the shell's variable GPUFLEET_SECRET_NAME, else WORD.
         """
         before = set(self.inventory())
         account.seed_named(self.account, self.region, named)

@@ -24,7 +24,7 @@ from gpufleet.rehearsal.fleet import CloudFleet, Event
 from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.launch import CloudInstance, Launcher, LaunchFailedError, Pool
 
-HISTORY_PAGE = 1000  # records in an answer (EC2 API reference, DescribeFleetHistory, 2026-11-23)
+HISTORY_PAGE = 1000  # the most records in an answer (EC2 API reference, DescribeFleetHistory, 2026-11-23)
 LINGER = timedelta(hours=48)  # a deleted fleet stays in the API two days (EC2 User Guide, fleet states, 2026-11-21)
 
 
@@ -45,13 +45,14 @@ class FleetController:
         self.on_launch = on_launch
         self.on_end = on_end
         self.habits = habits
-        self.expired_state = "deleted"  # or "active": nobody has verified which one AWS gives an expired fleet
+        self.expired_state = "deleted"  # or "active": nobody has verified which state AWS gives an expired fleet
         self.fleets: dict[str, CloudFleet] = {}
         self.instances: dict[str, CloudInstance] = {}
         self.lock = threading.RLock()
 
     def create(self, region: str, request: dict[str, Any]) -> dict[str, Any]:
-        """CreateFleet. Creates a fleet. It refuses what AWS refuses at once; other errors appear in the history."""
+        """CreateFleet. Creates a fleet. It raises the errors that AWS returns at once; other errors appear in the
+        fleet's history."""
         with self.lock:
             tags = refuse_at_create(self.launcher, region, request)
             now = self.clock.now()
@@ -135,7 +136,7 @@ class FleetController:
             return {"Fleets": [fleet.data(self.living(fleet.id)) for fleet in wanted]}
 
     def _listed(self, region: str) -> list[CloudFleet]:
-        """The region's fleets that are not too new for lists."""
+        """The region's fleets, without those that are too new to appear in AWS's lists."""
         shown = self.clock.now() - timedelta(seconds=self.habits.shown_s)
         return [fleet for fleet in self.fleets.values() if fleet.region == region and fleet.created <= shown]
 
@@ -200,7 +201,7 @@ class FleetController:
             return {"FleetId": fleet.id, "HistoryRecords": records[begin:end], "StartTime": start, **last}
 
     def tick(self) -> None:
-        """Does everything that is due in every fleet by the clock."""
+        """Carries out all events of all fleets that are due by the clock."""
         with self.lock:
             now = self.clock.now()
             for fleet in list(self.fleets.values()):

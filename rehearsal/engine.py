@@ -42,14 +42,14 @@ class EngineStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What one command of the engine did."""
+    """The effects of one command of the engine."""
 
     ok: bool
     # Resources by operation; an unchanged one is `same`, or `kept` in InProcess's destroy.
     changes: Mapping[str, int]
     steps: tuple[EngineStep, ...]
     diagnostics: str  # the text below Diagnostics
-    outputs: Mapping[str, Any]  # after a preview: those known before anything exists
+    outputs: Mapping[str, Any]  # outputs; after a preview those that are known before anything exists
     text: str = ""  # the whole output
 
     def affected(self, operation: str) -> set[str]:
@@ -108,7 +108,7 @@ def settings(folder: Path, port: int) -> dict[str, str]:
     state.mkdir(parents=True, exist_ok=True)
     return {
         "PULUMI_HOME": str(folder / "home"),
-        "PULUMI_BACKEND_URL": f"{state.resolve().as_uri()}?metadata=skip",  # as in the README
+        "PULUMI_BACKEND_URL": f"{state.resolve().as_uri()}?metadata=skip",  # the same value as in the README
         "PULUMI_CONFIG_PASSPHRASE": "rehearsal",  # nothing in a rehearsal is secret
         "PULUMI_DEBUG_PROVIDERS": f"aws:{port}",
         "PULUMI_DISABLE_AUTOMATIC_PLUGIN_ACQUISITION": "true",
@@ -164,7 +164,7 @@ class Pulumi(Engine):
 
 
 def _result(ok: bool, text: str, events: Iterable[dict[str, Any]]) -> Result:
-    """What a command did, according to the engine's event log (pulumi sdk/go/common/apitype/events.go)."""
+    """The effects of a command, from the engine's event log (pulumi sdk/go/common/apitype/events.go)."""
     changes: dict[str, int] = {}
     steps: list[EngineStep] = []
     diagnostics = ""
@@ -187,8 +187,8 @@ def _result(ok: bool, text: str, events: Iterable[dict[str, Any]]) -> Result:
 
 
 class InProcess(Engine):
-    """Runs the program without the engine: creates resources, records options, deletes what is not retained, and no
-    more.
+    """Runs the program without the engine. It creates resources, records options, deletes the resources that are not
+    retained, and does no more.
 
     A second up, a new run id, refresh and replacement need the real engine; here they are refused, not imitated.
     """

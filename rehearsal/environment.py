@@ -1,4 +1,4 @@
-"""Keeps the user's environment from coming between this machine and the embedded AWS.
+"""Prevents the user's environment from disturbing the connection to the embedded AWS.
 
 It imports nothing, so that it can be used before moto, which reads AWS's configuration when it is imported.
 """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from gpufleet.rehearsal.watch import Begun, NodeView, Watch
 class Rehearsal:
     """One rehearsal: its folders, its definition, and what it has observed."""
 
-    definition: StackDefinition  # in its form for the rehearsal
+    definition: StackDefinition  # the definition, or one of its stages, in its form for the rehearsal
     folder: Path  # rehearsals/<stack>/<run>.unfinished
     project: Path  # the scratch project
     root: Path  # the user's project
@@ -46,24 +46,29 @@ class Rehearsal:
     runner: NodeRunner
     watch: Watch | None = None
     stand_in: bool = False  # whether a stand-in replaces a command's script
-    until: str | None = None  # for a run without interruptions: what ends it, its own end or a limit
+    until: str | None = None  # for a run without interruptions: whether it should end by itself or by a limit
     torch_s: float = 0.0  # how long a new process takes to import torch on this machine
 
     @property
     def name(self) -> str:
         return self.definition.name
 
+    @property
+    def parts(self) -> list[Rehearsal]:
+        """The rehearsal of each stage, or this one alone."""
+        return [replace(self, definition=each) for each in self.definition.parts]
+
 
 NOTICE_SEEN_S = 5.0  # the supervisor's polling interval
 STAGE_KEYS = ("row", "candidate", "name", "what", "index")  # keys that identify a result of a stage after training
 LEFT = "left after destroy"
-RECOVERY_S = 10.0  # the bar for a restart, without the import of torch: bench/results/bars.md
+RECOVERY_S = 10.0  # the most seconds for a restart, without the import of torch: bench/results/bars.md
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
-    """One promise with its figure and whether it held. With `required` False it is reported but does not fail the
-    rehearsal. With `shown` False it is unknown whether it holds, and the figure says what would show it.
+    """One promise with its figure and whether it held. With `required` False the promise is reported but does not fail
+    the rehearsal. With `shown` False it is unknown whether it holds, and the figure says what would show it.
     """
 
     name: str
@@ -99,7 +104,7 @@ class Resumption:
         off = min(self.resumed_step % every, -self.resumed_step % every) if every else 2
         as_usual = every is not None and off <= max(
             1, every // 10
-        )  # a file without {step} gets the step of the last line
+        )  # a checkpoint file without {step} in its name gets the step of the last line
         return None if not self.signalled or as_usual else True
 
     @property
@@ -111,13 +116,13 @@ class Evidence:
     """The run's files and what the rehearsal has observed, read once."""
 
     def __init__(self, rehearsal: Rehearsal) -> None:
-        folder = rehearsal.folder / "results"
+        folder = rehearsal.folder / "results" / rehearsal.definition.stage
         self.rehearsal = rehearsal
         self.folder = folder
         self.receipt = Receipt.from_json(_document(folder / RECEIPT))
         self.done = Done.from_json(_document(folder / bucket.DONE))
         if rehearsal.until != "limit":
-            _document(folder / RESULTS)  # raises if it is missing
+            _document(folder / RESULTS)  # raises if the file is missing
         report = folder / "growth_report.json"
         self.growths: list[dict[str, Any]] = _document(report).get("boundaries", []) if report.exists() else []
         self.stages = {path.name: _lines(path) for path in sorted((folder / STAGES).glob("*.jsonl"))}
@@ -206,16 +211,16 @@ def checks(evidence: Evidence) -> Iterator[Promise]:
     lost = planned.with_notice + planned.without_notice
     nodes = lost + definition.nodes
     yield Promise(name="nodes", figure=f"{len(views)} launched", held=len(views) == nodes)
-    for moment in rehearsal.timeline.select("seen"):
+    noticed = [each for each in rehearsal.timeline.select("seen") if each.facts["node"] in rehearsal.watch.views]
+    for moment in noticed:
         seconds = float(moment.facts["seconds"])
         yield Promise(
             name="notice seen",
             figure=f"after {seconds:.1f} s (limit {NOTICE_SEEN_S:.0f})",
             held=seconds <= NOTICE_SEEN_S,
         )
-    seen = len(rehearsal.timeline.select("seen"))
-    if seen != planned.with_notice:
-        yield Promise(name="notices seen", figure=f"{seen} of {planned.with_notice}", held=False)
+    if len(noticed) != planned.with_notice:
+        yield Promise(name="notices seen", figure=f"{len(noticed)} of {planned.with_notice}", held=False)
     for resumption in evidence.resumptions():
         yield from _resumed(evidence, resumption)
     if definition.fleet.is_gang:
@@ -251,7 +256,7 @@ def _fallback(evidence: Evidence) -> Promise:
     ]
     figure = f"nodes {', '.join(markets)}; schedule {', '.join(states).lower()}; {len(fleets)} fleets want a node"
     held = markets == [*["spot"] * (len(markets) - 1), "on-demand"] and fired == [""] and states == ["DISABLED"]
-    return Promise(name="goes on on demand", figure=figure, held=held and not fleets)
+    return Promise(name="continues on demand", figure=figure, held=held and not fleets)
 
 
 def _messages(rehearsal: Rehearsal) -> Promise:
@@ -305,7 +310,7 @@ def _logged(rehearsal: Rehearsal) -> set[str]:
 
 def _steps(evidence: Evidence, last: int) -> Promise:
     """The promise that all steps were done. A run that may stop early has done only the steps up to its stop, and has
-    published the last one. A command has done as many as the verdict on its end was based on.
+    published the checkpoint of the last one. A command has done as many as the verdict on its end was based on.
     """
     watch, total = evidence.rehearsal.watch, evidence.total_steps
     assert watch is not None

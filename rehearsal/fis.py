@@ -1,4 +1,5 @@
-"""Fault Injection Service's interruptions of spot nodes: moto only stores templates and experiments.
+"""Carries out interruptions of spot nodes by Fault Injection Service, because moto only stores templates and
+experiments.
 
 An experiment gives AWS's notice to each spot instance that its target names, if its role may do so and trusts FIS.
 """

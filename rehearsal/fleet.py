@@ -36,7 +36,8 @@ class CloudFleet:
     history: list[Event] = field(default_factory=list)
     launched: int = 0
     next_launch: datetime | None = None
-    errors: list[dict[str, Any]] = field(default_factory=list)  # of an instant fleet: what could not be launched
+    # for an instant fleet: the errors of launches that failed
+    errors: list[dict[str, Any]] = field(default_factory=list)
     expired: bool = False
     deleted_at: datetime | None = None
 

@@ -58,7 +58,8 @@ def asked(
     if request.service in ("ssm", "secretsmanager") and request.action in ("GetParameter", "GetSecretValue"):
         names = json.loads(request.body or b"{}")
         of_parameter, of_secret = f"parameter{names.get('Name')}", f"secret:{names.get('SecretId')}-AbCdEf"
-        kept = of_parameter if request.service == "ssm" else of_secret  # six letters that AWS adds
+        # six characters that AWS adds to the ARN of a secret
+        kept = of_parameter if request.service == "ssm" else of_secret
         return [AccessRequest(action, f"arn:aws:{request.service}:{place}:{kept}")]
     if request.service == "sns":
         return [AccessRequest(action, parse_qs(request.body.decode()).get("TopicArn", [""])[0])]
@@ -80,7 +81,7 @@ def asked(
         for arn, name in named.items()
     ]
     if request.action == "DeleteFleets" and fields.get("TerminateInstances") != ["false"]:  # true by default
-        # With no tag, to be strict: AWS's page names no resource.
+        # The request counts as having no tag, to be strict, because AWS's page names no resource.
         wishes.append(AccessRequest("ec2:TerminateInstances"))
     return wishes or [AccessRequest(action)]
 
@@ -156,7 +157,7 @@ USER_KEY = "AKIAREHEARSALUSER000"
 NODE_KEY = "ASIAREHEARSALNODE000"
 SECRET = "rehearsal-only-no-account-has-this"  # not a secret: the fake checks no signature
 
-_JSON = ("logs", "scheduler", "ssm", "secretsmanager", "states")  # services whose errors are JSON
+_JSON = ("logs", "scheduler", "ssm", "secretsmanager", "states")  # services that write errors as JSON
 _CREDENTIAL = re.compile(r"Credential=([^/,\s]+)/[^/]*/([^/]*)/([^/]*)/")
 
 
@@ -183,7 +184,7 @@ class Gate:
         self.statements, self.statements_of = statements, statements_of
         self.tags, self.key_of, self.clock = tags, key_of, clock
         self._one_of_ec2 = threading.Lock()
-        self.endpoint = ""  # set once the port is known
+        self.endpoint = ""  # set as soon as the port is known
         self.images: dict[tuple[str, str], str] = {}  # digests of real images, by name and tag or digest
         self.denied: set[tuple[str, str]] = set()  # (access key, action)
         self.calls: list[tuple[str, str]] = []  # (access key, action), without S3's
@@ -270,7 +271,8 @@ class Gate:
             method=method,
             path=str(environ.get("PATH_INFO", "")),
             query=query,
-            body=_body(environ) if service != "s3" or method == "POST" else b"",  # not for an upload's parts of 64 MiB
+            # not for the parts of an upload, which have 64 MiB
+            body=_body(environ) if service != "s3" or method == "POST" else b"",
         )
         for wish in asked(request, self.tags, self.key_of):
             if not allowed(statements, wish):

@@ -25,10 +25,10 @@ class Habits:
     retry_s: float = 30.0  # from a launch that failed to the next
     shown_s: float = 0.0  # until lists have a new fleet
     deleted_s: float = 0.0  # until a deleted fleet without nodes is called so
-    codes: Mapping[str, str] = field(default_factory=dict)  # of refusals, by the codes that the embedded AWS has
+    codes: Mapping[str, str] = field(default_factory=dict)  # AWS's codes of refusals, by the codes of the embedded AWS
 
     def sentences(self) -> Iterator[str]:
-        """What a person wants to know about the habits."""
+        """The habits as lines for people."""
         yield f"the first node after {self.launch_s:g} s, the next ones after {self.relaunch_s:g} s"
         yield f"a notice {self.notice_s:g} s ahead; a new fleet is listed after {self.shown_s:g} s"
         yield f"a deleted fleet is called so after {self.deleted_s:g} s"
@@ -69,7 +69,8 @@ def renaming(app: Callable[..., Iterable[bytes]], codes: Mapping[str, str]) -> C
         begun: list[Any] = []
         body = b"".join(app(environ, lambda *words: begun.extend(words)))
         status, headers = begun[:2]
-        if status[0] in "45" or b"<DeleteFleetsResponse" in body:  # which refuses each fleet by itself, with 200
+        # this action answers with status 200 and refuses each fleet by itself
+        if status[0] in "45" or b"<DeleteFleetsResponse" in body:
             body = renamed(body)
             kept = ((name, value) for name, value in headers if name.lower() != "content-length")
             headers = [(name, renamed(value.encode()).decode()) for name, value in kept]

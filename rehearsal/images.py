@@ -23,7 +23,8 @@ from gpufleet.job.node.outside import last_line
 ANSWERS_S = 120.0
 TORCHRUN_S = 30.0  # torchrun kills its workers after this, unless its torch reads another figure from the environment
 LAUNCHED = re.compile(r"torchrun|torch\.distributed|accelerate\s+launch")
-# Prints an image's torch version and whether its launcher reads that variable; nothing without torch.
+# Prints an image's torch version and whether its launcher reads that variable; prints nothing if the image has no
+# torch.
 LOOK = """
 import importlib.util, pathlib, re
 found = importlib.util.find_spec("torch")
@@ -101,7 +102,8 @@ class Docker:
         _refused(self.program, "unpause", jobs.name(instance))
 
     def give_back(self, folder: Path) -> None:
-        """Gives the user the files that containers have written there as root, so that the user can remove them."""
+        """Makes the user the owner of files that containers have written there as root, so that the user can remove
+        them."""
         owner = f"{os.getuid()}:{os.getgid()}"
         mounted = ("--rm", "-v", f"{folder}:/nodes", "--entrypoint", "chown")
         _refused(self.program, "run", *mounted, self.supervisor, "-R", owner, "/nodes")
@@ -130,13 +132,13 @@ def _pulled(program: str, image: str, out: Callable[[str], None]) -> str:
     asked = ("image", "inspect", "-f", '{{.Size}} {{join .RepoDigests " "}}', image)
     size, *digests = subprocess.run([program, *asked], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
     if not digests:
-        raise GpufleetError(f"{image} is of no registry, and no node could pull it: push it to one")
+        raise GpufleetError(f"{image} is in no registry, so no node could pull it: push it to a registry")
     out(f"{image}: {int(size) / 1e9:.2f} GB unpacked")
     return digests[0].partition("@")[2]
 
 
 def _refused(program: str, *words: str) -> str:
-    """Runs docker; empty when it succeeds, else the end of its output."""
+    """Runs docker. Returns an empty text if it succeeds, else the end of its output."""
     try:
         done = subprocess.run([program, *words], capture_output=True, text=True, timeout=ANSWERS_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

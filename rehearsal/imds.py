@@ -42,8 +42,8 @@ class Imds:
         self.address = address  # the machine's own address
         self.instance = instance or _standalone_instance(self.clock.now())
         self.account, self.access_key, self.secret_key = account, access_key, secret_key
-        self.fault: Fault | None = None  # on the two notice paths only, so that credentials still arrive
-        self.faults = 0  # how many answers it has spoiled
+        self.fault: Fault | None = None  # the fault, on the two notice paths only, so that credentials still arrive
+        self.faults = 0  # number of answers that the fault has spoiled
         self.slow_s = 30.0  # how long a slow answer takes
         self.token_s = 0.0  # how long a token takes
         self.requests: list[tuple[datetime, str, int]] = []  # when, path, status
@@ -65,7 +65,7 @@ class Imds:
         self.instance.rebalance_at = at
 
     def close(self) -> None:
-        """Stops answering. Safe to call twice."""
+        """Stops answering. Ends the service; a second call does nothing."""
         if not self._closed.is_set():
             self._closed.set()
             self._server.shutdown()
@@ -148,7 +148,7 @@ class Imds:
                     "LastUpdated": stamp(node.launched_at),
                     "AccessKeyId": self.access_key,
                     "SecretAccessKey": self.secret_key,
-                    "Token": node.id,  # by which the embedded AWS finds the role
+                    "Token": node.id,  # the embedded AWS finds the role by this token
                     "Expiration": stamp(max(self.clock.now(), SystemClock().now()) + timedelta(hours=6)),
                 }
             )

@@ -18,7 +18,8 @@ from gpufleet.infra.market.reservation import BLOCK_ENDING
 from gpufleet.rehearsal.account import QUOTAS, quota_code, spot_price
 
 FLEET_ROLE = "AWSServiceRoleForEC2Fleet"
-NOT_TAGGABLE = "network-interface"  # a template may tag it, the role may not (AWSEC2FleetServiceRolePolicy, version 3)
+# resources that a template may tag but the fleet's role may not (AWSEC2FleetServiceRolePolicy, version 3)
+NOT_TAGGABLE = "network-interface"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,17 +46,17 @@ class Reservation:
     end: datetime
 
     def state(self, now: datetime) -> str:
-        """The state in AWS's words."""
+        """The block's state in AWS's words."""
         return "scheduled" if now < self.start else "active" if now < self.end else "expired"
 
     def ends_nodes(self, now: datetime) -> bool:
-        """Whether AWS ends what runs in it."""
+        """Whether AWS now ends the instances in the block."""
         return now >= self.end - BLOCK_ENDING
 
 
 @dataclass(kw_only=True, slots=True)
 class CloudInstance:
-    """One node as the fleet sees it. Times are the Cloud's clock."""
+    """One node as the fleet sees it. Times are by the Cloud's clock."""
 
     id: str
     fleet_id: str
@@ -72,7 +73,8 @@ class CloudInstance:
     volumes: dict[str, str | None] = field(default_factory=dict)  # disks besides the root: snapshot by device name
     tags: dict[str, str] = field(default_factory=dict)
     tags_in_metadata: bool = False
-    hops: int = 1  # that an answer of the metadata service goes; a container on a bridge is one hop further
+    # number of network hops that an answer of the metadata service goes; a container on a bridge is one hop further
+    hops: int = 1
     launched_at: datetime
     notice_at: datetime | None = None
     terminate_at: datetime | None = None
@@ -83,7 +85,8 @@ class CloudInstance:
 class LaunchFailedError(Exception):
     """A launch failed.
 
-    It carries (event type, sub-type, description) for the fleet's history, in the order in which pools were tried.
+    A launch failed. The error has (event type, sub-type, description) for the fleet's history, in the order in which
+    pools were tried.
     """
 
     def __init__(self, sub_type: str, description: str, tried: Sequence[str] = ()) -> None:
@@ -98,7 +101,7 @@ class Launcher:
     def __init__(self, account: str) -> None:
         self.account = account
         self.quotas = dict.fromkeys(QUOTAS, 384.0)  # vCPUs, by quota code
-        self.no_spot = False  # capacity, of any type anywhere
+        self.no_spot = False  # whether there is no capacity of any type anywhere
         self.no_capacity: set[tuple[str, str]] = set()  # (instance type or *, zone or *)
         self.blocks: dict[str, Reservation] = {}  # by id
 
@@ -115,7 +118,8 @@ class Launcher:
             version = template.get_version(asked.get("Version") or "$Default")
             for override in config.get("Overrides") or [{}]:
                 spec = {**version.data, **override}
-                if isinstance(spec.get("UserData"), str):  # moto parses it for a template's first version only
+                # moto parses the user-data only for a template's first version
+                if isinstance(spec.get("UserData"), str):
                     spec["UserData"] = parse_user_data(spec["UserData"])
                 interfaces = spec.get("NetworkInterfaces") or [{}]
                 subnets = str(spec.get("SubnetId") or interfaces[0].get("SubnetId") or "")
@@ -129,7 +133,8 @@ class Launcher:
 
     def launch(self, region: str, fleet_id: str, spot: bool, pools: list[Pool], now: datetime) -> CloudInstance:
         """Launches one instance in the first pool with capacity. Raises LaunchFailedError with the events."""
-        launches = not any(_block(pool.spec) for pool in pools)  # that role; into a block the caller does
+        # the fleet's role launches; into a block the caller does
+        launches = not any(_block(pool.spec) for pool in pools)
         if launches and FLEET_ROLE not in {role.name for role in iam_backends[self.account]["aws"].roles.values()}:
             raise LaunchFailedError("iamFleetRoleInvalid", f"The service-linked role {FLEET_ROLE} does not exist")
         if not pools:
@@ -170,7 +175,7 @@ class Launcher:
         return sum(i.state in ("pending", "running") and getattr(i, "capacity_block", "") == block for i in every)
 
     def _block_obstacle(self, pool: Pool, now: datetime) -> str | None:
-        """Why the pool's block takes no instance; None when it does."""
+        """Why the pool's block accepts no instance; None if it accepts one."""
         block = self.blocks.get(_block(pool.spec))
         if block is None:
             return (
@@ -199,7 +204,7 @@ class Launcher:
         return None
 
     def _obstacle(self, region: str, pool: Pool, spot: bool, now: datetime) -> str | None:
-        """Why this pool takes no instance, or None. Raises LaunchFailedError for an obstacle in every pool."""
+        """Why this pool accepts no instance, or None. Raises LaunchFailedError for an obstacle in every pool."""
         backend = ec2_backends[self.account][region]
         if pool.spec.get("ImageId") not in backend.amis:
             return f"The image id '[{pool.spec.get('ImageId')}]' does not exist (InvalidAMIID.NotFound)"

@@ -1,9 +1,9 @@
-"""Rehearsed nodes: each launched instance runs its user-data with bash, in a folder of its own.
+"""Runs rehearsed nodes: each launched instance runs its user-data with bash, in a folder of its own.
 
-The script, the AWS CLI, curl and Python are real. Stand-ins for what a laptop must not do come first on the PATH, and
-one for curl comes last, for machines without curl (rehearsal/standins/README.md). As on EC2, a node has no keys in its
-environment and gets its role's from the metadata service. Ending an instance kills every process of its node at once,
-as the loss of a machine would.
+The script, the AWS CLI, curl and Python are real. Stand-ins for programs that a laptop must not really run come first
+on the PATH, and a stand-in for curl comes last, for machines without curl (rehearsal/standins/README.md). As on EC2, a
+node has no keys in its environment and gets those of its role from the metadata service. Ending an instance kills every
+process of its node at once, as the loss of a machine would.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class RehearsalNode:
     instance: CloudInstance
     root: Path
     process: subprocess.Popen[bytes]
-    aws: subprocess.Popen[bytes]  # which runs its calls of the AWS CLI
+    aws: subprocess.Popen[bytes]  # the process that runs the node's calls of the AWS CLI
 
     @property
     def log(self) -> Path:
-        """What the user-data script printed, as cloud-init keeps it."""
+        """The output of the user-data script, as cloud-init keeps it."""
         return self.root / "var" / "log" / "cloud-init-output.log"
 
     @property
     def container_log(self) -> Path:
-        """What the container printed."""
+        """The output of the container."""
         return self.root / "opt" / "gpufleet" / "container.log"
 
 
@@ -116,7 +116,7 @@ class NodeRunner:
         if self._docker is not None:
             self._docker.remove(instance.id)
         node.process.wait()
-        with node.aws:  # closes its pipes and waits, also where another thread does so now
+        with node.aws:  # closes the pipes and waits, even if another thread does the same now
             node.aws.kill()
 
     def hold(self, instance: CloudInstance) -> None:
@@ -173,7 +173,7 @@ class NodeRunner:
             "GPUFLEET_NODE": instance.id,
             "GPUFLEET_PYTHON": str(python),
             "GPUFLEET_HOPS": str(instance.hops),
-            "PET_LOCAL_ADDR": self.cloud.metadata(instance.id).address,  # for torchrun, instead of the host's name
+            "PET_LOCAL_ADDR": self.cloud.metadata(instance.id).address,  # the name for torchrun instead of the host's
             "AWS_ENDPOINT_URL": self.cloud.endpoint,
             "AWS_EC2_METADATA_SERVICE_ENDPOINT": self.cloud.metadata(instance.id).endpoint,
             "AWS_CONFIG_FILE": os.devnull,

@@ -1,6 +1,5 @@
-"""What a rehearsal shows about a user's own command, in addition to what it shows about every run.
-
-The script only has to run. The rehearsal finds out what it does when it is asked to stop, and reports it.
+"""Checks a user's own command in a rehearsal, in addition to the checks of every run. The script only has to run. The
+rehearsal finds out how the script reacts to a stop request, and reports it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from gpufleet.job.text import counted
 from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal, Resumption
 
 LEAST_GB = 0.0001  # the smallest value of job.checkpoint.size_gb
-FEW = 5  # how many files a message names
+FEW = 5  # number of files that a message names
 LATE = 3  # the rehearsal doubts a run after so many intervals without a checkpoint, or checkpoints without a step
 Listing = Mapping[Path, str]  # shipped files with the hash of their content, empty for a file that is gone
 
@@ -38,11 +37,12 @@ def lacking(definition: StackDefinition) -> Iterator[str]:
     """Keys of inputs that a rehearsal never has."""
     for name, place in (definition.storage.inputs or {}).items():
         if place.startswith("s3://"):
-            yield f"storage.inputs.{name}: a folder with a little of it"
+            yield f"storage.inputs.{name}: a folder with a small part of the data"
 
 
 def modules_lacking(definition: StackDefinition, root: Path) -> str:
-    """The modules that the script imports and its Python here lacks, and what to write; empty when it has all."""
+    """A message with the modules that the script imports and its Python on this machine lacks, and what to do; empty if
+    none is missing."""
     config = definition.job.parameters
     if not isinstance(config, CommandConfig) or config.code is None or "PYTHONPATH" in (config.env or {}):
         return ""
@@ -71,11 +71,11 @@ def modules_lacking(definition: StackDefinition, root: Path) -> str:
 
 
 @contextmanager
-def secret_values(definition: StackDefinition) -> Iterator[None]:
-    """Sets random values for the job's secrets that the shell does not give. Nobody can guess them, so a place that
-    contains one must have it from the node.
+def secret_values(wanted: Iterable[str]) -> Iterator[None]:
+    """Sets random values for the jobs' secrets that the shell does not give. Nobody can guess these values, so a
+    place that contains one must have got it from the node.
     """
-    names = [environment.SECRET + name for name in definition.job.parameters.demands.secrets]
+    names = [environment.SECRET + name for name in wanted]
     made = {name: f"{secrets.token_hex(12)}:{secrets.token_hex(12)}" for name in names if name not in os.environ}
     os.environ.update(made)
     try:
@@ -121,7 +121,7 @@ def doubts(config: CommandConfig) -> Callable[[Observed, int], str]:
         found = []
         is_due = every is None or not observed.told or step > every
         if observed.elsewhere and not observed.checkpoints and is_due:
-            found.append(f"nothing was saved where it is looked for: {observed.elsewhere}")
+            found.append(f"no checkpoint was saved in the declared place: {observed.elsewhere}")
         elif config.saves and every is not None and not observed.begun and step > LATE * every:
             found.append(
                 f"nothing came into {config.checkpoint.folder} by {config.unit} {step:,}, though job.checkpoint.every"
@@ -209,7 +209,7 @@ def _unit(config: JobConfig) -> str:
 
 
 def saves(evidence: Evidence) -> bool | None:
-    """Whether the user's script saved on the signal of each notice. None: not shown."""
+    """The promise that the user's script saves on the signal of each notice. None: not shown."""
     rehearsal = evidence.rehearsal
     config = rehearsal.definition.job.parameters
     if config.processes != "own" or rehearsal.stand_in:
@@ -219,9 +219,9 @@ def saves(evidence: Evidence) -> bool | None:
 
 
 def advice(notices: Sequence[Resumption], every: int | None, declared: bool | None) -> str:
-    """What the definition should say about saving on a signal."""
+    """The value of job.stop.saves that the definition should have, as text."""
     if not all(each.signalled for each in notices):
-        why = "job.stop.saves is false" if declared is False else "there was no time for one"
+        why = "job.stop.saves is false" if declared is False else "there was no time for a signal"
         return f"not shown: no signal was sent, {why}"
     saved = [each.saved(every) for each in notices]
     if None in saved:

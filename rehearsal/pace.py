@@ -1,5 +1,5 @@
-"""Why a rehearsal's run ended before all of its interruptions, and how many steps of its script would be enough: a
-script that ends within a second cannot be interrupted.
+"""Explains why a rehearsal's run ended before all of its interruptions, and how many steps of its script would be
+enough. A script that ends within a second cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def ended(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
             f"the run ended, and no whole checkpoint of it was ever seen: nothing named {', '.join(config.names)} came"
             f" into {config.checkpoint.folder}. Say in job.checkpoint.each and folder what the script writes, and where"
         )
-    view = max(watch.views.values(), key=lambda each: each.last_step)  # a later node may have had nothing to do
+    view = max(watch.views.values(), key=lambda each: each.last_step)  # a later node may have had no work left
     began, ended = view.first_step_at, view.node.instance.ended_at
     seconds = (ended - began).total_seconds() if began and ended else 0.0
     took_ms = step_ms(view.logged(), seconds * 1000 / max(1, view.last_step))
@@ -53,7 +53,7 @@ def ended(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
     saves = f" with a save every {max(1, count // REHEARSED_SAVES):,}" if own.saves else ""
     return GpufleetError(
         f"the run ended before it could be interrupted as planned ({left}): its {view.last_step:,} steps took"
-        f" {took_ms:.3g} ms each. {count:,} of them{saves} are enough: write that in job.command"
+        f" {took_ms:.3g} ms each. {count:,} steps{saves} are enough: write that in job.command"
         f"{', job.work and job.checkpoint.every' if saves else ' and job.work'} of the file's `rehearsal` section"
     )
 

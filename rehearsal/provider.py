@@ -1,7 +1,7 @@
 """The embedded AWS as a Pulumi provider: a gRPC server that the engine uses for package `aws` instead of the plugin.
-
-Started with PULUMI_DEBUG_PROVIDERS=aws:PORT, so neither Pulumi.yaml nor the program names it. The protocol is
-pulumi/proto/pulumi/provider.proto; methods left out answer UNIMPLEMENTED, which the engine takes as "not offered".
+The variable PULUMI_DEBUG_PROVIDERS=aws:PORT leads the engine to it, so neither Pulumi.yaml nor the program names it.
+The protocol is pulumi/proto/pulumi/provider.proto; methods that are not implemented answer UNIMPLEMENTED, which the
+engine takes as "not offered".
 """
 
 # ruff: noqa: N802 - the protocol names the methods
@@ -173,7 +173,7 @@ def serve(environment: Mapping[str, str]) -> Iterator[int]:
         yield port
     finally:
         server.stop(grace=None).wait()
-        executor.shutdown()  # requests of an engine that is gone end before the next one comes
+        executor.shutdown()  # requests of an engine that has ended are finished before the next engine comes
 
 
 def _failures(failures: list[tuple[str, str]]) -> list[Any]:

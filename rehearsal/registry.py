@@ -30,7 +30,7 @@ def answer(path: str, authorization: str, endpoint: str, real: Digests) -> tuple
         return "200 OK", {"Content-Type": "application/json"}, b"{}"
     match = _PATH.match(path)
     if match is None:
-        return _error("404 Not Found", "UNSUPPORTED", f"{path} is not stood in for; only manifests are")
+        return _error("404 Not Found", "UNSUPPORTED", f"the rehearsal's registry has no {path}, only manifests")
     name, reference = match["name"], match["reference"]
     if (found := real.get((name, reference))) is not None:
         return "200 OK", {"Content-Type": MANIFEST, "Docker-Content-Digest": found}, _manifest(name, reference)

@@ -21,7 +21,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.util import find_spec
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 
 from botocore.exceptions import BotoCoreError, ClientError
@@ -48,14 +48,15 @@ from gpufleet.rehearsal.watch import Watch, plan, possible
 
 TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # packages that every ready-made job needs
 RELAUNCH_S = 1.0  # seconds until a replacement node; AWS takes minutes, but a longer wait would show nothing
-_REASON = re.compile(r"^(?:gpufleet: |error: | +PROBLEM )", re.MULTILINE)  # how a command's errors begin
+# the text with which a command's errors begin
+_REASON = re.compile(r"^(?:gpufleet: |error: | +PROBLEM )", re.MULTILINE)
 LONGEST = 400  # the last line cuts a reason to this many characters; the whole reason stands above it
-NOT_SHOWN = 3  # exit code of an attempt in which nothing failed but not everything was shown
+NOT_SHOWN = 3  # exit code of a rehearsal in which nothing failed but not everything was shown
 
 
 INSTALLS = (
-    "What it installs goes into an environment over that one, made anew for each node and removed at the end; yours is "
-    "not written into. rehearsal.job.setup: '' leaves the set-up out"
+    "Its packages go into an environment on top of that one, which is made for each node and removed at the end; yours "
+    "stays unchanged. rehearsal.job.setup: '' leaves the set-up out"
 )
 
 
@@ -95,15 +96,16 @@ def rehearse(
     root = root or project_root(Path.cwd())
     path = selected(name_or_path, root).path
     now = datetime.now(UTC)
-    definition = load(path, now=now, rehearsal=True)
-    definition = replace(definition, interruptions=possible(definition))
-    is_own = definition.job.parameters.processes == "own"
-    missing = [name for name in TRAINS_WITH if find_spec(name) is None and not is_own]  # a node would find out later
+    definition = _loaded(path, now)
+    is_own = all(map(_is_own, definition.parts))
+    # otherwise a node would report it later
+    missing = [name for name in TRAINS_WITH if find_spec(name) is None and not is_own]
     if missing:
         raise GpufleetError(
             f"{path.name}: a ready-made job trains with {', '.join(missing)}: pip install 'gpufleet[job,rehearsal]'"
         )
-    if lacking := _lacking(definition, stand_in=stand_in):
+    lacking = dict.fromkeys(key for part in definition.parts for key in _lacking(part, stand_in=stand_in))
+    if lacking:
         raise GpufleetError(
             f"{path.name} cannot be rehearsed: a rehearsal trains a small model on this machine's CPU, with data that "
             f"it makes. Write in its `rehearsal` section: {', '.join(lacking)}."
@@ -115,14 +117,19 @@ def rehearse(
     ):
         if asked and not is_own:
             raise GpufleetError(f"{definition.name} is a ready-made job{why}")
-    if not (image or stand_in) and (lacks := own.modules_lacking(definition, root)):
-        if not definition.job.parameters.demands.installs:
-            raise GpufleetError(lacks)
-        way(lacks)
+        if asked and definition.stages:
+            alone = "--exact, --limit, --image and --plumbing take a file without stages"
+            raise GpufleetError(f"{definition.name} has stages, and {alone}")
+    for part in definition.parts:
+        if not (image or stand_in) and (lacks := own.modules_lacking(part, root)):
+            if not part.job.parameters.demands.installs:
+                raise GpufleetError(lacks)
+            way(lacks)
     docker = images.require(definition, way) if image else None
     finished = root / "rehearsals" / definition.name / definition.run.id
     with scratch.locked(finished.parent):
-        folder = finished.with_name(f"{finished.name}.unfinished")  # an earlier rehearsal stays until this one has held
+        # the earlier rehearsal is kept until this one has succeeded
+        folder = finished.with_name(f"{finished.name}.unfinished")
         shutil.rmtree(folder, ignore_errors=True)
         changed: pace.Change | None = partial(plumbing.stand_in, definition, folder / "plumbing") if stand_in else None
         attempt = partial(_attempt, path, definition, root=root, out=out, way=way, docker=docker)
@@ -130,7 +137,7 @@ def rehearse(
         if code in (0, NOT_SHOWN):
             shutil.rmtree(finished, ignore_errors=True)
             folder.rename(finished)
-        for until in again:  # what they leave lies beside the rehearsal that has held
+        for until in again:  # their results are beside those of the rehearsal that has succeeded
             if code:
                 break
             way(f"\nOnce more, undisturbed, to its {until}.")
@@ -171,7 +178,7 @@ def _attempt(
     until: Until | None = None,
 ) -> int:
     """The rehearsal, in a new `folder`, of the definition with `changed` laid over it."""
-    is_own = definition.job.parameters.processes == "own"
+    is_own = any(map(_is_own, definition.parts))
     trains = "your script on this machine's CPU" if is_own else "job"
     laid = block.begun(definition, changed, datetime.now(UTC))
     project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path, root, changed=laid)})
@@ -183,10 +190,9 @@ def _attempt(
     if is_own and not stand_in and docker is None:
         programs, python = own_programs(definition, root, project)
     if laid is not None:
-        definition = load(project / "stacks" / f"{definition.name}.yaml", now=datetime.now(UTC), rehearsal=True)
-        definition = replace(definition, interruptions=possible(definition))
+        definition = _loaded(project / "stacks" / f"{definition.name}.yaml", datetime.now(UTC))
     if until is not None:
-        definition = undisturbed.without_interruptions(definition)
+        definition = definition.changed(undisturbed.without_interruptions)
     timeline = Timeline(folder / "timeline.jsonl", out=way)
     way(
         f"Rehearsal of {definition.name}, run {definition.run.id}: "
@@ -195,11 +201,14 @@ def _attempt(
     try:
         with ExitStack() as stack:
             notice_s = float(definition.interruptions.notice_s)
-            stack.enter_context(own.secret_values(definition))
+            secrets = {
+                name: place for part in definition.parts for name, place in part.job.parameters.demands.secrets.items()
+            }
+            stack.enter_context(own.secret_values(secrets))
             cloud = stack.enter_context(
                 Cloud(project, region=definition.fleet.region, habits=Habits(notice_s=notice_s, relaunch_s=RELAUNCH_S))
             )
-            cloud.has(definition.account, definition.job.parameters.demands.secrets)
+            cloud.has(definition.account, secrets)
             if (reservation := block.bought(definition)) is not None:
                 cloud.has_block(reservation)
             if docker is not None:
@@ -227,14 +236,14 @@ def _attempt(
             way(f"Engine: {engine.name}")
             if python is not None:
                 way(f"Your script's Python: {os.path.normpath(python)}; rehearsal.python names another")
-                if definition.job.parameters.demands.installs:
+                if _installs(definition):
                     way(INSTALLS)
             try:
                 is_shown = run_steps(rehearsal, out, way)
             except BaseException:
                 try:
                     report.save_bucket(cloud, project / "bucket")
-                except (OSError, BotoCoreError, ClientError) as error:  # this error must not hide the first
+                except (OSError, BotoCoreError, ClientError) as error:  # this error must not hide the first error
                     out(f"The bucket's objects could not be kept: {error}")
                 raise
     except GpufleetError as error:
@@ -256,7 +265,11 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
     """
     name, timeline = rehearsal.name, rehearsal.timeline
     with step(rehearsal, "prepare"):
-        shipped = own.listing(rehearsal.definition, rehearsal.root)
+        shipped = {
+            path: content
+            for part in rehearsal.definition.parts
+            for path, content in own.listing(part, rehearsal.root).items()
+        }
         lines = command(rehearsal, "prepare", name).strip().splitlines()
         before = list(
             takewhile(lambda line: not line.startswith(f"{name}: "), lines)
@@ -276,16 +289,15 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
     with step(rehearsal, "up"):
         created = _ok(rehearsal.engine.up())
         timeline.add("up", f"up: {_changes(created)}")
-    with step(rehearsal, "the run"):
-        _follow(rehearsal)
+    parts = rehearsal.parts
+    for part in parts:
+        with step(rehearsal, f"stage {part.definition.stage}" if part.definition.stage else "the run"):
+            _follow(part)
     with step(rehearsal, "results"):
         command(rehearsal, "results", name, "--to", str(rehearsal.folder / "results"))
         timeline.add("results", "results downloaded")
-        found = Evidence(rehearsal)
-        if rehearsal.until == "limit":
-            checks = list(undisturbed.limit_checks(found))
-        else:
-            checks = [*evidence.checks(found), *own.checks(found, shipped)]
+        found = [Evidence(part) for part in parts]
+        checks = [check for each in found for check in _checks(each, shipped)]
     try:
         with step(rehearsal, "destroy"):
             destroyed = _ok(rehearsal.engine.destroy())
@@ -298,22 +310,47 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
     except StepFailedError as error:  # the run's own results are kept
         checks.append(Promise(name=error.step, figure=error.why, held=False))
     with step(rehearsal, "report"):
-        report.write(found, out, checks=checks)
+        report.write(rehearsal, found, out, checks=checks)
     if broken := [f"{check.name}: {check.figure}" for check in checks if check.is_broken]:
         raise GpufleetError("; ".join(broken))
     return all(check.shown for check in checks)
 
 
+def _checks(found: Evidence, shipped: own.Listing) -> Iterator[Promise]:
+    """The promises about one part of the run, under the name of its stage."""
+    stage = found.rehearsal.definition.stage
+    if found.rehearsal.until == "limit":
+        checks = undisturbed.limit_checks(found)
+    else:
+        checks = chain(evidence.checks(found), own.checks(found, shipped))
+    for check in checks:
+        yield replace(check, name=f"{stage}: {check.name}" if stage else check.name)
+
+
+def _loaded(path: Path, now: datetime) -> StackDefinition:
+    """The definition in its form for the rehearsal, with the interruptions that AWS can cause in its market."""
+    whole = load(path, now=now, rehearsal=True, staged=True)
+    return whole.changed(lambda each: replace(each, interruptions=possible(each)))
+
+
+def _is_own(part: StackDefinition) -> bool:
+    return part.job.parameters.processes == "own"
+
+
+def _installs(definition: StackDefinition) -> bool:
+    return any(each.job.parameters.demands.installs for each in definition.parts)
+
+
 def _programs_of(
     definition: StackDefinition, project: Path, programs: Path | None, python: Path | None
 ) -> Callable[[Path], Path] | None:
-    """A function from a node's root to the folder of programs of the user's command there. If the set-up installs
-    packages, each node has an environment of its own on top of the user's, as each has its own container on AWS: the
-    packages of an earlier node are gone.
+    """A function that gives, for a node's root folder, the folder with the programs of the user's command. If the
+    set-up installs packages, each node has an environment of its own on top of the user's, as each has its own
+    container on AWS: the packages of an earlier node are gone.
     """
     if programs is None or python is None:
         return None
-    if definition.job.parameters.demands.installs:
+    if _installs(definition):
         return lambda root: overlay.make(python, root / "environment", cache=project / "pip")
     return lambda root: programs
 
@@ -424,7 +461,7 @@ def _follow(rehearsal: Rehearsal) -> None:
                 _answer(rehearsal, waiting, words)
 
         watch.run(check=check)
-    if definition.job.parameters.processes != "own":  # when no node boots beside it
+    if definition.job.parameters.processes != "own":  # while no node boots at the same time
         rehearsal.torch_s = import_torch_s()
     if (failure := pace.ended(rehearsal, watch)) is not None:
         raise failure
@@ -487,7 +524,7 @@ def rehearse_all(*, root: Path | None = None, out: Callable[[str], None] = say, 
 def _row(root: Path, path: Path, code: int, seconds: float) -> tuple[str, ...]:
     if code:  # the file itself may be wrong, so it is not read again
         return (path.stem, "NO", f"{seconds:.0f}", "", "", "", "", "", "", "")
-    run = load(path, now=datetime.now(UTC), rehearsal=True).run.id
+    run = load(path, now=datetime.now(UTC), rehearsal=True, staged=True).run.id
     found = root / "rehearsals" / path.stem / run / "summary.json"
     told = json.loads(found.read_text(encoding="utf-8"))
     loss = told["val_loss"]

@@ -1,4 +1,4 @@
-"""The closing report of a rehearsal, and what a failed one keeps."""
+"""Writes the closing report of a rehearsal, and keeps files of a failed one."""
 
 from __future__ import annotations
 
@@ -10,37 +10,44 @@ from typing import Any
 from gpufleet.infra.evidence.rehearsed import SAVES, SUMMARY
 from gpufleet.infra.report import run as report
 from gpufleet.infra.report.run import NAME
-from gpufleet.job.contract.receipt import money
+from gpufleet.infra.text import table
+from gpufleet.job.contract.receipt import Receipt, money, parse
 from gpufleet.job.contract.workdir import RECEIPT
 from gpufleet.job.supervisor import receipt as receipts
 from gpufleet.rehearsal import own
 from gpufleet.rehearsal.cloud import Cloud
-from gpufleet.rehearsal.evidence import Evidence, Promise
+from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal
 from gpufleet.rehearsal.timeline import clock
 
 BAR_S = 300.0  # seconds: the project's bar for a whole rehearsal on two idle cores
 TOLD = ("up", "launched", "training", "notice", "seen", "loss", "ended", "results", "destroy")
 
 
-def write(evidence: Evidence, out: Callable[[str], None], *, checks: Sequence[Promise]) -> None:
-    """Writes the page, receipt.json and summary.json beside the results, and prints the report."""
-    rehearsal, folder = evidence.rehearsal, evidence.rehearsal.folder
+def write(
+    rehearsal: Rehearsal, parts: Sequence[Evidence], out: Callable[[str], None], *, checks: Sequence[Promise]
+) -> None:
+    """Writes a page for each part, and receipt.json and summary.json beside the results; prints the report."""
+    folder = rehearsal.folder
     (folder / RECEIPT).write_bytes((folder / "results" / RECEIPT).read_bytes())
-    (folder / NAME).write_text(report.html(report.read(folder / "results")), encoding="utf-8")
+    receipt = parse((folder / RECEIPT).read_bytes())
+    for part in parts:
+        page = folder / part.rehearsal.definition.stage / NAME
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(report.html(report.read(part.folder)), encoding="utf-8")
     out(f"\n== {rehearsal.name}, run {rehearsal.definition.run.id}, rehearsed with {rehearsal.engine.name}\n")
     for moment in rehearsal.timeline.select(*TOLD):
         out(f"{clock(moment.t)}  {moment.text}")
     out("")
-    out(receipts.text(evidence.receipt))
+    out(receipts.text(receipt))
     out("")
-    for line in losses(evidence):
+    for line in losses(parts):
         out(line)
     out("")
     checks = [*checks, duration_check(rehearsal.timeline.seconds)]
     for check in checks:
         mark = "ok" if check.held else "?" if not check.shown else "slow" if not check.required else "NO"
         out(f"  {mark:<5} {check.name}: {check.figure}")
-    text = json.dumps(summary(evidence, checks), indent=1)
+    text = json.dumps(summary(rehearsal, parts, receipt, checks), indent=1)
     (folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
     is_broken = any(check.is_broken for check in checks)
     # The folder's final name: it is renamed in a moment.
@@ -63,14 +70,17 @@ def closing(checks: Sequence[Promise], seconds: float) -> str:
     slow = [f"{check.name}, {check.figure}" for check in checks if not check.held]
     if not slow:
         return f"Everything held, in {seconds:.0f} s."
-    return f"Everything held except the time, {seconds:.0f} s in all. Slower than its bar: {'; '.join(slow)}."
+    return f"Everything held except the time, {seconds:.0f} s in all. Slower than allowed: {'; '.join(slow)}."
 
 
-def summary(evidence: Evidence, checks: Sequence[Promise]) -> dict[str, Any]:
+def summary(
+    rehearsal: Rehearsal, parts: Sequence[Evidence], receipt: Receipt, checks: Sequence[Promise]
+) -> dict[str, Any]:
     """The rehearsal in one line of a table."""
-    rehearsal, resumptions = evidence.rehearsal, evidence.resumptions()
-    validated = [line for line in evidence.metrics if line.get("val_loss") is not None]
-    called = {phase.name: phase.validation for phase in evidence.phases}
+    resumptions = [each for part in parts for each in part.resumptions()]
+    validated = [line for part in parts for line in part.metrics if line.get("val_loss") is not None]
+    called = {phase.name: phase.validation for part in parts for phase in part.phases}
+    saved = [own.saves(part) for part in parts]
     return {
         "stack": rehearsal.name,
         "run": rehearsal.definition.run.id,
@@ -78,36 +88,46 @@ def summary(evidence: Evidence, checks: Sequence[Promise]) -> dict[str, Any]:
         "seconds": round(rehearsal.timeline.seconds, 1),
         "failed": [check.name for check in checks if check.is_broken],
         "slow": [check.name for check in checks if not check.held and not check.required],
-        "steps": sum(evidence.steps_done().values()),
-        "nodes": len(rehearsal.watch.views) if rehearsal.watch else 0,
+        "steps": sum(count for part in parts for count in part.steps_done().values()),
+        "nodes": sum(len(part.rehearsal.watch.views) for part in parts if part.rehearsal.watch),
         "interruptions": [f"{r.kind} at {r.last_step}" for r in resumptions],
         "lost_on_notice": sum(r.lost for r in resumptions if r.kind == "notice"),
         "repeated_after_loss": sum(r.lost for r in resumptions if r.kind == "loss"),
-        SAVES: own.saves(evidence),
+        SAVES: None if None in saved else all(saved),
         "val_loss": validated[-1]["val_loss"] if validated else None,
         "validation": called[validated[-1]["phase"]] if validated else None,  # the name of val_loss
-        "spent_usd": money(evidence.receipt.actual),
+        "spent_usd": money(receipt.actual),
     }
 
 
-def losses(evidence: Evidence) -> Iterator[str]:
-    """First and last loss of each phase, the steps it took, and its newest validation figure under its name."""
-    yield "phase    parameters  active       steps  loss first  last    validation"
-    done = evidence.steps_done()
-    for phase, first, last in evidence.spans():
-        inside = [line for line in evidence.metrics if first <= int(line["step"]) <= last]
+def losses(parts: Sequence[Evidence]) -> Iterator[str]:
+    """First and last loss of each phase of each part, the steps it took, and its newest validation figure under its
+    name.
+    """
+    rows = [row for part in parts for row in _losses(part)]
+    heads = ("phase", "parameters", "active", "steps", "loss first", "last", "validation")
+    yield from table(heads, rows, right=(1, 2, 3, 4, 5))
+
+
+def _losses(part: Evidence) -> Iterator[tuple[str, ...]]:
+    done = part.steps_done()
+    for phase, first, last in part.spans():
+        inside = [line for line in part.metrics if first <= int(line["step"]) <= last]
         trained = [line["loss"] for line in inside if line.get("loss") is not None]
         held = [line["val_loss"] for line in inside if line.get("val_loss") is not None]
-        shown = [f"{trained[end]:.4f}" if trained else "-" for end in (0, -1)]
-        validation = f"{phase.validation} {held[-1]:.4f}" if held else "-"
         yield (
-            f"{phase.name:<8} {phase.params_total:>10,}  {phase.params_active:>10,}  {done[phase.name]:>5}"
-            f"  {shown[0]:>10}  {shown[1]:>6}  {validation}"
+            part.rehearsal.definition.stage or phase.name,
+            f"{phase.params_total:,}",
+            f"{phase.params_active:,}",
+            str(done[phase.name]),
+            *(f"{trained[end]:.4f}" if trained else "-" for end in (0, -1)),
+            f"{phase.validation} {held[-1]:.4f}" if held else "-",
         )
 
 
 def save_bucket(cloud: Cloud, folder: Path) -> None:
-    """Saves the small objects of every bucket for whoever looks into a failure: the buckets end with the process."""
+    """Saves the small objects of every bucket, for a person who looks into a failure, because the buckets end with the
+    process."""
     s3 = cloud.client("s3")
     for bucket in s3.list_buckets()["Buckets"]:
         for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket["Name"]):

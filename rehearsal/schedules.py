@@ -1,8 +1,9 @@
-"""Fires one-time schedules at their hour by the Cloud's clock, with the rights of their role; moto only stores them.
+"""Fires one-time schedules at their time by the Cloud's clock, with the rights of their role, because moto only stores
+them.
 
-EventBridge Scheduler acts with a role's rights if the role trusts it for the schedule's group. Setting an hour that has
-passed is refused. A state machine that a schedule or a node starts goes through its steps with the rights of its own
-role.
+EventBridge Scheduler acts with a role's rights if the role trusts it for the schedule's group. A request with a time
+that has passed is refused. A state machine that a schedule or a node starts goes through its steps with the rights of
+its own role.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Schedules:
             for group in list(backend.schedule_groups.values()):
                 for each in list(group.schedules.values()):
                     at, key = moment(each.schedule_expression), (each.arn, each.schedule_expression)
-                    # If an update leaves the state out, moto stores none, AWS the default.
+                    # If an update omits the state, moto stores none, but AWS stores the default.
                     if at is not None and at <= now and each.state != "DISABLED" and key not in self._done:
                         self._done.add(key)
                         refused = self._do(region, group.arn, each.target)
@@ -191,7 +192,8 @@ class Schedules:
     def _refused(
         self, role_arn: str, of: Mapping[str, str], wishes: list[AccessRequest], service: str = SERVICE
     ) -> str:
-        """Why the role may not do it; empty when it may. `of` are the service's statements about whom it acts for."""
+        """Why the role may not make the request; empty if it may. `of` has the service's statements about the resource
+        for which it acts."""
         roles = iam_backends[self._account]["aws"].roles.values()
         role = next((each for each in roles if each.arn == role_arn), None)
         if role is None:

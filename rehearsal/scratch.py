@@ -1,7 +1,7 @@
 """A scratch project: the equivalent of a user's checkout, in a folder that exists as long as one embedded AWS.
 
 The program is the same. The scratch has its own definitions, engine state and settings, and a copy of the prices of the
-user's project. No variable of the user's environment that names AWS or Pulumi reaches it.
+user's project. It gets no variable of the user's environment that names AWS or Pulumi.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ FULL_BYTES = 100_000_000  # a rehearsal writes 10 to 60 MB, and its bucket lies 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks `folder`. Raises GpufleetError when another process rehearses in it, or it cannot be written."""
+    """Locks `folder`. Raises GpufleetError if another process rehearses in the folder, or if the folder cannot be
+    written."""
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)

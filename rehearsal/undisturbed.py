@@ -22,7 +22,7 @@ from gpufleet.rehearsal import pace
 from gpufleet.rehearsal.evidence import Evidence, Promise
 
 Until = Literal["end", "limit"]
-MIDWAY = 0.5  # the share of its training at which it should meet the limit
+MIDWAY = 0.5  # the share of the training at which the run should meet the limit
 
 
 def without_interruptions(definition: StackDefinition) -> StackDefinition:
@@ -58,7 +58,7 @@ def limit_checks(evidence: Evidence) -> Iterator[Promise]:
     yield Promise(name="a whole checkpoint in the bucket", figure=figure, held=newest > 0)
     left = [path for path in (evidence.folder / FINAL).rglob("*") if path.is_file()]
     yield Promise(name="brought home by results", figure=counted(len(left), "file"), held=bool(left))
-    # the receipt was read above, or this line would not be reached
+    # the receipt was read above; otherwise this line would not be reached
     yield Promise(name="receipt", figure=f"{evidence.receipt.actual} USD", held=True)
 
 
@@ -66,13 +66,13 @@ def compare(interrupted: Path, undisturbed: Path, out: Callable[[str], None]) ->
     """Prints how far apart the results of the two runs are; a difference is no failure."""
     ends = [_last_loss(folder / "results" / METRICS) for folder in (interrupted, undisturbed)]
     if None in ends:
-        return out("exact: not shown: its lines tell no loss")
+        return out("exact: not shown: the script's lines contain no loss")
     (step, loss), (other_step, other) = (cast(tuple[int, float], end) for end in ends)
     if step != other_step:
         return out(f"exact: not shown: its last losses are of step {step:,} and of step {other_step:,}")
     how = f"loss of step {step:,}: {loss:.6g} interrupted, {other:.6g} undisturbed"
     if loss == other:
-        return out(f"exact: {how}: as far as it tells, your script resumes bit for bit")
+        return out(f"exact: {how}: as far as its output shows, your script resumes bit for bit")
     return out(f"exact: {how}, differs by {abs(loss - other):.2g}: your script does not resume bit for bit")
 
 

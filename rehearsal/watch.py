@@ -1,6 +1,7 @@
 """Follows a run from outside while it trains, and interrupts it where the definition's seed decides.
 
-It looks where a person could: the fleet, the nodes' own logs and metrics, the bucket. It causes only interruptions.
+It looks where a person could: the fleet, the nodes' own logs and metrics, the bucket. It changes nothing except that it
+causes interruptions.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from gpufleet.infra.definition.model import Interruptions, Place, StackDefinition
 from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.program.resources.tags import RUN_TAG
 from gpufleet.job import atomic
 from gpufleet.job.command.host import SETUP_BEGINS, SETUP_ENDS
 from gpufleet.job.contract import bucket
@@ -34,7 +36,7 @@ Kind = Literal["notice", "loss"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """One interruption. An interruption comes when the job has logged `step` or a later one and is at the planned
+    """One interruption. An interruption that comes when the job has logged `step` or a later step and is at the planned
     place.
 
     A loss also waits for the first checkpoint in the bucket.
@@ -46,7 +48,7 @@ class Planned:
 
 
 def possible(definition: StackDefinition) -> Interruptions:
-    """Those of the definition's interruptions that AWS can cause in its market."""
+    """The definition's interruptions that AWS can cause in its market."""
     none: dict[str, Any] = dict.fromkeys(definition.fleet.market.never, 0)
     return replace(definition.interruptions, **none)
 
@@ -54,10 +56,10 @@ def possible(definition: StackDefinition) -> Interruptions:
 def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Planned, ...]:
     """The interruptions in their order, one for each node.
 
-    One in the first phase comes in its second to fourth fifth. Those at a step, or while saving, are spread over the
-    other phases, so that a phase boundary has been crossed. Each comes in the second to fourth fifth of its share of
-    the steps, so that work precedes it, and work follows. One between phases comes at the last step of a phase; one in
-    a stage comes after the last step.
+    An interruption in the first phase comes in the second to fourth fifth of this phase. Interruptions at a step, or
+    while saving, are spread over the other phases, so that a phase boundary has been crossed. Each comes in the second
+    to fourth fifth of its share of the steps, so that work precedes it, and work follows. An interruption between
+    phases comes at the last step of a phase; an interruption in a stage comes after the last step.
     """
     seeded = random.Random(interruptions.seed)
     places: list[tuple[Kind, Place]] = [("notice", interruptions.notice_at)] * interruptions.with_notice
@@ -83,11 +85,11 @@ def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Plan
 
 
 POLL_S = 0.05
-TAIL = 15  # how many lines of a node's log are shown when the run fails
+TAIL = 15  # number of lines of a node's log that are shown when the run fails
 BUCKET_S = 0.5
-HELD_S = 6.0  # longer than a notice may take to be seen
-PATIENCE_S = 3.0  # a view must look wrong for so long before it counts
-STALLED_S = 150.0  # when there is nothing new for so long, something hangs
+HELD_S = 6.0  # seconds, longer than a node may take to see a notice
+PATIENCE_S = 3.0  # seconds for which a node must look wrong before that counts
+STALLED_S = 150.0  # seconds without news after which the run counts as hanging
 WORK_FOLDERS = ("opt/dlami/nvme/gpufleet/run", "scratch/run", "opt/gpufleet/run")  # job/node/disks.py
 _TOLD = re.compile(r"attempt failed|the run is over|fleet .* deleted|starting the container|timer:")
 _STEP = re.compile(r"^step \d+/\d+ \|")
@@ -160,9 +162,9 @@ class Watch:
         saves: bool = True,
         doubts: Callable[[Observed, int], str] = lambda observed, step: "",
     ) -> None:
-        """`stage_lines`: a node is taken away within a stage after so many results. `falls_back`: spot never comes back
-        after the last interruption, so the run must go on on demand. `saves`: the job has checkpoints. `doubts`
-        gives the reason why a command will not hold, from what was observed and its step; empty: it may hold.
+        """`stage_lines`: the number of results after which a node is taken away within a stage. `falls_back`: spot
+        never comes back after the last interruption, so the run must go on on demand. `saves`: the job has checkpoints.
+        `doubts` gives the reason why a command will not hold, from what was observed and its step; empty: it may hold.
         """
         self.cloud = cloud
         self.runner = runner
@@ -186,7 +188,7 @@ class Watch:
         while not self._all_ended():
             check()
             for instance in self.cloud.instances():
-                if instance.id not in self.views and instance.id in self.runner.nodes:
+                if self._is_ours(instance.tags) and instance.id not in self.views and instance.id in self.runner.nodes:
                     self._launched(instance)
             for view in self.views.values():
                 self._look(view)
@@ -210,10 +212,14 @@ class Watch:
 
     def _all_ended(self) -> bool:
         """Whether every node has ended and the fleet wants none."""
-        fleets = [f for f in self.cloud.fleets.fleets.values() if not f.is_gone]
+        fleets = [f for f in self.cloud.fleets.fleets.values() if self._is_ours(f.tags) and not f.is_gone]
         return (
             bool(self.views) and all(view.ended for view in self.views.values()) and all(f.target == 0 for f in fleets)
         )
+
+    def _is_ours(self, tags: Mapping[str, str]) -> bool:
+        """Whether these are the tags of this run: the stages of a run each have nodes and a fleet of their own."""
+        return tags.get(RUN_TAG) == self.run_id
 
     def _launched(self, instance: CloudInstance) -> None:
         view = NodeView(node=self.runner.nodes[instance.id], number=len(self.views) + 1, logged_at=instance.launched_at)
@@ -292,7 +298,7 @@ class Watch:
             "stage": f"after training, with {self._written(view)} results of a stage",
         }[planned.place]
         if planned.kind == "notice":
-            # steps of a tiny model on a fast machine: the run would end before it is noticed
+            # a tiny model on a fast machine would end its run before the interruption takes effect
             if planned.place != "stage":
                 self.runner.hold(instance)
                 view.held_until = time.monotonic() + HELD_S
@@ -331,7 +337,7 @@ class Watch:
         )
         self._tell("ended", f"{view.name}: {why}, last step {view.last_step}", at=instance.ended_at, node=instance.id)
         if self.cloud.launcher.no_spot and view.interrupted:
-            self._tell("switch", "spot has no capacity any more, and the hour to go on on demand comes")
+            self._tell("switch", "spot has no capacity any more, and the time to continue on demand comes")
             self.cloud.schedules.bring_forward(SWITCH)
 
     def _boot_log(self, view: NodeView) -> None:

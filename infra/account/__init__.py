@@ -1,1 +1,1 @@
-"""AWS as the commands see it: the account, and what a stack has, does and leaves in it."""
+"""Asks AWS for the commands: about the account, and about a stack's resources, runs and leftovers in it."""

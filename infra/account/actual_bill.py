@@ -1,7 +1,7 @@
-"""What AWS charged for a run, by Cost Explorer, next to its receipt's lines: for `gpufleet receipts --aws`.
+"""Shows AWS's charges for a run, from Cost Explorer, next to the lines of its receipt: for `gpufleet receipts --aws`.
 
 A run's resources carry its tags; Cost Explorer sees a tag once the account that pays has activated it. Credits, refunds
-and taxes are left out: the question is what was used.
+and taxes are omitted, because only usage is compared.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from gpufleet.infra.program.resources.tags import RUN_TAG, STACK_TAG
 from gpufleet.infra.show.sheet import Sheet
 from gpufleet.job.contract.receipt import Receipt, ReceiptLine
 
-REGION = "us-east-1"  # Cost Explorer has no other
+REGION = "us-east-1"  # Cost Explorer has an endpoint in no other region
 TAGS = (STACK_TAG, RUN_TAG)
 BEFORE = 31  # a run may have begun this many days before its end
 AFTER = 2  # charges of a run's end may have dates up to this many days later
 DELAY = 1  # days after which a charge may appear in Cost Explorer
 CENT = Decimal("0.01")
-# Lines of the bill by AWS's usage type, which begins with the region in most.
+# Lines of the bill by AWS's usage type. In most regions a usage type begins with a prefix for the region.
 _LINES = (
     ("compute", r"(BoxUsage|SpotUsage)\b"),
     ("disks", r"EBS:Volume"),
@@ -46,7 +46,7 @@ _NOTES = {
 }
 _HEADS = ("line", "receipt", "AWS", "difference", "what differs")
 ACTIVATE = (
-    "the account that pays must activate them, once, and costs carry them from then on:\n"
+    "the account that pays must activate these tags once, and later costs carry them:\n"
     "  aws ce update-cost-allocation-tags-status --cost-allocation-tags-status "
     + " ".join(f"TagKey={tag},Status=Active" for tag in TAGS)
     + "\nCost Explorer knows a tag a day after something first had it. For runs before:\n"
@@ -129,8 +129,12 @@ def compared(receipt: Receipt, charges: Charged, today: date) -> Iterator[str]:
     counted = by_line(receipt)
     yield f"{receipt.stack}, run {receipt.run}, counted until {receipt.at}:"
     if not charges.usd:
-        late = "AWS tells a day later" if today <= date.fromisoformat(receipt.at[:10]) + timedelta(days=DELAY) else ""
-        yield f"  nothing is tagged with it: {late or 'its tags were not active then, or it cost nothing'}"
+        late = (
+            "AWS shows charges a day later"
+            if today <= date.fromisoformat(receipt.at[:10]) + timedelta(days=DELAY)
+            else ""
+        )
+        yield f"  no charge has the run's tags: {late or 'its tags were not active then, or it cost nothing'}"
         return
     rows = [
         _compared(name, counted.get(name), charges.usd.get(name, Decimal(0))) for name in {**counted, **charges.usd}
@@ -139,14 +143,14 @@ def compared(receipt: Receipt, charges: Charged, today: date) -> Iterator[str]:
     for row in Sheet.build(_COLUMNS, [*rows, total]).text():
         yield f"  {row}"
     if charges.estimated:
-        yield "  AWS calls some of it estimated: it may still change."
+        yield "  AWS calls some charges estimated, so they may still change."
 
 
 _COLUMNS = [column._replace(head=head) for column, head in zip(LINES, _HEADS, strict=True)]
 
 
 def _compared(name: str, counted: Decimal | None, theirs: Decimal) -> ReceiptLine:
-    """What AWS charged for a line of the receipt, and what may differ."""
+    """AWS's charge for a line of the receipt, and the reason why the two may differ."""
     note, mine = "no line of the bill" if counted is None else _NOTES.get(name, ""), counted or Decimal(0)
     note = note if abs(theirs - mine) >= CENT else ""
     return ReceiptLine(name=name, estimate=mine, actual=theirs, note=note)

@@ -1,4 +1,5 @@
-"""Every run of the account and the project: what AWS has of any stack, and what the project's files add."""
+"""Lists every run of the account and the project: the runs that AWS shows, of any stack, and those of the project's
+files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How the commands ask AWS: clients with bounded waits, whole listings, and the owner of a resource by its tags."""
+"""Functions by which the commands ask AWS: clients with bounded waits, whole listings, and the owner of a resource by
+its tags."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def client(service: str, region: str) -> Any:
     """A boto3 client with bounded waits. It uses the environment as it is now, AWS_ENDPOINT_URL included."""
     try:
         return _client(service, region, tuple(os.environ.items()))
-    except ValueError as error:  # botocore's own, for an address that is none
+    except ValueError as error:  # botocore raises it for an invalid address
         raise AwsRefused(
             f"AWS could not be asked: {error}. Check AWS_ENDPOINT_URL and endpoint_url in AWS's configuration file: "
             "http:// or https://, a host and a port, as `gpufleet cloud` prints it; unset for real AWS."
@@ -40,7 +41,7 @@ def client(service: str, region: str) -> Any:
 
 @lru_cache(maxsize=32)
 def _client(service: str, region: str, environment: tuple[tuple[str, str], ...]) -> Any:
-    """A client, cached for each environment: a sweep asks for 20 clients each time it looks, and each takes 10 ms."""
+    """A client, cached for each environment, because a sweep needs 20 clients at each look, and each takes 10 ms."""
     made = _session(*map(os.environ.get, _IDENTITY)).client(service, region_name=region, config=_CONFIG)
     urlsplit(made.meta.endpoint_url).port  # noqa: B018 - else a wrong one is found out within the first request
     return made

@@ -22,14 +22,14 @@ GRANT_OPERATIONS = (
     "Decrypt Encrypt GenerateDataKey GenerateDataKeyWithoutPlaintext ReEncryptFrom ReEncryptTo CreateGrant DescribeKey"
 )
 # The requests that EBS makes to a key for whoever launches (EBS User Guide, requirements for encryption, read
-# 2026-11-25). It does not make the last three for every disk.
+# 2026-11-25). EBS does not make the last three requests for every disk.
 LAUNCH_OPERATIONS = ("CreateGrant", "Decrypt", "GenerateDataKeyWithoutPlaintext")
 SOME_OPERATIONS = ("DescribeKey", "ReEncryptFrom", "ReEncryptTo")
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report, and the command or change that solves its problem."""
+    """One line of the report, and the command or change that solves the problem."""
 
     name: str
     found: str
@@ -38,7 +38,7 @@ class Check:
 
 
 def identity(sts: Any) -> Check:
-    """Whether the credentials work, and whose they are. Without them no other check can run."""
+    """Whether the credentials work, and whose they are. Without working credentials no other check can run."""
     try:
         who = sts.get_caller_identity()
     except Exception as error:
@@ -105,7 +105,7 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     ask = ec2.describe_capacity_reservations
     answer = refusals.absent(lambda: ask(CapacityReservationIds=[name]), "InvalidCapacityReservationId.")
     if answer is None:
-        fix = "Put fleet.block.reservation or fleet.region right."
+        fix = "Correct fleet.block.reservation or fleet.region."
         yield Check("block", f"{name} does not exist {place}", "problem", fix)
         return
     reservation = answer["CapacityReservations"][0]
@@ -136,7 +136,8 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     total, free = int(reservation["TotalInstanceCount"]), int(reservation["AvailableInstanceCount"]) + own
     if total < definition.nodes or (state == "active" and free < definition.nodes):
         room = (
-            f"{name} has {counted(total, 'instance')}, {free} of them free or its own; the run wants {definition.nodes}"
+            f"{name} has {counted(total, 'instance')}, {free} of them free or used by this run, which needs "
+            f"{definition.nodes}"
         )
         fix = "End other instances in it (ended ones count for some minutes more), or lower fleet.nodes."
         yield Check("block", room, "problem", fix)
@@ -205,10 +206,10 @@ def _key(what: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
         yield Check("disk key", f"{key} is disabled", "problem", f"aws kms enable-key --region {region} --key-id {key}")
         return
     if not definition.fleet.market.roles:
-        needs = f"whoever runs `up` launches, and needs {', '.join(LAUNCH_OPERATIONS)}"
+        needs = f"the user who runs `up` launches, and needs {', '.join(LAUNCH_OPERATIONS)}"
         yield Check("disk key", f"{what} encrypted with your key {key}: {needs}", "warning")
         return
-    key = str(metadata["Arn"])  # an alias, which the account may have chosen, is refused below
+    key = str(metadata["Arn"])  # the account's default may be an alias, which is refused below
     grants = [_as_statement(grant) for grant in pages(kms, "list_grants", "Grants", KeyId=key)]
     policy = json.loads(kms.get_key_policy(KeyId=key, PolicyName="default")["Policy"]).get("Statement", [])
     for role in definition.fleet.market.roles:
@@ -228,7 +229,7 @@ def _key(what: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
         )
         if denied:
             fix = (
-                "Put its policy right, whose denials no grant outweighs: "
+                "Correct its policy, because no grant outweighs a denial in it: "
                 f"aws kms get-key-policy --region {region} --key-id {key} --policy-name default"
             )
         missing = ", ".join(each for each in LAUNCH_OPERATIONS if may[each] is False)
@@ -238,7 +239,7 @@ def _key(what: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
             )
             yield Check("disk key", found, "problem", fix)
         elif all(may.values()):
-            yield Check("disk key", f"{key} is yours, and {role} may use it")
+            yield Check("disk key", f"{key} is a customer key, and {role} may use it")
         else:
             unsure = ", ".join(each for each, answer in may.items() if not answer)
             found = f"{what} encrypted with your key {key}; cannot tell whether {role} may use it ({unsure})"
@@ -260,7 +261,7 @@ def _bucket_key(key: str, definition: StackDefinition, kms: Any) -> Check:
         for action in ("kms:Decrypt", "kms:GenerateDataKey")
     ]
     if all(delegated):
-        return Check("bucket key", f"{key} is yours, and its policy lets IAM policies decide who may use it")
+        return Check("bucket key", f"{key} is a customer key whose policy lets IAM policies decide who may use it")
     return Check(
         "bucket key",
         f"cannot tell whether nodes may use {key} for the bucket: its policy does not leave that to IAM",
@@ -299,7 +300,8 @@ def _as_statement(grant: dict[str, Any]) -> iam_policy.Statement:
 
 
 def inputs(definition: StackDefinition, s3: Any, ec2: Any, kms: Any) -> Iterator[Check]:
-    """Whether nodes can read what the definition expects below its s3:// prefixes, and whether its snapshot exists."""
+    """Whether nodes can read the files that the definition expects below its s3:// prefixes, and whether its snapshot
+    exists."""
     places = {
         "dataset": (definition.storage.dataset, DATASET),
         "base_weights": (definition.storage.base_weights, WEIGHTS),
@@ -349,7 +351,7 @@ def secrets(definition: StackDefinition, client: Callable[[str, str], Any]) -> I
         service, _, name = reference.partition(":")
         kept = _parameter(name, client("ssm", region)) if service == "ssm" else _secret(name, client(service, region))
         if kept is None:
-            fix = f"Put it there in {region}, or put job.secrets right."
+            fix = f"Create it in {region}, or correct job.secrets."
             yield Check("secret", f"{reference} does not exist", "problem", fix)
         elif kept and kept != own and not own.endswith(f"/{kept}"):
             found = f"{reference} is encrypted with {kept}: a node may decrypt with account.kms_key alone"
@@ -369,7 +371,8 @@ def _parameter(name: str, ssm: Any) -> str | None:
 
 
 def _secret(name: str, manager: Any) -> str | None:
-    """The customer key that encrypts a secret, as for _parameter; None also while the secret is being deleted."""
+    """The customer key that encrypts a secret, in the same form as for _parameter; None also while the secret is being
+    deleted."""
     secret = refusals.absent(lambda: manager.describe_secret(SecretId=name), "ResourceNotFoundException")
     if secret is None or secret.get("DeletedDate"):
         return None
@@ -385,7 +388,7 @@ def _prefix(key: str, place: str, listing: str, own: str | None, s3: Any, kms: A
     if listed is None:
         fix = f"Put storage.{key} right."
         if listing in (DATASET, WEIGHTS):
-            fix = f"Put storage.{key} right; what `gpufleet prepare` lists goes there whole, {listing} included."
+            fix = f"Correct storage.{key}; all files that `gpufleet prepare` lists must be there, {listing} included."
         return Check(key, f"{place}/{listing} is not there", "problem", fix)
     used = listed.get("SSEKMSKeyId")
     manager = _manager(used, kms) if used and used != own else "AWS"
@@ -401,7 +404,7 @@ def _prefix(key: str, place: str, listing: str, own: str | None, s3: Any, kms: A
 
 
 def _manager(key: str, kms: Any) -> str:
-    """Who manages a key: AWS or CUSTOMER. Empty if KMS does not say."""
+    """The manager of a key: AWS or CUSTOMER. Empty if KMS does not say."""
     try:
         return str(kms.describe_key(KeyId=key)["KeyMetadata"]["KeyManager"])
     except ClientError:

@@ -52,7 +52,7 @@ def _pinned(image: str, login: str | None = None) -> str:
         if "@" in image:
             return image
         raise AwsRefused(
-            f"{image}: its registry wants the login of job.registry; write its digest by hand: @sha256:..."
+            f"{image}: its registry needs the login of job.registry; write its digest by hand: @sha256:..."
         )
     tagged = image.partition("@")[0]
     return f"{tagged}@{registry.digest(tagged)}"
@@ -110,7 +110,8 @@ def _image(name: str, definition: StackDefinition, sts: Any) -> Iterator[Check]:
         pinned = "@" in name
         yield Check(
             "image",
-            f"{name.partition('@')[0]} is behind job.registry's login, which nodes alone read: not looked for",
+            f"{name.partition('@')[0]} is behind job.registry's login, which only nodes can read, so it was not "
+            "checked",
             "warning" if pinned else "problem",
             "" if pinned else "Write its digest by hand: @sha256:...",
         )
@@ -122,7 +123,7 @@ def _image(name: str, definition: StackDefinition, sts: Any) -> Iterator[Check]:
         return
     private = ecr.repository(name)
     if "@" in name:
-        how = "is there, and a node logs in by its role" if private else "can be pulled without a login"
+        how = "exists, and a node logs in by its role" if private else "can be pulled without a login"
         yield Check("image", f"{name.partition('@')[0]} at {found[:19]}... {how}")
     else:
         yield Check(
@@ -134,16 +135,17 @@ def _image(name: str, definition: StackDefinition, sts: Any) -> Iterator[Check]:
     if private and private.account != (own := sts.get_caller_identity()["Account"]):
         yield Check(
             "image",
-            f"{private.name} is of account {private.account}; whether nodes of {own} may pull it is not seen",
+            f"{private.name} is of account {private.account}; gpufleet cannot see whether nodes of {own} may pull it",
             "warning",
-            f"There, the repository's policy must allow {own} ecr:BatchGetImage and ecr:GetDownloadUrlForLayer.",
+            f"In that account, the repository's policy must allow {own} ecr:BatchGetImage and "
+            "ecr:GetDownloadUrlForLayer.",
         )
     if abroad := ecr.abroad(name, definition.fleet.region):
         yield Check("image", abroad, "warning")
 
 
 def readiness(definition: StackDefinition, root: Path) -> Iterator[Check]:
-    """What else `up` needs before it starts; AMI and image have their own checks."""
+    """The check of everything else that `up` needs before it starts; AMI and image have checks of their own."""
     for sentence in [*map(str, code_problems(definition, root)), *not_ready(definition, root)]:
         if sentence.startswith("storage.") or ".code." in sentence:
             found, _, fix = sentence.partition(": ")

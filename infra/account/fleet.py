@@ -1,4 +1,4 @@
-"""A run's fleets and nodes: which exist, and what a fleet may still launch."""
+"""Finds a run's fleets and nodes, and decides what a fleet may still launch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpufleet.job.contract.reading import epoch
 
 ENDED = ("deleted", "deleted_running", "deleted_terminating")  # states in which a fleet launches nothing more
 GONE = ("shutting-down", "terminated")  # states of an instance
-NO_FLEET = ("InvalidFleetId.NotFound", "InvalidFleetIdNotFound")  # codes of an answer
+NO_FLEET = ("InvalidFleetId.NotFound", "InvalidFleetIdNotFound")  # error codes in AWS's answers
 ENDING_S = 300.0  # how long after done.json a node may take to end its fleet
 
 
@@ -78,7 +78,8 @@ def wants(fleet: dict[str, Any]) -> int:
 
 
 def is_over(fleet: dict[str, Any], now: datetime) -> bool:
-    """Whether the fleet can never launch again. A fleet whose target is 0 can, when its target is raised."""
+    """Whether the fleet can never launch again. A fleet whose target is 0 can launch again when its target is
+    raised."""
     return fleet["FleetState"] in ENDED or has_expired(fleet, now)
 
 
@@ -88,8 +89,8 @@ def why_needless(fleet: dict[str, Any], done: Done, now: datetime) -> str:
     if (at is not None and now.timestamp() - at <= ENDING_S) or not may_launch(fleet, now):
         return ""
     return (
-        f"fleet {fleet['FleetId']} still launches nodes, each billed until it finds that the run is over: they may "
-        "not delete it. End it:"
+        f"fleet {fleet['FleetId']} still launches nodes, each billed until it sees that the run is over, and none may "
+        "delete the fleet. End it:"
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether policy statements allow one request, by IAM's rules as far as they are certain.
+"""Decides whether policy statements allow one request, by IAM's rules as far as they are certain.
 
 There are three answers: True, False, and None for *cannot tell*. None means that a condition depends on something
 unknown, or uses an operator that is not implemented here. IAM's simulator cannot answer for a service-linked role: it

@@ -1,8 +1,8 @@
-"""What a stack has left in the account: what each resource is, what it costs, and how it is removed. Reads only.
+"""Lists the leftovers of a stack in the account: each resource, its cost, and the way to remove it. Reads only.
 
 Tags alone are not enough, because a maintained fleet tags neither its spot nodes' disks nor their network interfaces.
-So this follows instances to their disks, and the VPC to what is in it. What lies in the stack's VPC is the stack's,
-whatever owner its tag names. It looks in the definition's region.
+So the module follows instances to their disks, and the VPC to its contents. Everything in the stack's VPC counts as the
+stack's, whatever owner its tag names. The module looks only in the definition's region.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ class Left:
     id: str
     note: str = ""
     usd_per_month: Decimal = Decimal(0)
-    asked_for: bool = False  # the definition keeps it
-    ours: bool = True  # False: it looks like ours, but nothing proves it
-    foreign: bool = False  # somebody else's thing in the stack's VPC; the VPC cannot be deleted before it
-    # How to remove it; empty when it goes with something else, or is going already.
+    asked_for: bool = False  # whether the definition keeps the resource
+    ours: bool = True  # False: the resource looks like the stack's, but nothing proves it
+    # whether it belongs to somebody else but is in the stack's VPC, which cannot be deleted before it
+    foreign: bool = False
+    # How to remove the resource; empty if it is removed with another one, or is being removed already.
     steps: tuple[removal.Step, ...] = ()
-    owner: str = ""  # the owner in its tag, when that is not the definition's
-    launches: bool = False  # it costs nothing now but may launch a node at any time
-    unseen: bool = False  # AWS does not show it; its id or note has AWS's answer
+    owner: str = ""  # the owner in the resource's tag, if it is not the definition's owner
+    launches: bool = False  # whether it costs nothing now but may launch a node at any time
+    unseen: bool = False  # whether AWS does not show it; its id or note has AWS's answer
 
     @property
     def bills(self) -> bool:
@@ -52,19 +53,19 @@ class Left:
 
     @property
     def unwanted(self) -> bool:
-        """Whether the thing belongs to the stack, and the definition does not keep it."""
+        """Whether the resource belongs to the stack, and the definition does not keep it."""
         return self.ours and not (self.asked_for or self.foreign or self.owner or self.unseen)
 
 
 def look(definition: StackDefinition, client: Callable[[str, str], Any], now: datetime) -> Iterator[Left]:
-    """Everything found: the dearest kinds first, the network's parts in the order in which AWS deletes them, and last
-    what AWS did not show. A missing right must not hide a node that runs.
+    """All leftovers: the dearest kinds first, the network's parts in the order in which AWS lets them be deleted, and
+    last the kinds that AWS did not show. A missing right must not hide a running node.
     """
     region, unseen = definition.fleet.region, list[Left]()
     ec2 = client("ec2", region)
 
     def collect_visible(what: str, part: Callable[[], Iterable[_T]]) -> list[_T]:
-        """What `part` yields, as far as AWS allows. A refusal goes into `unseen`."""
+        """The leftovers that `part` yields, as far as AWS allows the requests. A refusal is added to `unseen`."""
         visible = list[_T]()
         try:
             visible.extend(part())
@@ -109,8 +110,8 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
 class _Within:
     """Decides to whom a fleet or a node belongs."""
 
-    vpcs: frozenset[str]  # of the stack and of the file's owner
-    subnets: dict[str, str]  # of the stack's VPCs, with the VPC of each
+    vpcs: frozenset[str]  # tags of the stack and of the file's owner
+    subnets: dict[str, str]  # subnets of the stack's VPCs, with the VPC of each
     definition: StackDefinition
 
     def owner_of_fleet(self, fleet: dict[str, Any]) -> str:
@@ -144,12 +145,12 @@ def _instances(nodes: list[dict[str, Any]], within: _Within) -> Iterator[Left]:
     region = within.definition.fleet.region
     for node in nodes:
         state = node["State"]["Name"]
-        in_block = node.get("InstanceLifecycle") == "capacity-block"  # which is paid for
+        in_block = node.get("InstanceLifecycle") == "capacity-block"  # a block, which is already paid
         free = in_block or state in ("stopped", "shutting-down")
         hourly = Decimal(0) if free else _hourly(node["InstanceType"], region)
         address = _price("public_ipv4", region) if node.get("PublicIpAddress") else Decimal(0)
         end = removal.ec2("terminate_instances", InstanceIds=[node["InstanceId"]])
-        price = "its block is paid for" if in_block else "at the on-demand price"
+        price = "its block is already paid" if in_block else "at the on-demand price"
         yield Left(
             kind="instance",
             id=node["InstanceId"],
@@ -303,22 +304,22 @@ class _Part(NamedTuple):
     """One kind of network resource."""
 
     kind: str
-    name: str  # in describe_NAMEs and delete_NAME
-    key: str  # of the answer
+    name: str  # the name in describe_NAMEs and delete_NAME
+    key: str  # the key of the list in AWS's answer
     id: str
-    by_vpc: str = ""  # the filter by VPC; empty for what is in none
+    by_vpc: str = ""  # the filter by VPC; empty for kinds that are in no VPC
 
     @property
     def describe(self) -> str:
         return f"describe_{self.name}s"
 
     def step(self, identifier: str) -> removal.Step:
-        if self.name == "vpc_endpoint":  # VPC endpoints have no such call
+        if self.name == "vpc_endpoint":  # VPC endpoints have no call of this form
             return removal.ec2("delete_vpc_endpoints", VpcEndpointIds=[identifier])
         return removal.ec2(f"delete_{self.name}", **{self.id: identifier})
 
 
-_PARTS = (  # in the order in which AWS lets them be deleted
+_PARTS = (  # kinds in the order in which AWS lets them be deleted
     _Part("launch template", "launch_template", "LaunchTemplates", "LaunchTemplateId"),
     _Part("VPC endpoint", "vpc_endpoint", "VpcEndpoints", "VpcEndpointId", "vpc-id"),
     _Part("network interface", "network_interface", "NetworkInterfaces", "NetworkInterfaceId", "vpc-id"),
@@ -342,7 +343,8 @@ def _network(ec2: Any, definition: StackDefinition, vpcs: list[dict[str, Any]], 
             if item.get("State", "").lower() in ("deleting", "deleted") or _goes_with_its_vpc(item):
                 continue  # endpoints stay listed for a while
             attached = [each["VpcId"] for each in item.get("Attachments", [])]  # a gateway
-            node = (item.get("Attachment") or {}).get("InstanceId", "")  # of an interface, which bears no tag
+            # the instance of an interface, which has no tag itself
+            node = (item.get("Attachment") or {}).get("InstanceId", "")
             vpc = item.get("VpcId") or next(iter(attached), "")
             owner = owners[vpc] if vpc in owners else _other_owner(item, definition)
             mine = identifier in ours or node in nodes
@@ -366,7 +368,8 @@ def _resources_in(
 
 
 def _goes_with_its_vpc(item: dict[str, Any]) -> bool:
-    """Whether AWS made it with the VPC and deletes it with the VPC: its main route table or default security group."""
+    """Whether AWS made the resource with the VPC and deletes it with the VPC: the main route table and the default
+    security group."""
     return item.get("GroupName") == "default" or any(each.get("Main") for each in item.get("Associations", []))
 
 
@@ -390,7 +393,8 @@ def _profiles(iam: Any, definition: StackDefinition) -> Iterator[Left]:
         name = profile["InstanceProfileName"]
         if not name.startswith(name_prefix(definition.name)):
             continue
-        described = iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]  # lists leave the tags out
+        # the list does not contain the tags
+        described = iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]
         if aws.tags_of(described).get(STACK_TAG) == definition.name:
             of = {"InstanceProfileName": name}
             roles = [role["RoleName"] for role in described["Roles"]]

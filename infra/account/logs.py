@@ -1,4 +1,4 @@
-"""What the job prints, from CloudWatch while it runs, or from the copy in the bucket, for `gpufleet logs`."""
+"""Prints the job's output for `gpufleet logs`: from CloudWatch while the job runs, or from the copy in the bucket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpufleet.job.contract import bucket
 from gpufleet.job.contract.workdir import LOG
 
 POLL_S = 3.0
-GONE_POLLS = 20  # between two looks whether the run still has a fleet: S3 charges for listings
+GONE_POLLS = 20  # seconds between two checks whether the run still has a fleet, because S3 charges for listings
 LAST_S = 10.0  # after the end: docker's log driver sends every 5 s, and CloudWatch shows an event some seconds later
 
 
@@ -34,7 +34,7 @@ class Reader:
     since_ms: int = 0
 
     def print_all(self) -> int:
-        """Prints everything there is, oldest first. Raises AwsRefused when there is nothing."""
+        """Prints all lines, the oldest first. Raises AwsRefused if there are none."""
         if self._cloudwatch(self._group()) or self._bucket(LOG):
             return 0
         raise AwsRefused(self._silence())
@@ -81,12 +81,12 @@ class Reader:
             return str(no_run(self.s3, self.definition))
         if self._group() is None:
             return (
-                f"the stack of run {run} is destroyed, and its log group with it. `gpufleet results {name}` brings "
-                "what the run left in its bucket."
+                f"the stack of run {run} is destroyed, and its log group with it. `gpufleet results {name}` downloads "
+                "the run's files from its bucket."
             )
         return (
             f"run {run} has printed nothing yet. A node first boots, pulls the image and stages its data: "
-            f"`gpufleet status {name}` shows its progress, `gpufleet logs {name} --boot` what ended nodes did."
+            f"`gpufleet status {name}` shows its progress, `gpufleet logs {name} --boot` shows what ended nodes did."
         )
 
     def boot(self) -> int:
@@ -128,7 +128,7 @@ class Reader:
         return bool(self.seen)
 
     def _group(self) -> str | None:
-        """The stack's log group, of the file's owner where several people have it up."""
+        """The stack's log group; if several people have the stack up, that of the file's owner."""
         groups = find_log_groups(self.logs, self.definition.name)
         candidates = [
             (aws.owner_of(group) != self.definition.run.owner, str(group["logGroupName"])) for group in groups

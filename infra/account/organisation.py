@@ -42,7 +42,7 @@ def _misplaced(subnet: dict[str, Any] | None, vpc: str, zone: str) -> str:
 
 
 def _routes(tables: list[dict[str, Any]], subnet: str) -> list[dict[str, Any]]:
-    """The routes of the subnet's own route table, else those of the main one."""
+    """The routes of the subnet's own route table, else of the VPC's main route table."""
     for key, value in (("SubnetId", subnet), ("Main", True)):
         for table in tables:
             if any(each.get(key) == value for each in table["Associations"]):
@@ -59,7 +59,7 @@ def _way_out(subnet: dict[str, Any], routes: list[dict[str, Any]]) -> Check:
             "network",
             f"{name}: cannot tell how nodes reach S3, EC2, logs and the image's registry: it has no route out",
             "warning",
-            "Nodes need port 443 to all of these, through a gateway or endpoints; they know no proxy.",
+            "Nodes need port 443 to all of these, through a gateway or endpoints; they do not use a proxy.",
         )
     if str(out.get("GatewayId", "")).startswith("igw-"):
         if subnet["MapPublicIpOnLaunch"]:
@@ -85,7 +85,7 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
     """Whether the nodes' rights lie within the permissions boundary."""
     if (arn := definition.account.permissions_boundary) is None:
         return
-    # Here: the provider's SDK takes a second to import.
+    # Imported here, because the provider's SDK takes a second to import.
     from gpufleet.infra.program.resources.fallback import may_begin
     from gpufleet.infra.program.resources.identity import node_statements
     from gpufleet.infra.program.resources.machine import may_modify
@@ -123,7 +123,9 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
     refused, unsure = (sorted(name for name, answer in answers if answer is which) for which in (False, None))
     if refused:
         found = f"{arn} does not let a node {', '.join(refused)}"
-        fix = "Let the boundary allow what `gpufleet docs node` lists, or nodes fail or cannot end their fleet."
+        fix = (
+            "Let the boundary allow the rights in `gpufleet docs node`; otherwise nodes fail or cannot end their fleet."
+        )
         yield Check("boundary", found, "problem", fix)
     elif unsure:
         found = f"cannot tell whether {arn} lets a node {', '.join(unsure)}: it sets conditions that only AWS can judge"

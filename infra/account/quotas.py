@@ -1,4 +1,4 @@
-"""The checks of `gpufleet doctor` of Service Quotas: vCPUs of the fleet's types, and VPCs. Reads only.
+"""The checks of Service Quotas by `gpufleet doctor`: vCPUs of the fleet's types, and VPCs. Reads only.
 
 Codes: public tables (AWS documentation does not list them in one place), read 2026-11-21. The name of the P5 spot code
 was not confirmed, so `doctor` prints the name that AWS gives for each.
@@ -18,7 +18,7 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import Fleet, StackDefinition
 from gpufleet.infra.program.resources.tags import STACK_TAG
 
-TYPES_PER_CALL = 100  # DescribeInstanceTypes takes no more
+TYPES_PER_CALL = 100  # the most types that DescribeInstanceTypes accepts
 USERS_SHOWN = 3
 VPCS_PER_REGION = "L-F678F1CE"  # 5 by default; that of internet gateways goes with it (AWS General Reference)
 
@@ -31,7 +31,7 @@ class Need:
     types: tuple[str, ...]
     least: int  # vCPUs of the run's nodes when all are of the smallest of `types`
     vcpu: int  # vCPUs when all are of the largest
-    recommended: int  # with one more node: EC2 counts the vCPUs of a node for a while after its end
+    recommended: int  # vCPUs with one more node, because EC2 counts the vCPUs of a node for a while after its end
 
 
 _CODES = (  # family, and by market the quota that counts it; capacity blocks count apart
@@ -43,7 +43,7 @@ _CODES = (  # family, and by market the quota that counts it; capacity blocks co
 
 
 def quota_code(instance_type: str, capacity: str) -> str | None:
-    """The quota's code; None when it is not known (P6)."""
+    """The quota's code; None if the quota is not known (P6)."""
     for family, codes in _CODES:
         if re.match(rf"({family})[0-9a-z-]*\.", instance_type):
             return codes.get(capacity)
@@ -83,7 +83,7 @@ def vcpu_quotas(definition: StackDefinition, service_quotas: Any, ec2: Any = Non
         checks = [_quota(definition, need, others.get(need.code, {}), service_quotas) for need in needed]
         if all(check.state == "problem" for check in checks):
             yield from checks
-        else:  # one type that can launch is enough for a fleet
+        else:  # a fleet needs only one type that can launch
             for check in checks:
                 yield replace(check, state="warning") if check.state == "problem" else check
     for name in unknown:
@@ -169,6 +169,6 @@ def _quota(definition: StackDefinition, need: Need, others: dict[str, int], serv
         return Check("quota", f"{found}: the larger types cannot launch", "warning", fix)
     if free < need.recommended:
         worth = {2: "two"}.get(definition.nodes + 1, definition.nodes + 1)
-        why = f"; {worth} nodes' worth lets a replacement start while the old node still counts"
+        why = f"; {worth} nodes' vCPUs would let a replacement start while the old node still counts"
         return Check("quota", found + why, "warning", fix)
     return Check("quota", found)

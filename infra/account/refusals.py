@@ -1,4 +1,4 @@
-"""Turns an error of AWS, or of the connection to it, into a sentence: what was asked, why it failed, and what to do."""
+"""Turns an error of AWS, or of the connection to AWS, into a sentence: the request, why it failed, and what to do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SKEW = timedelta(minutes=5)  # AWS refuses a signature that is older or newer (
 
 
 def refusal(error: Exception) -> AwsRefused | None:
-    """The sentence for a botocore error: what was refused and what to do. None for any other error."""
+    """The sentence for a botocore error, with the refused request and what to do. None for any other error."""
     if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
         return AwsRefused(
             "there are no AWS credentials. Run `aws configure sso` or `aws configure`, or set AWS_PROFILE; "

@@ -1,4 +1,4 @@
-"""From an image's tag to its digest, without docker.
+"""Finds the digest of an image's tag, without docker.
 
 A private repository of Amazon ECR is asked by its own API, any other registry by HTTP (OCI distribution specification
 1.1) with an anonymous token, because a node has no login there.
@@ -91,8 +91,8 @@ def _ask(url: str, image: str, headers: dict[str, str]) -> HTTPMessage:
             raise _missing(image) from None
         if error.code == 429:
             raise AwsRefused(
-                f"the registry of {image} limits requests without a login (429). Try again later. Nodes may fail alike:"
-                " copy the image to a repository of your own, such as Amazon ECR."
+                f"the registry of {image} limits requests without a login (429). Try again later. Nodes may fail in "
+                "the same way: copy the image to a repository of your own, such as Amazon ECR."
             ) from None
         wants_login = error.code == 401 and not challenge.startswith("Bearer ")
         if wants_login or ("Authorization" in headers and error.code in (401, 403)):

@@ -1,5 +1,5 @@
-"""How a leftover is removed. Each step is written once and serves as a command for people and as a call of
-`sweep --delete`."""
+"""Describes how a leftover is removed. Each step is written once, and serves both as a command for people and as a call
+of `sweep --delete`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Call:
     """One call of AWS's API."""
 
     service: str
-    operation: str  # as boto3 has it: delete_vpc
+    operation: str  # the operation's name in boto3: delete_vpc
     arguments: Mapping[str, Any]
 
     @property
@@ -59,7 +59,8 @@ class Bucket:
 
     def do(self, client: Client) -> None:
         s3 = client("s3")
-        for page in s3.get_paginator("list_objects_v2").paginate(Bucket=self.name):  # at most 1000, as a deletion
+        # at most 1000 objects, the most that one deletion accepts
+        for page in s3.get_paginator("list_objects_v2").paginate(Bucket=self.name):
             if keys := [{"Key": item["Key"]} for item in page.get("Contents", [])]:
                 s3.delete_objects(Bucket=self.name, Delete={"Objects": keys, "Quiet": True})
         s3.delete_bucket(Bucket=self.name)

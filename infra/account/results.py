@@ -1,4 +1,4 @@
-"""Brings what a run left in its bucket to results/<stack>/<run>/, and keeps its receipt for later bills in
+"""Downloads a run's files from its bucket to results/<stack>/<run>/, and keeps its receipt for later bills in
 receipts/<stack>/.
 
 Transfer out of AWS costs money, so the price is printed first.
@@ -51,7 +51,7 @@ WEIGHTS = (".safetensors", ".pt", ".bin")  # other results are small, or are evi
 
 def keep(definition: StackDefinition, s3: Any, receipt: Path, root: Path) -> str:
     """Keeps the receipt of a run on AWS in the project and gives a sentence about it. A rehearsal's receipt is not
-    kept: it would spoil the score.
+    kept, because it would spoil the score.
     """
     host = urlsplit(s3.meta.endpoint_url).hostname or ""
     if not host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
@@ -120,7 +120,7 @@ def fetch(
             each.name.startswith(FINAL) for each in objects
         ):
             kept = f"s3://{folder.bucket}/{folder.run}/{CHECKPOINTS}"
-            say(f"It left no {FINAL} either: what it has trained, if anything, is in {kept}")
+            say(f"It left no {FINAL} either: its training, if there was any, is in {kept}")
         say(f"Complete for a run that ended with {reason}, which left no results.json. Its cost: {target / RECEIPT}")
         return 0
     if lacking:
@@ -133,7 +133,7 @@ def fetch(
             more = f"`gpufleet logs {again} --boot` says what its nodes did. Mend that; a new run.id begins anew"
         say(f"The run has no {' and no '.join(lacking)}: {state}. {more}.")
         return 1
-    say(f"Complete. What it cost against the estimate: {target / RECEIPT}")
+    say(f"Complete. Its cost beside the estimate: {target / RECEIPT}")
     return 0
 
 
@@ -150,7 +150,7 @@ def _late(
     whether its receipt could be made; the receipt is then in `target`.
     """
     done = done or cut_off(definition, folder.owner, objects, ec2, datetime.now(UTC))
-    if done is None:  # a receipt made earlier may be all there is
+    if done is None:  # an earlier receipt may be the only one
         return None, False
     before = earlier_receipt(target / RECEIPT)
     if before is None or before.at != done.at:  # the receipt is from an earlier run with this id
@@ -161,7 +161,7 @@ def _late(
     try:
         made = make_receipt(definition, folder, ec2, target, done, time.time(), before, say)
     except ValueError as error:
-        say(f"No receipt can be made of what the run left: {error}.")
+        say(f"No receipt can be made from the files of this run: {error}.")
         return done, False
     atomic.write_json(target / RECEIPT, made.to_json())
     say(receipt_text(made))
@@ -227,8 +227,8 @@ def cut_off(
     definition: StackDefinition, owner: str, objects: Iterable[StoredObject], ec2: Any, now: datetime
 ) -> Done | None:
     """The end of a run that has no done.json, when its owner has neither a node nor a fleet that launches; another
-    owner's run has its own bucket. The run ended when its nodes last wrote. There is no reason while the run may go on,
-    or if no node has begun it. None: Returns None if AWS does not say.
+    owner's run has its own bucket. The run ended when its nodes last wrote. The end has no reason while the run may go
+    on, or if no node has begun it. None: Returns None if AWS does not say.
     """
     written = [each.written for each in objects if each.name.startswith(SIGNS)]
     if not written:
@@ -254,8 +254,8 @@ def make_receipt(
     before: Receipt | None,
     say: Callable[[str], None],
 ) -> Receipt:
-    """Makes the receipt; run.json is in `target`, and `now` is in epoch seconds. `before` is a receipt made earlier for
-    this end: its facts about the fleet are kept, because AWS forgets them. Raises ValueError with the reason when it
+    """Makes the receipt; run.json is in `target`, and `now` is in epoch seconds. `before` is an earlier receipt for
+    this end. Its facts about the fleet are kept, because AWS forgets them. Raises ValueError with the reason when it
     cannot be made.
     """
     try:

@@ -1,4 +1,4 @@
-"""The rights that whoever runs `up`, `refresh` and `destroy` needs, and whether the caller has them.
+"""Lists the rights that a user needs for `up`, `refresh` and `destroy`, and checks whether the caller has them.
 
 For each resource type that the program declares, rights.csv lists the calls that the provider makes. AWS's policy
 simulator tells whether the caller may make them. It knows the organisation's policies and the caller's boundary, but
@@ -19,7 +19,7 @@ from gpufleet.infra.account.checks import Check
 from gpufleet.infra.definition.model import StackDefinition
 
 AT_ONCE = 50  # the most actions in one request
-COMMANDS = "gpufleet's own"  # in the column `when`: what gpufleet's commands ask beside it
+COMMANDS = "gpufleet's own"  # value of the column `when` for requests that gpufleet's commands make
 
 
 def declared(definition: StackDefinition) -> dict[str, list[str]]:
@@ -42,7 +42,7 @@ def needed(definition: StackDefinition) -> list[str]:
     """Every action that is needed, sorted."""
     actions = {action for each in declared(definition).values() for action in each}
     if definition.account.kms_key:
-        actions |= {"kms:Decrypt", "kms:GenerateDataKey"}  # of the bucket's objects
+        actions |= {"kms:Decrypt", "kms:GenerateDataKey"}  # for the encryption of the bucket's objects
     if definition.account.permissions_boundary:
         actions.add("iam:PutRolePermissionsBoundary")
     return sorted(actions)
@@ -54,7 +54,7 @@ def _rows() -> list[dict[str, str]]:
 
 
 def policy(definition: StackDefinition) -> str:
-    """An IAM policy with these actions and those of gpufleet's own commands, to give to whoever grants rights."""
+    """An IAM policy with these actions and those of gpufleet's own commands, for the person who grants rights."""
     (commands,) = (row["actions"] for row in _rows() if row["when"] == COMMANDS)
     statements = [
         {"Sid": sid, "Effect": "Allow", "Action": actions, "Resource": "*"}
@@ -72,7 +72,7 @@ def check(definition: StackDefinition, sts: Any, iam: Any) -> Iterator[Check]:
     if name.startswith("assumed-role/"):
         who = str(iam.get_role(RoleName=name.split("/")[1])["Role"]["Arn"])
     elif not name.startswith("user/"):
-        sentence = f"cannot tell whether {name} may do all that `up` does: AWS simulates users and roles alone"
+        sentence = f"cannot tell whether {name} may do all that `up` does: AWS simulates only users and roles"
         yield Check("rights", sentence, "warning")
         return
     context = {"aws:RequestedRegion": definition.fleet.region, "iam:PassedToService": "ec2.amazonaws.com"}
@@ -101,12 +101,13 @@ def check(definition: StackDefinition, sts: Any, iam: Any) -> Iterator[Check]:
                         resource == "*" or answer.get("MissingContextValues")
                     )
                     (unsure if open_ else missing).add(str(answer["EvalActionName"]))
-    fix = f"gpufleet doctor {definition.argument} --rights prints them all as a policy, for whoever grants them."
+    command = f"gpufleet doctor {definition.argument} --rights"
+    fix = f"{command} prints all of them as a policy, for the person who grants rights."
     if missing:
         sentence = f"`up` needs rights that {name} lacks: {', '.join(sorted(missing))}"
         yield Check("rights", sentence, "problem", fix)
     if unsure:
-        sentence = f"{name} lacks these, or has them on some resources or conditions alone: {', '.join(sorted(unsure))}"
+        sentence = f"{name} lacks these, or has them only for some resources or conditions: {', '.join(sorted(unsure))}"
         yield Check("rights", sentence, "warning", fix)
     if not missing | unsure:
         yield Check("rights", f"{name} may do all that `up` and `destroy` do")

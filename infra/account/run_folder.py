@@ -1,4 +1,4 @@
-"""A stack's buckets and log groups, found by name and tag, and the folder of a run in them with its objects."""
+"""Finds a stack's buckets and log groups by name and tag, and the folder of a run in them with its objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpufleet.job.contract import done as ends
 from gpufleet.job.contract.bucket import ASKED, DONE, GRAPHS, INPUTS
 from gpufleet.job.contract.done import Asked, Done
 
-NO_RUN = (INPUTS, GRAPHS)  # folders of a stack's bucket that are no run's
+NO_RUN = (INPUTS, GRAPHS)  # folders of a stack's bucket that belong to no run
 
 
 def name_prefix(stack: str) -> str:
@@ -37,7 +37,8 @@ def find_log_groups(logs: Any, stack: str) -> Iterator[dict[str, Any]]:
 class Buckets(NamedTuple):
     """The buckets whose names begin as the stack's do."""
 
-    ours: list[dict[str, Any]]  # with their tags, newest first: more than one when a kept one was left behind
+    # buckets with their tags, newest first; more than one if a kept bucket exists from before
+    ours: list[dict[str, Any]]
     closed: dict[str, AwsRefused]  # buckets whose tags cannot be read, with AWS's answer
     untagged: list[str]  # buckets without tags whose names look like the stack's
 
@@ -55,7 +56,7 @@ def find_buckets(s3: Any, stack: str) -> Buckets:
                 if not of_longer_name:
                     buckets.closed[name] = refusals.client_refusal(error)
                 continue
-            if refusals.code(error) == "NoSuchBucket":  # a deleted one stays listed for a while
+            if refusals.code(error) == "NoSuchBucket":  # a deleted bucket stays listed for a while
                 continue
             if refusals.code(error) != "NoSuchTagSet":
                 raise
@@ -85,7 +86,7 @@ class RunFolder:
     bucket: str
     run: str
     owner: str  # the owner in the bucket's tag
-    others: str = ""  # a sentence on where else there is a run of this name
+    others: str = ""  # a sentence that names other buckets with a run of this name
 
     def is_of(self, owner: str) -> bool:
         """Whether the run in the folder is `owner`'s, as far as can be known. When the owner's bucket is gone, the
@@ -141,7 +142,7 @@ def find_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:
         return None
     chosen, *others = sorted(holds, key=lambda bucket: owner_of(bucket) != run.owner)
     named = ", ".join(f"s3://{bucket['Name']}/{run.id}/ (owner {owner_of(bucket) or 'unknown'})" for bucket in others)
-    others_said = f"{named}; used is the newest of run.owner" if named else ""
+    others_said = f"{named}; this command uses the newest of run.owner" if named else ""
     return RunFolder(s3=s3, bucket=chosen["Name"], run=run.id, owner=owner_of(chosen), others=others_said)
 
 

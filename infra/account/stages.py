@@ -1,4 +1,4 @@
-"""A run in stages as its commands see it: which stage it is in, and one receipt of all."""
+"""Finds for the commands which stage a run is in, and makes one receipt of all stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gpufleet.job.contract.workdir import RECEIPT, RUN
 
 
 class StageSeen(NamedTuple):
-    """A stage, its folder in the bucket, and how it ended; None for what is not there."""
+    """A stage, its folder in the bucket, and how it ended; None if the folder or the end does not exist."""
 
     stage: StackDefinition
     folder: RunFolder | None
@@ -48,7 +48,7 @@ def begun(whole: StackDefinition, s3: Any) -> list[StackDefinition]:
 
 
 def report(whole: StackDefinition, ec2: Any, s3: Any, now: datetime, scheduler: Any = None) -> Iterator[str]:
-    """The report of the stage under way, or of the last one, with a line for each stage. Raises AwsRefused when the run
+    """The report of the current stage, or of the last one, with a line for each stage. Raises AwsRefused when the run
     has neither a fleet nor a folder.
     """
     seen = look(whole, s3)

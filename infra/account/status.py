@@ -1,4 +1,5 @@
-"""The state of a run, from its fleet and from what it has written to the bucket: the lines of `gpufleet status`."""
+"""Makes the lines of `gpufleet status`: the state of a run, from its fleet and from the files that it has written to
+the bucket."""
 
 from __future__ import annotations
 
@@ -38,9 +39,10 @@ from gpufleet.job.contract.receipt import network, parse, start_up
 from gpufleet.job.contract.workdir import RECEIPT
 from gpufleet.job.text import counted
 
-AWAY_S = 120.0  # one of several nodes counts as away when its last sign of life is older than this
+AWAY_S = 120.0  # one of several nodes counts as away if its last sign of life is older than this many seconds
 STALE_HEARTBEATS = 5  # the report warns after this many intervals without a heartbeat
-DETAILS = ("attempt", "bucket", "done", "gang", "gpu", "progress", "spent")  # of a report: not in its short form
+# lines of a report that its short form omits
+DETAILS = ("attempt", "bucket", "done", "gang", "gpu", "progress", "spent")
 
 
 def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, scheduler: Any = None) -> Iterator[str]:
@@ -62,7 +64,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, schedu
                 yield f"            and {other['FleetId']}, {market(other)}, {does}"
         elif other["FleetState"] not in ENDED:
             theirs = f"{other['FleetId']}, {other['FleetState']}, owner {aws.owner_of(other) or 'unknown'}"
-            shown = f"shown is the one of run.owner, {definition.run.owner}"
+            shown = f"this is the one of run.owner, {definition.run.owner}"
             if own and may_launch(other, now):
                 shown = f"a run has one: gpufleet wait {definition.argument} says how to end the other"
             yield f"            also {theirs}; {shown}"
@@ -73,7 +75,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, schedu
     if folder is None:
         yield "bucket      nothing written yet"
         return
-    whose = "" if folder.is_of(definition.run.owner) else f", owner {folder.owner}, whose run all below is of"
+    whose = "" if folder.is_of(definition.run.owner) else f", owner {folder.owner}, whose run all lines below describe"
     yield f"bucket      s3://{folder.bucket}/{run_id}/{whose}"
     if folder.others:
         yield f"            also {folder.others}, {definition.run.owner}"
@@ -92,7 +94,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, schedu
         why = "is at 0" if resting else f"has {len(nodes)} of {counted(wants(fleets[0]), 'node')} and replaces none"
         yield f"next        the fleet {why}: gpufleet wait {definition.argument} says how the run goes on"
     if ended and not done and not any(aws.owner_of(node) in ("", folder.owner) for node in nodes):
-        yield f"next        the run does not continue: gpufleet results {definition.run_argument} brings what it left"
+        yield f"next        the run does not continue: gpufleet results {definition.run_argument} downloads its files"
     if done:
         yield f"done        {done.reason}, {done.at}. {done.detail}".rstrip()
         after = "" if definition.is_earlier_run else f"; pulumi destroy; gpufleet sweep {definition.argument}"
@@ -103,8 +105,8 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, schedu
 
 
 def headline(lines: Sequence[str]) -> str:
-    """The answer that stands above a report's lines: how the run ended or what it is doing, and what it has spent."""
-    texts = {line[:12].strip(): line[12:] for line in reversed(lines[1:])}  # the first of each kind
+    """The headline above a report's lines: how the run ended or what it is doing, and the money spent."""
+    texts = {line[:12].strip(): line[12:] for line in reversed(lines[1:])}  # the first line of each kind
     state = texts.get("done") or texts.get("progress") or "a node runs, but has not reported yet"
     if texts["node"] == "none" and "done" not in texts:
         state = f"no node; last {texts['progress']}" if "progress" in texts else "no node"
@@ -190,8 +192,8 @@ def _attempts(folder: RunFolder, alive: set[str]) -> Iterator[str]:
 
 
 def _gang(folder: RunFolder, definition: StackDefinition, now: datetime) -> Generator[str, None, str]:
-    """Lines on which of several nodes train together, which ones wait, and since when. Returns the leading instance;
-    empty when there is none.
+    """Lines that say which of several nodes train together, which ones wait, and since when. Returns the leading
+    instance; empty when there is none.
     """
     made, waiting = dict[int, GangGeneration](), list[Presence]()
     for each in folder.objects(bucket.GANG):
@@ -256,7 +258,7 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
     if beat.gpu_util is not None or beat.xids:
         gpus = (("{:.0f} % used", beat.gpu_util), ("{:.1f} GB", beat.gpu_mem_gb), ("{:.0f} °C", beat.gpu_temp_c))
         parts = [form.format(value) for form, value in gpus if value is not None]
-        parts += [f"Xid {', '.join(map(str, beat.xids))} told by the driver"] if beat.xids else []
+        parts += [f"Xid {', '.join(map(str, beat.xids))} reported by the driver"] if beat.xids else []
         yield f"gpu         {', '.join(parts)}"
     yield f"spent       ${beat.spent_usd or 0:.4f} of ${definition.limits.max_usd}"
     if beat.ceiling_s:
@@ -264,7 +266,7 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
 
 
 def _goals(folder: RunFolder, definition: StackDefinition) -> Iterator[str]:
-    """What the run is meant to reach; once it has a receipt, with what it reached."""
+    """The goals of the run; if it has a receipt, with the reached figures."""
     texts = [goal_text(name, figure) for name, figure in definition.goal.wanted.items()]
     with suppress(reading.DoubtError):
         texts = [grade.text for grade in parse(folder.read(RECEIPT) or b"").goals]

@@ -35,13 +35,14 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, say: Call
     if not alive:
         raise AwsRefused(
             f"nothing to stop: there is no fleet of run {run} of {name} in {region} any more. "
-            f"`gpufleet results {again}` brings what the run left; `--run ID` names an earlier run."
+            f"`gpufleet results {again}` downloads the run's files; `--run ID` names an earlier run."
         )
     if not any(aws.owner_of(fleet) == owner for fleet in alive):
         others = ", ".join(sorted({aws.owner_of(fleet) or "nobody" for fleet in alive}))
         raise AwsRefused(
-            f"there is no fleet of owner {owner} for run {run} of {name} in {region}; there is one of {others}, whose "
-            f"file has to ask. `gpufleet status {again}` says what there is; `--run ID` names an earlier run."
+            f"there is no fleet of owner {owner} for run {run} of {name} in {region}; there is one of {others}, who "
+            f"must ask with their own file. `gpufleet status {again}` shows the state; `--run ID` names an earlier "
+            "run."
         )
     if folder is None or not folder.is_of(owner):  # a run of another owner is never stopped
         raise AwsRefused(
@@ -71,6 +72,6 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, say: Call
         say(f"No node runs and the fleet is at 0, so no node will act on it. {how}.")
     else:
         say(f"No node runs. The next one {looks}: it {later}, {ends}.")
-        say("Where that is not worth a node, `pulumi destroy` keeps what is in the bucket, if the file says so.")
+        say("If you do not want to pay for a node, run `pulumi destroy`: the bucket stays, if the file says so.")
     after = "" if definition.is_earlier_run else ", `pulumi destroy`"
     say(f"Next: `gpufleet logs {again} --follow`, `gpufleet results {again}`{after}.")

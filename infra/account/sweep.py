@@ -1,5 +1,5 @@
-"""Shows what is left over for `gpufleet sweep`, and removes it. Only things that carry the stack's tags and that the
-definition does not keep are deleted.
+"""Shows a stack's leftovers for `gpufleet sweep`, and removes them. Only things that carry the stack's tags and that
+the definition does not keep are deleted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gpufleet.infra.account.leftovers import Left
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.text import counted
 
-# Nodes take minutes to end, those of p5 the longest, and what they use cannot be deleted before.
+# Nodes take minutes to end, those of p5 the longest, and the resources that they use cannot be deleted before.
 TIMEOUT_S, POLL_S = 1800, 10
 # AWS's answers when something else still uses the resource, or is about to end.
 IN_USE = (
@@ -28,9 +28,9 @@ Found = Callable[[], list[Left]]
 def delete(
     found: Found, client: Callable[[str], Any], *, pause: Callable[[float], None], say: Callable[[str], None] = print
 ) -> None:
-    """Deletes what is unwanted, and looks again until nothing is left: some things end slowly, and a fleet may have
-    launched more. It prints what it deletes, and why anything stays. It gives up after TIMEOUT_S, or when AWS refuses
-    the rest and nothing that blocks it is ending.
+    """Deletes unwanted leftovers, and looks again until none is left, because some resources end slowly, and a fleet
+    may have launched more. It prints each deletion, and the reason why a resource stays. It gives up after TIMEOUT_S,
+    or when AWS refuses the rest and nothing that blocks it is ending.
     """
     gone, waited = set[tuple[str, str]](), 0.0
     while True:
@@ -51,7 +51,8 @@ def delete(
         if not unwanted:
             return
         ending = any(not each.steps for each in unwanted)
-        blocked = not ending and any(each.foreign and not each.owner for each in left)  # it does not end by itself
+        # the resource does not end by itself
+        blocked = not ending and any(each.foreign and not each.owner for each in left)
         freed = any(refusals.code(error) in IN_USE for error in refused.values()) and not blocked
         if waited >= TIMEOUT_S or not (progress or ending or freed):
             for what, why in refused.items():
@@ -70,7 +71,7 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
     unwanted, foreign = [left for left in mine if left.unwanted], [left for left in mine if left.foreign]
     billed, free = [left for left in unwanted if left.bills], [left for left in unwanted if not left.bills]
     for title, group in (
-        ("Not looked at, so it may be there and cost:", unseen),
+        ("Not looked at, so these may exist and cost money:", unseen),
         (f"Kept on purpose (storage.keep of {definition.source.name}):", [left for left in mine if left.asked_for]),
         ("Billed, and not kept by the definition:", billed),
         ("Still there, free of charge:", free),
@@ -79,7 +80,7 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
             " exist, and they may be billed. Ask whose they are:",
             foreign,
         ),
-        ("Perhaps this stack's: they have no tags:", [left for left in mine if not left.ours]),
+        ("Perhaps of this stack (these have no tags):", [left for left in mine if not left.ours]),
         (f"Of a stack of the same name and another owner than {definition.run.owner}: ask before removing it:", theirs),
     ):
         if group:
@@ -88,8 +89,8 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
                 yield from _lines(left, definition.fleet.region)
     if unwanted:
         yield (
-            "`pulumi destroy` removes what the stack knows of. The rest, and all of it where destroy cannot: the "
-            f"commands above, in their order, or `gpufleet sweep {definition.argument} --delete`."
+            "`pulumi destroy` removes the resources that the stack knows. For the rest, or if destroy cannot run, use "
+            f"the commands above in their order, or `gpufleet sweep {definition.argument} --delete`."
         )
     where = f"{definition.name} in {definition.fleet.region}"
     own = " of its own" if foreign else ""

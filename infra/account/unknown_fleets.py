@@ -1,4 +1,5 @@
-"""Fleets of a stack that are not in its Pulumi state: an `up` that was killed made them, and the engine forgot them.
+"""Finds fleets of a stack that are not in its Pulumi state: an `up` that was killed made them, and the engine forgot
+them.
 
 The whole program asks for them before anything is declared, with the shell's credentials. A component does not, because
 its provider may have other credentials. A second fleet of the run is refused: both would train it, and both would be
@@ -34,10 +35,10 @@ def look(
     """
     try:
         fleets = fleets_of(client("ec2", definition.fleet.region), definition, every_run=True)
-    except NoCredentialsError:  # the provider makes nothing either, and says so
+    except NoCredentialsError:  # without these credentials the provider makes nothing either, and says so
         return []
     except (ClientError, BotoCoreError) as error:
-        return [f"Whether there are fleets that this stack's state does not know of was not seen: {refusal(error)}"]
+        return [f"gpufleet could not check for fleets that this stack's state does not know: {refusal(error)}"]
     unknown = [
         fleet
         for fleet in fleets

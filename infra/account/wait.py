@@ -1,7 +1,7 @@
 """Waits for a node: `pulumi up` ends when AWS has accepted the fleet, not when it has a node.
 
 It reads the fleet's history, prints each new event once with what to do, and gives up at once when waiting cannot help.
-The last lines say what keeps the node away, in AWS's words where the cause is not known.
+The last lines say why there is no node, in AWS's words if the cause is not known.
 
 Sources: event names are those of the EC2 API's EventInformation (botocore 1.44.5); error names inside descriptions are
 the EC2 API's error codes, read 2026-11-25. That descriptions contain them, and in which words, comes from public
@@ -80,7 +80,7 @@ class WaitLoop:
                 return self._report_end(done)
             if ended or fleet["FleetState"] == "failed":
                 return self._no_more(fleet, fleet["FleetState"])
-            if stopped and not expired:
+            if stopped and not expired and not self.definition.before:  # the stage before may be handing on
                 self._resting(fleet)
                 return 1
             looking = launching if fleet in launching else [fleet]
@@ -129,9 +129,9 @@ class WaitLoop:
         """Warns of a second fleet: after a killed `up` the engine forgets what it made, and makes another."""
         run = self.definition.run.id
         self.say(
-            f"{len(fleets)} fleets of run {run} launch nodes, each billed. An `up` that was cut short leaves one "
-            "that the stack knows nothing of, and no destroy ends it: end all but the one that `pulumi stack output "
-            f"fleet_id` names. Or a second stack has this file up as run {run}: that one wants another run.id."
+            f"{len(fleets)} fleets of run {run} launch nodes, each billed. An `up` that was interrupted leaves a fleet "
+            "that the stack does not know, and no destroy ends it: end all but the one that `pulumi stack output "
+            f"fleet_id` names. Or a second stack has this file up as run {run}: it needs another run.id."
         )
         for fleet in fleets:
             made = f"{fleet['CreateTime']:%Y-%m-%d %H:%M:%S} UTC"
@@ -145,7 +145,7 @@ class WaitLoop:
         if replaces(fleet):
             active = self.ec2.describe_fleet_instances(FleetId=fleet["FleetId"])["ActiveInstances"]
             ids = [instance["InstanceId"] for instance in active]
-        else:  # that call takes no such argument
+        else:  # this call has no argument for paging
             ids = [each for launched in fleet.get("Instances", []) for each in launched["InstanceIds"]]
         return find_instances(self.ec2, [("instance-id", ids)]) if ids else []
 
@@ -168,7 +168,7 @@ class WaitLoop:
         for error in fleet.get("Errors", []):
             self.say(f"AWS says: {error['ErrorCode']}: {error['ErrorMessage']}")
         if fleet.get("Errors"):
-            self.say(f"`gpufleet doctor {self.definition.argument}` holds the block against the file.")
+            self.say(f"`gpufleet doctor {self.definition.argument}` compares the block with the file.")
         self.say(
             f"fleet {fleet['FleetId']} has {wants(fleet) - missing} of {counted(wants(fleet), 'node')}, and asks for no"
             " other. End it, and `pulumi up` launches all of them again while the block lasts; they go on from the last"
@@ -177,7 +177,7 @@ class WaitLoop:
         self.say(f"  {end_command(fleet, self.definition.fleet.region)}")
 
     def _for_nothing(self, fleet: dict[str, Any]) -> int:
-        """Whether the node that runs is useless: 1 when its run is over, as for the nodes before it, else 0. A node of
+        """1 if the running node is useless because its run is over, else 0. A node of
         another owner trains that owner's run.
         """
         done = self._read_done(self.definition.run.owner) if self._ours(fleet) else None
@@ -187,7 +187,7 @@ class WaitLoop:
         return 1 if needless else 0
 
     def _history(self, fleet: dict[str, Any]) -> None:
-        """Prints every new event, and collects what explains a missing node."""
+        """Prints every new event, and collects the events that explain a missing node."""
         asked = {"FleetId": fleet["FleetId"], "StartTime": fleet["CreateTime"]}
         for answer in pages(self.ec2.describe_fleet_history, **asked):
             for record in answer["HistoryRecords"]:
@@ -232,11 +232,11 @@ class WaitLoop:
         return 1
 
     def _resting(self, fleet: dict[str, Any]) -> None:
-        let_go = "nodes let go that waited for others, and within four hours all are asked for again; or "
+        let_go = "waiting nodes have ended, and within four hours AWS is asked for all nodes again; or "
         self.say(
             f"fleet {fleet['FleetId']} is at 0, and the run left no done marker: "
-            f"{let_go if self.definition.fleet.lets_go else ''}somebody has put it aside, or a node "
-            "could not reach the bucket. With this it goes on from its last checkpoint; a new run.id begins anew."
+            f"{let_go if self.definition.fleet.lets_go else ''}somebody has set its size to 0, or a node could not "
+            "reach the bucket. With this it goes on from its last checkpoint; a new run.id begins anew."
         )
         self.say(
             f"  aws ec2 modify-fleet --region {self.definition.fleet.region} --fleet-id {fleet['FleetId']} "
@@ -255,7 +255,7 @@ class WaitLoop:
         return 1
 
     def _keeps_away(self, reasons: list[Reason]) -> None:
-        """Prints what keeps the node away: `reasons`, events without a known cause, and that each start costs money."""
+        """Prints why there is no node: `reasons`, events without a known cause, and that each start costs money."""
         for reason in reasons:
             self.say(f"  - {reason.cause}. {reason.remedy}")
         for words in self.unexplained:
@@ -304,8 +304,8 @@ _RULES = {
         final=True,
     ),
     r"InvalidBlockDeviceMapping|smaller than (its )?snapshot": Reason(
-        cause="EC2 does not accept the disks: one is smaller than the snapshot that it is made from, say",
-        remedy="Put storage.root or storage.data right (`gpufleet doctor {stack}` compares them with AMI and "
+        cause="EC2 does not accept the disks: for example, one is smaller than its snapshot",
+        remedy="Correct storage.root or storage.data (`gpufleet doctor {stack}` compares them with AMI and "
         "snapshot), give run.id a new value, then `pulumi up`.",
         final=True,
     ),
@@ -328,8 +328,8 @@ _RULES = {
     ),
     r"Invalid IAM Instance Profile": Reason(
         cause="EC2 does not know the node's instance profile: it was made a moment ago, or somebody deleted it",
-        remedy="Wait: the fleet tries again by itself, some minutes later. If this is said then too, give run.id a new "
-        "value, then `pulumi up`: a fleet keeps the profile that it was made with.",
+        remedy="Wait: the fleet tries again by itself, some minutes later. If it fails again for this reason, give "
+        "run.id a new value, then `pulumi up`: a fleet keeps the profile with which it was made.",
     ),
     r"InvalidAMIID|image id|InvalidAMI|AMI .*not (exist|found|available)": Reason(
         cause="the AMI does not exist in {region}, or is no longer offered",
@@ -338,7 +338,7 @@ _RULES = {
     ),
     r"InvalidSnapshot": Reason(
         cause="the data volume's snapshot does not exist in {region}, or is not shared with this account",
-        remedy="Put storage.data.snapshot right, give run.id a new value, then `pulumi up`.",
+        remedy="Correct storage.data.snapshot, give run.id a new value, then `pulumi up`.",
         final=True,
     ),
     r"KMS|Client\.InternalError|InvalidKey": Reason(
@@ -367,7 +367,7 @@ _RULES = {
     ),
     r"UnauthorizedOperation|not authorized to perform": Reason(
         cause="a policy of the account or its organization forbids this launch",
-        remedy="Ask who keeps the account's policies; AWS's words above name the action.",
+        remedy="Ask the person who manages the account's policies; AWS's message above names the action.",
         final=True,
     ),
     r"spotFleetRequestConfigurationInvalid|allLaunchSpecsTemporarilyBlacklisted": Reason(

@@ -1,5 +1,5 @@
 """The bill in a dozen lines: what the run costs first, then its range as a picture, the charges that matter, and what
-to do before it is launched. infra.bill.table has all of it.
+to do before it is launched. infra.bill.table shows the whole bill.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LINES = 12
 CHARGES = 3  # the number of charges that get a line of their own
-SHARE = Decimal("0.05")  # a charge below this share of p50 gets no line of its own
+SHARE = Decimal("0.05")  # share of p50 below which a charge gets no line of its own
 _RUN = re.compile(r"(.*): run (`[^`]+`)\.")  # a warning that names its command
 
 
@@ -51,7 +51,7 @@ def answer(
 
 
 def headline(bill: Bill, fallbacks: Sequence[Fallback] = ()) -> str:
-    """What the run costs, how long it takes, on what, and where it stops."""
+    """One sentence about what the run costs, how long it takes, on which type, and where it stops."""
     side, cap = bill.chosen, bill.cap
     dearest = f", the dearest of {len(bill.types)} types," if len(bill.types) > 1 else ""
     late = "".join(each.in_brief for each in fallbacks)
@@ -78,7 +78,7 @@ def headline(bill: Bill, fallbacks: Sequence[Fallback] = ()) -> str:
 
 
 def picture(usd: Quantiles, most: Decimal | None) -> Iterator[str]:
-    """The range between nothing and the limit in characters: `[` stands at p10, `|` at p50, `]` at p90."""
+    """A picture of the range between 0 and the limit in characters: `[` is at p10, `|` at p50, `]` at p90."""
     end = max(usd.p90 * Decimal("1.1"), Decimal(most or 0))
     if end <= 0:
         return
@@ -98,7 +98,7 @@ def picture(usd: Quantiles, most: Decimal | None) -> Iterator[str]:
 
 
 def grouped(warnings: Iterable[str]) -> list[str]:
-    """What to do, one line for each command: two warnings that ask for the same command share a line."""
+    """The things to do, with one line for each command: two warnings that ask for the same command share a line."""
     reasons: dict[str, list[str]] = {}
     for warning in warnings:
         match = _RUN.fullmatch(warning)
@@ -134,8 +134,8 @@ def figures_within(values: Quantiles) -> tuple[str, str, str]:
 
 
 def amount_within(value: Decimal, within: Quantiles | None = None) -> str:
-    """The figure to three significant digits, or to the third digit of the range `within` which it stands, with cents
-    at most from 0.1 on; below that to two digits of the range.
+    """The figure as text. It has three significant digits, or the digits up to the third one of the range `within`
+    which it is; from 0.1 on at most cents, and below 0.1 two digits of the range.
     """
     span = abs(value) if within is None else max(within.p90 - within.p10, within.p90 / 100)
     if not span:

@@ -1,5 +1,5 @@
-"""The bill of one run, as data: what it costs if nothing interrupts it, what interruptions add, what it is likely to
-end at. infra.bill.estimate makes it, infra.bill.record writes it for programs, infra.bill.table for people.
+"""The bill of one run, as data: what the run costs without interruptions, what interruptions add, and the range of the
+sum. infra.bill.estimate makes it, infra.bill.record writes it for programs, infra.bill.table for people.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Cap:
 
     max_usd: Decimal
     max_hours: Decimal
-    probability: float  # that a limit stops the run before the work is done
+    probability: float  # probability that a limit stops the run before the work is done
     first: str  # the key of the limit that stops the run first
     at_hours: Decimal  # the node-hours at which that limit stops the run
-    deadline: Deadline | None = None  # shown only: no figure of the bill depends on the clock
+    deadline: Deadline | None = None  # only shown, because no figure of the bill depends on the clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class KeptStorage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chance:
-    """A goal before the run: the share of simulated runs that finish and meet it. None: only the run will tell."""
+    """A goal before the run: the share of simulated runs that finish and meet it. None if only the run can show it."""
 
     name: str
     wanted: Decimal
@@ -53,11 +53,11 @@ class Chance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bill:
-    """Everything that one may ask before spending money."""
+    """Everything that a user may ask about a run before spending money."""
 
     stack: str
     scenario: str  # the name of a scenario of the stack's file; empty: the file as it is
-    only_priced: str  # why this scenario cannot be run; empty when it can
+    only_priced: str  # why this scenario cannot be run; empty if it can
     run: str
     region: str
     zones: tuple[str, ...]  # names of the definition's zones
@@ -67,16 +67,18 @@ class Bill:
     hours: Quantiles
     spot: Side | None
     on_demand: Side | None
-    chosen: Side  # the side in the definition's own market
+    chosen: Side  # the figures for the definition's own market
     hazard: Decimal | None  # fixed by the definition; None = drawn per simulated run
-    chance: Hazard | None  # per node-hour, with its source; None if AWS takes no node
+    chance: Hazard | None  # hazard per node-hour, with its source; None if AWS takes no node
     cadence: BestInterval | None  # the checkpoint interval that costs least; None likewise
-    usd_at_hazard: tuple[tuple[str, float, Decimal], ...]  # (word, hazard per node-hour, mean USD); empty likewise
+    # (word, hazard per node-hour, mean USD); empty if AWS takes no node
+    usd_at_hazard: tuple[tuple[str, float, Decimal], ...]
     span_usd: Mapping[str, tuple[Decimal, Decimal]]  # (p10, p90) to finish when only `speed` or only `price` is unknown
     measured_usd: (
         Quantiles | None
     )  # the range to finish that a calibration would leave; None: there is a calibration, or the run has no end
-    break_even_hazard: float | None  # None: spot is cheaper at any hazard up to 10, or has nothing to compare with
+    # None if spot is cheaper at any hazard up to 10, or if there is no price to compare it with
+    break_even_hazard: float | None
     types: tuple[TypeCost, ...]  # every listed type, in the file's order
     fits: tuple[Fit, ...]
     notice: tuple[Notice, ...]
@@ -84,7 +86,7 @@ class Bill:
     kept: KeptStorage
     warnings: tuple[str, ...]
     prices_as_of: date  # the date of the oldest price in the lines
-    max_price_age_days: int  # from the definition; the bill warns of prices that are older
+    max_price_age_days: int  # from the definition: the bill warns of prices that are older than this number of days
     calibrated: bool
     goals: tuple[Chance, ...]  # the definition's
     buys: Quantiles | None  # hours of training that the limits pay for, if the file does not say how long the run is
@@ -97,5 +99,5 @@ class Bill:
 
     @property
     def title(self) -> str:
-        """The stack, and which of its scenarios."""
+        """The name of the stack, and of its scenario if it has one."""
         return f"{self.stack}, scenario {self.scenario}" if self.scenario else self.stack

@@ -1,4 +1,5 @@
-"""What a reader of the bill should doubt, one sentence each. They use no clock, so the bill is the same every day."""
+"""Collects the uncertain points of a bill, one sentence each. The sentences use no clock, so the bill is the same every
+day."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ from gpufleet.job.contract.aws import NOTICE_S
 from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.text import counted
 
-_IMAGE_AND_SYSTEM_GIB = 30  # what image and system take of the root disk: an assumption
+_IMAGE_AND_SYSTEM_GIB = 30  # space that image and system take on the root disk: an assumption
 _FREE_SHARE = Decimal("0.1")  # above this share of free node-hours, p50 falls while interruptions rise
 _EMPTY_SHARE = 0.05  # the bill warns when a larger share of a step's rows is empty
-_SPOILS = Decimal("1.25")  # the bill advises to leave out a zone that costs this many times the next dearest
+_SPOILS = Decimal("1.25")  # the bill advises against a zone that costs this many times as much as the next dearest
 _SPREAD = 2  # the bill warns when the dearest spot zone costs this many times the cheapest
 
 
@@ -82,7 +83,7 @@ def warnings(basis: BillBasis, bill: Bill) -> Iterator[str]:
 
 
 def _several(definition: StackDefinition, bill: Bill) -> Iterator[str]:
-    """Uncertainties of nodes that train together."""
+    """Warnings about the uncertainties of nodes that train together."""
     nodes, endless = definition.nodes, batch.is_endless(definition.job.parameters)
     if not endless and not bill.chosen.option.instance.has_efa(definition.fleet.cards):
         yield "nodes of this type have no EFA on these cards: they use TCP, whose speed nobody has measured"
@@ -97,7 +98,7 @@ def _speed(bill: Bill) -> tuple[float, float]:
 
 
 def cut_short(bill: Bill) -> str:
-    """A warning that limits.max_usd lets fewer than nine runs in ten end; empty when it lets more."""
+    """A warning that fewer than nine runs in ten end within limits.max_usd; empty if more do."""
     cap, needed = bill.cap, bill.chosen.metered_usd
     if cap is None or not needed.p50 <= cap.max_usd < needed.p90:
         return ""
@@ -133,7 +134,7 @@ def _leave_out(definition: StackDefinition, zones: Sequence[SpotPrice], prefix: 
     *others, high = zones
     if not others or high.price.amount < _SPOILS * others[-1].price.amount:
         return ""
-    kept = others[:1] if definition.fleet.is_gang else others  # a gang is in one zone
+    kept = others[:1] if definition.fleet.is_gang else others  # several nodes are always in one zone
     named = ", ".join(sorted(prefix + zone.zone for zone in kept))
     subnets = ", and account.vpc.subnets by these" if definition.account.vpc else ""
     return f". Without {prefix}{high.zone} that is {kept[-1].price.amount}: fleet.zones: [{named}]{subnets}"
@@ -147,8 +148,9 @@ def _free_hours(bill: Bill) -> Iterator[str]:
     node_hours = free_usd / side.price.amount
     if node_hours > _FREE_SHARE * side.needed_hours.p50 * side.exposure.nodes:
         yield (
-            f"p50 counts on AWS not charging {counted(round(node_hours, 1), 'node-hour')}, first hours that it"
-            f" interrupts; charged, p50 is {side.metered_usd.p50:.2f}"
+            f"The p50 assumes that AWS waives {counted(round(node_hours, 1), 'node-hour')} (it does not bill an "
+            "instance that it interrupts in its first hour). If AWS billed them, p50 would be "
+            f"{side.metered_usd.p50:.2f}"
         )
 
 
@@ -185,7 +187,7 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
             if high.price.amount >= _SPREAD * low.price.amount:
                 yield (
                     f"{option.type}: spot zones differ, {low.price.amount} ({low.zone}) to {high.price.amount}"
-                    f" ({high.zone}); the bill stands on the dearest{_leave_out(definition, offer.zones, prefix)}"
+                    f" ({high.zone}); the bill uses the dearest{_leave_out(definition, offer.zones, prefix)}"
                 )
             known = {zone.zone for zone in offer.zones}
             unknown = [prefix + zone for zone in definition.fleet.zone_ids if zone not in known]
@@ -197,4 +199,4 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[str]:
             if option.on_demand and high.price.amount >= option.on_demand.amount:
                 yield f"{option.type}: spot in {high.zone} costs as much as on demand"
     if len(bill.types) > 1 and definition.estimate.step_ms is not None:
-        yield "estimate.step_ms is taken for every listed type, though they differ in speed"
+        yield "estimate.step_ms is used for every listed type, although the types differ in speed"

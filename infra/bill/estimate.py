@@ -1,9 +1,9 @@
-"""From a definition and the catalog to the bill of its run.
+"""Computes the bill of a run from its definition and the catalog.
 
 The lines are exact and price the run without interruptions. One more line, `interruptions`, makes their sum the p50 of
 the simulation. That line can be negative: AWS does not charge a first hour that it interrupts, and a limit may end the
-run. (The table shows the limit's part on its own, and also what unknown speed, price and set-up add.) The only clock is
-`today`, which gives a spot price its age.
+run. (The table shows the limit's part separately, and also what unknown speed, price and set-up add.) The only date is
+`today`, from which the age of a spot price is counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def price(
     runs: int = simulation.RUNS,
     **known: Any,
 ) -> Bill:
-    """As `price_of`, on what is `known` of a BillBasis beside definition and catalog."""
+    """The bill as by `price_of`, from the data in the BillBasis `known`, with definition and catalog."""
     return price_of(BillBasis(definition, catalog, **known), not_ready=not_ready, runs=runs)
 
 
@@ -134,7 +134,7 @@ def _break_even(spot: Side | None, on_demand: Side | None) -> float | None:
 
 
 def _chances(definition: StackDefinition, chosen: Side) -> tuple[Chance, ...]:
-    """The chance of each goal, from the draws behind the bill's range."""
+    """The chance of each goal, from the simulated runs behind the bill's range."""
     runs, exposure = chosen.within, chosen.exposure
     drawn = {USD: float(chosen.total) + runs.usd - exposure.uninterrupted_usd, HOURS: runs.wall_hours}
     done = ~runs.stopped | batch.is_endless(definition.job.parameters)
@@ -162,7 +162,7 @@ def _cap(definition: StackDefinition, chosen: Side) -> Cap:
 
 
 def _kept_storage(definition: StackDefinition, catalog: Catalog) -> KeptStorage:
-    """What the run's own objects cost. Job archive and dataset are the stack's: a destroy deletes them."""
+    """The cost of the run's own objects. Job archive and dataset belong to the stack, and a destroy deletes them."""
     keep, nothing = definition.storage.keep, Decimal("0.0000")
     if not keep.bucket:
         return KeptStorage(

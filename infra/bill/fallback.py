@@ -1,9 +1,10 @@
-"""The price of a run with `fleet.fallback: on-demand`: on spot, and on demand once spot would miss the deadline.
+"""Prices a run with `fleet.fallback: on-demand`, which uses spot first and on demand as soon as spot would miss the
+deadline.
 
 The resources are declared with an hour of the switch, and the nodes move it later (job/supervisor/switch.py). The hour
 is the deadline minus the time for the stop, a start, the rest of the work on demand and a margin. The dollars assume
-that on-demand capacity is there at that hour. Nobody promises that, so the bill also shows the share of runs that would
-find none, by an assumption.
+that on-demand capacity is there at that hour. AWS does not promise that, so the bill also shows the share of runs that
+would find no capacity, by an assumption.
 """
 
 from __future__ import annotations
@@ -26,30 +27,30 @@ from gpufleet.job.contract.aws import SWITCH_MARGIN_S
 
 ON_DEMAND_MISSING = 0.05  # share of switches that find no on-demand capacity: assumed, without a public source
 
-SOONEST = timedelta(minutes=15)  # how long `up` may take until it makes the schedule, after its uploads
+SOONEST = timedelta(minutes=15)  # the time that `up` may take until it makes the schedule, after its uploads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fallback:
-    """What the fallback does to a run. Hours are by the clock from the run's first `up`, shares are of simulated runs,
-    and dollars are what it takes to finish.
+    """The effects of the fallback on a run. Hours are by the clock from the run's first `up`, shares are of simulated
+    runs, and dollars are the cost of finishing the work.
     """
 
     type: str  # the instance type that is launched on demand
-    hours_left: float  # to the deadline
+    hours_left: float  # hours to the deadline
     stop_h: float
-    start_h: float  # how long a node on demand takes to start
+    start_h: float  # hours that a node on demand takes to start
     margin_h: float
-    work_h: float  # hours that all of the work takes on demand
-    train_h: float  # the hours of training among them
-    switch_h: float  # when a run that has done nothing switches; work that is done moves it later
+    work_h: float  # hours that the whole work takes on demand
+    train_h: float  # the part of these hours for training
+    switch_h: float  # hours after which a run that has done no work switches; finished work moves the switch later
     usd: Quantiles
-    metered_usd: Quantiles  # as limits.max_usd counts it, a clean stop included
+    metered_usd: Quantiles  # USD as limits.max_usd counts them, including a clean stop
     wall_hours: Quantiles
     on_time: float
     switched: float
     missing: float  # share of runs that switch and find no on-demand capacity
-    paid_from_start: bool  # the limits pay for all of the work on demand
+    paid_from_start: bool  # whether the limits pay for the whole work on demand
     unpaid: float  # share of runs whose limits no longer pay for the rest when they would switch
 
     @property
@@ -58,7 +59,7 @@ class Fallback:
         return self.stop_h + self.start_h + self.work_h + self.margin_h
 
     def row(self) -> tuple[str, Quantiles]:
-        """The bill's third column: its name and its figures."""
+        """The third column of the bill's table: its name and its figures."""
         return f"USD on spot, on demand when late, {self.type}", self.usd
 
     @property
@@ -79,7 +80,7 @@ class Fallback:
 
     def to_json(self) -> dict[str, Any]:
         """Keys as documented in docs/bill.md."""
-        found: dict[str, Any] = plain(self, digits=20)  # all digits of a float
+        found: dict[str, Any] = plain(self, digits=20)  # 20 digits, which are all digits of a float
         return found
 
     def run_json(self) -> dict[str, Any]:
@@ -96,13 +97,13 @@ def price_fallbacks(definition: StackDefinition, bill: Bill, now: datetime) -> l
     left_h, spot, on_demand = definition.hours_left(now), bill.spot, bill.on_demand
     if not definition.fleet.market.stands_by or bill.only_priced or left_h is None or not (spot and on_demand):
         return []
-    from gpufleet.infra.risk.deadline import finished  # here: most bills have none
+    from gpufleet.infra.risk.deadline import finished  # imported here, because most bills have no fallback
 
     type_, sure, train_h = _launched(bill, on_demand)
     stop_h = max(spot.exposure.reserve_h, sure.reserve_h)
     by_h, work_h = left_h - stop_h, sure.phase_ends_h[-1]
     start_h = max(sure.setup_h, sure.restart_h)
-    margin_h = min(sure.interval_h, work_h) + SWITCH_MARGIN_S / 3600  # without checkpoints all of it is repeated
+    margin_h = min(sure.interval_h, work_h) + SWITCH_MARGIN_S / 3600  # without checkpoints all of the work is repeated
     switch_h = max(0.0, by_h - start_h - work_h - margin_h)
     most_usd, most_h = float(definition.limits.max_usd), float(definition.limits.max_hours)
     leave = simulation.PlannedEnd(by_h=switch_h + work_h, work_h=work_h)
@@ -166,12 +167,12 @@ def fallback_problems(definition: StackDefinition, bill: Bill, fallbacks: Iterab
     most = definition.limits.max_usd
     for usd in (each.metered_usd for each in fallbacks if most < each.metered_usd.p50):
         allowed = f"at least {enough(usd.p50)} USD with fleet.fallback: half of the simulated runs need"
-        hint = f"{enough(usd.p90)} suffices for nine in ten."
+        hint = f"{enough(usd.p90)} is enough for nine runs in ten."
         yield definition.problem("limits.max_usd", str(most), f"{allowed} that {AS_COUNTED}", hint)
 
 
 def switch_at(fallback: Fallback, deadline: datetime, now: datetime) -> datetime:
-    """The hour of the switch to declare, for a run that has done nothing. It is never before `up` can have made the
-    schedule, because AWS refuses an hour that has passed.
+    """The time of the switch that the program declares, for a run that has done nothing yet. It is never earlier than
+    `up` can make the schedule, because AWS refuses a time that has passed.
     """
     return max(deadline - timedelta(hours=fallback.needed_h), now + SOONEST).replace(microsecond=0)

@@ -1,7 +1,7 @@
 """Whether the job fits: GPU memory for each type and phase, host memory, and whether a save and its upload are done
 within AWS's notice.
 
-It names the nearest change that would fit, and changes nothing itself.
+The module names the nearest change that would fit, and changes nothing itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.kind.common import DEVICE_RESERVE_GB, Memory, Rung
 
 POLL_S = 5.0  # seconds between two looks of the supervisor
-_HOST_RESERVE_GB = 4.0  # operating system, container, trainer: assumption
+_HOST_RESERVE_GB = 4.0  # GB for operating system, container and trainer: an assumption
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +31,7 @@ class Fit:
     has_gb: float
     micro: int
     checkpointing: bool
+    memory: Memory | None = None  # the parts of `needs_gb`; None: not predicted
     why: str = ""
     nearest: str = ""
 
@@ -93,19 +94,21 @@ def notices(
                 save_s=_save_s(size_gb / scratch_rate(instance, root), phase.step_ms / 1e3, stop_s, runtime),
                 hash_s=size_gb / SHA256_GB_S,
                 upload_s=size_gb / upload_rate(instance, estimate),
-                saves=config.saves_on_signal is True,  # it counts as not saving until a rehearsal has shown it
+                # the command counts as not saving until a rehearsal has shown that it saves
+                saves=config.saves_on_signal is True,
             )
         )
     return times
 
 
 def _save_s(predicted_s: float, step_s: float, stop_s: float | None, runtime: Runtime) -> float:
-    """Seconds that a save on a notice takes after the step that is under way."""
+    """Seconds that a save on a notice takes after the current step."""
     return predicted_s if stop_s is None or len(runtime.phases) > 1 else max(0.0, stop_s - step_s)
 
 
 def scratch_gb(config: JobConfig) -> float:
-    """Local disk a run may need: best, last, last but one, one being written (x 1.2), exports and final weights."""
+    """GB of local disk that a run may need: the best, last and last but one checkpoint, one that is being written (x
+    1.2), exports and final weights."""
     exports = (*config.sizes().exports.values(), *config.sizes().final.values())
     largest = max(config.sizes().checkpoints[index] for index in range(len(config.phases())))
     return (largest * 4.2 + sum(exports)) / 1e9
@@ -125,6 +128,7 @@ def _fit(config: JobConfig, instance: Instance, index: int, whole: Rung | None, 
         has_gb=instance.gpu_memory_gb,
         micro=shown.micro,
         checkpointing=shown.checkpointing,
+        memory=needs,
         why=why,
         nearest=nearest() if why else "",
     )
@@ -152,7 +156,7 @@ def _misfit_reason(config: JobConfig, instance: Instance, index: int, rung: Rung
 
 
 def _narrower(config: JobConfig, instance: Instance) -> str:
-    """The narrow state as a change, if that is enough."""
+    """The change to the narrow state, if that is enough."""
     held = (each.setting for each in config.variants() if each.narrower and _holds(each.config, instance))
     return next(held, "")
 

@@ -1,8 +1,8 @@
-"""Whether the limits let a run end, on the dearest listed type and on every other. The bill checks max_usd and
-max_hours; the deadline is checked by callers that know the time.
+"""Checks whether a run can end within its limits, on the dearest listed type and on every other. The bill checks
+max_usd and max_hours; the deadline is checked by callers that know the time.
 
 The fleet may pick any listed type. The meter that stops a run also counts interrupted first hours, which AWS does not
-charge, and so do the dollars here.
+charge. The dollars in this module count them too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpufleet.infra.market.market import DEADLINE, WAITING_TIME
 from gpufleet.infra.risk.simulation import MINIMUM_H
 from gpufleet.job.kind import batch
 
-_HALF = "half of the simulated runs need that or more"
+_HALF = "half of the simulated runs need this or more"
 AS_COUNTED = "as limits.max_usd counts it"  # it includes interrupted first hours, which AWS does not charge
 
 
@@ -29,7 +29,7 @@ def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
     """A problem for each limit that is below p50 plus the reserve in which the job stops, and for each other listed
     type on which even an uninterrupted run passes a limit.
     """
-    if batch.is_endless(definition.job.parameters):  # it trains until a limit, whichever that is
+    if batch.is_endless(definition.job.parameters):  # such a run trains until a limit stops it, so no limit is too low
         yield from _first_save(definition, bill)
         return
     (stop_usd, stop_h), side = bill.chosen.reserve, bill.chosen
@@ -44,9 +44,9 @@ def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
     for path, written, limit, need, stop, unit in needs:
         if limit >= need.p50 + stop:
             continue
-        clean = f"{side.exposure.reserve_h * 3600:.0f} s for a clean stop included"
+        clean = f"including {side.exposure.reserve_h * 3600:.0f} s for a clean stop"
         allowed = f"at least {enough(need.p50 + stop)} {unit}, {clean}"
-        hint = f"{enough(need.p90 + stop)} suffices for nine in ten."
+        hint = f"{enough(need.p90 + stop)} is enough for nine runs in ten."
         hint = f"{hint} {_own(definition, path)}".strip()
         yield definition.problem(path, written, allowed, hint)
     yield from _types(definition, bill)
@@ -69,7 +69,7 @@ def _first_save(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
 
 
 def _own(definition: StackDefinition, key: str) -> str:
-    """How to give a scenario its own limit, as an addition to a message; empty if it has one."""
+    """How to give a scenario a limit of its own, as an addition to a message; empty if it has one."""
     path = f"scenarios.{definition.scenario}.{key}"
     if not definition.scenario or definition.problem(key, "", "").path == path:
         return ""
@@ -93,13 +93,14 @@ def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) ->
     slowest_type = max(needs, key=lambda type_: needs[type_])
     if needs[slowest_type] <= left_h:
         return []
-    need = f"at least the {needs[slowest_type]:.2f} hours that {slowest_type} needs uninterrupted and to stop in"
+    hours_needed = f"{needs[slowest_type]:.2f} hours that {slowest_type} needs"
+    need = f"at least the {hours_needed} without interruptions, including the stop"
     deadline = definition.limits.deadline
     if key != DEADLINE:
         return [definition.problem(key, *message) for message in definition.fleet.market.too_short(need, left_h, now)]
     assert deadline is not None
     first = due + timedelta(hours=needs[slowest_type] - left_h, minutes=1)
-    allowed = f"{need}, {first:%Y-%m-%dT%H:%MZ}; it is {left_h:.2f} hours from {_begin(definition, now)}"
+    allowed = f"{need}: {first:%Y-%m-%dT%H:%MZ} or later; this is {left_h:.2f} hours from {_begin(definition, now)}"
     hint = "Move it, or list faster types: `gpufleet compare` ranks them by it."
     return [definition.problem(key, deadline_text(deadline), allowed, hint)]
 
@@ -193,6 +194,6 @@ def _types(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
         ]
         if passed:
             needs = " and ".join(f"{needed} {unit} where {key} is {limit}" for key, limit, needed, unit in passed)
-            allowed = f"types on which the run can end within the limits; uninterrupted it needs {needs}"
+            allowed = f"types on which the run can end within the limits; without interruptions this one needs {needs}"
             raised = " and ".join(f"{key} to {needed} or more" for key, _, needed, _ in passed)
             yield definition.problem(options.listed(index), option.type, allowed, f"Remove it, or raise {raised}.")

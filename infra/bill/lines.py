@@ -18,17 +18,18 @@ from gpufleet.infra.definition.model import Disk, StackDefinition
 from gpufleet.job.contract.aws import MINIMUM_S
 from gpufleet.job.kind.common import PART_BYTES
 
-MONTH_H = Decimal(730)  # AWS bills months as hours of use; 730 = 365 x 24 / 12
+MONTH_H = Decimal(730)  # AWS bills a month's price by hours of use; 730 = 365 x 24 / 12
 CENT_100 = Decimal("0.0001")
 FREE_IOPS, FREE_MIBPS = 3000, 125  # included in every gp3 volume
 KEPT_CHECKPOINTS = 3  # best, last, last but one: at most three different ones; without evaluations there is no best
-SAVE_REQUESTS = 6  # per save, without the data's own: two small files, manifest, best.json, metrics, a listing
+# requests per save besides those for the data: two small files, manifest, best.json, metrics, a listing
+SAVE_REQUESTS = 6
 # The part size of `up`'s uploads: the provider's aws_s3_object keeps its SDK's 5 MiB (AWS SDK for Go v2, read 2026-11).
 INPUT_PART_BYTES = 5 * 1024 * 1024
 SMALL_FILES_GB = 0.02  # metrics, job log, reports, run.json, job archive together: assumption
 LOG_GB_PER_BOOT = 0.005  # boot and container log of one attempt: assumption
 LOG_LINE_BYTES = 250
-IMAGE_GB = 20  # the image that each boot pulls through the NAT gateway; 15 to 20 were measured
+IMAGE_GB = 20  # GB of the image that each boot pulls through the NAT gateway; 15 to 20 were measured
 UNKEPT_DAYS = 1  # a bucket that `destroy` deletes is assumed to live for a day
 
 # What AWS gives every account each month, by item (its price pages of EC2 data transfer and CloudWatch, read 2026-11).
@@ -40,12 +41,12 @@ NOT_PRICED = (
     "log storage and API calls (below a cent)",
     "checkpoints until newer ones replace them, and compiled graphs (cents)",
     "a dataset, weights or snapshot that exists already",
-    "what others add to the bucket",
+    "objects that other people add to the bucket",
 )
 
 
 # How the job's meter counts a line: compute at the price of each hour, hourly at its own rate for each node-hour, fixed
-# as billed. The kind alone decides that: the names of lines are for people.
+# as billed. Only the kind decides that; the names of lines are for people.
 Kind = Literal["compute", "hourly", "fixed", "interruptions"]
 
 
@@ -67,7 +68,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Charge:
-    """What a node costs per hour in addition to compute: `units` of `price` for each `hours`."""
+    """A charge of a node per hour in addition to compute: `units` of `price` for each `hours`."""
 
     name: str
     item: str
@@ -81,13 +82,13 @@ class Charge:
         return (self.units * self.price.amount / self.hours).quantize(Decimal("0.000001"))
 
     def line(self, node_hours: float) -> Line:
-        """The bill's line for so many node-hours."""
+        """The bill's line for this number of node-hours."""
         return line(self.name, self.units * (node_hours / float(self.hours)), self.price, "hourly", self.item)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredSizes:
-    """GB of what a run leaves in its bucket."""
+    """The GB that a run leaves in its bucket."""
 
     dataset: float  # including base weights that the stack uploads
     checkpoints: float
@@ -126,9 +127,10 @@ def account_discount(lines: Iterable[Line]) -> Decimal:
 
 
 def stored(definition: StackDefinition, dataset_bytes: int | None) -> StoredSizes:
-    """Upper bound of what lies in the bucket when the run has ended."""
+    """Upper bound of the data in the bucket when the run has ended."""
     config = definition.job.parameters
-    kept = max(  # of the phase that leaves most: one without optimizer steps saves nothing more than the one before
+    # of the phase that leaves most; a phase without optimizer steps saves nothing more than the phase before it
+    kept = max(
         (KEPT_CHECKPOINTS - (1 if phase.evaluations else 2)) * config.sizes().checkpoints[index]
         + config.sizes().phase_ends[index]
         for index, phase in enumerate(config.phases())
@@ -186,7 +188,7 @@ def bucket_lines(
     writes += held.dataset * 1e9 / INPUT_PART_BYTES
     writes += runtime.total_s / config.checkpoint.heartbeat_s * 3  # heartbeat, metrics, job log
     reads = (held.final + held.dataset) * 1e9 / PART_BYTES + 100
-    reads += runtime.total_s / config.checkpoint.heartbeat_s  # the look for a stop request
+    reads += runtime.total_s / config.checkpoint.heartbeat_s  # the request by which a node looks for stop.json
     steps = sum(phase.steps for phase in runtime.phases)
     logs_gb = LOG_GB_PER_BOOT + steps / config.log.every * LOG_LINE_BYTES / 1e9
 

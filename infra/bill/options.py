@@ -1,4 +1,4 @@
-"""The consequences of each listed instance type: whether the job fits, how long it takes, and the hourly price.
+"""Computes for each listed instance type whether the job fits, how long it takes, and the hourly price.
 
 The fleet may pick any listed type in any listed zone, so the bill prices the dearest one and shows all.
 """
@@ -21,24 +21,25 @@ from gpufleet.infra.market import COMPARED, WAYS
 from gpufleet.infra.market.market import Offer
 from gpufleet.infra.risk.hazard import Hazards
 
-Calibrations = Mapping[str, Calibration | RefusedCalibration]  # by instance type: evidence.calibration.find_all
+# calibrations by instance type, from evidence.calibration.find_all
+Calibrations = Mapping[str, Calibration | RefusedCalibration]
 
 
 @dataclass(frozen=True, slots=True)
 class BillBasis:
     """The data behind a bill: infra.bill.project.bill_basis finds them in a project."""
 
-    definition: StackDefinition  # with the counts of its prepared dataset
+    definition: StackDefinition  # the definition with the counts of its prepared dataset
     catalog: Catalog
     _: KW_ONLY
-    dataset_bytes: int | None = None  # None: not prepared, so the size is assumed
+    dataset_bytes: int | None = None  # None: the dataset is not prepared, so its size is assumed
     calibrations: Calibrations = field(default_factory=dict)
-    speeds: Speeds | None = None  # None: the shipped table's
+    speeds: Speeds | None = None  # None: the speeds of the shipped table
     hazards: Hazards = field(default_factory=dict)  # used if the definition fixes no hazard
     today: date | None = None  # the day for the age of prices; None: the day of the newest price
 
     def with_definition(self, definition: StackDefinition) -> BillBasis:
-        """This data, for another form of the work."""
+        """A copy of this data for another form of the work."""
         return replace(self, definition=definition)
 
     @property
@@ -49,19 +50,19 @@ class BillBasis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TypeCost:
-    """One listed instance type. `why` says what is missing when it cannot be priced."""
+    """One listed instance type. `why` says what is missing if the type cannot be priced."""
 
     type: str
     instance: Instance
     runtime: runtimes.Runtime | None
     fits: tuple[fit.Fit, ...]
     notices: tuple[fit.Notice, ...]
-    offers: Mapping[Capacity, Offer]  # for the definition's own market, and those that are compared
+    offers: Mapping[Capacity, Offer]  # prices in the definition's own market, and in the markets that are compared
     why: str
     untried: str = ""  # a sentence when nobody knows whether a command fits in the memory of the type's GPUs
 
     def hourly(self, capacity: Capacity) -> Price | None:
-        """The highest price per node-hour that the fleet can meet; None when it takes no node of that market."""
+        """The highest price per node-hour that the fleet can meet; None if it uses no node of that market."""
         return self.offers[capacity].hourly
 
     def likely(self, capacity: Capacity) -> Price | None:
@@ -120,7 +121,7 @@ def refuse(definition: StackDefinition, types: Sequence[TypeCost]) -> GpufleetEr
 
 
 def unpriced(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Problem]:
-    """One problem per listed type without a price or a known speed: the fleet could pick it."""
+    """One problem per listed type without a price or a known speed, because the fleet could pick that type."""
     allowed, capacity = "types with a known price and speed", definition.fleet.capacity
     if types and all(option.offers[capacity].left_out for option in types):
         reasons = "; ".join(option.offers[capacity].left_out for option in types)
@@ -139,7 +140,7 @@ def unpriced(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Pro
 
 
 def fit_problems(definition: StackDefinition, types: Sequence[TypeCost]) -> list[Problem]:
-    """One problem per listed type that does not hold every phase: the fleet could pick it."""
+    """One problem per listed type on which a phase does not fit, because the fleet could pick that type."""
     problems = []
     for index, option in enumerate(types):
         bad = [phase for phase in option.fits if not phase.fits]
@@ -150,11 +151,11 @@ def fit_problems(definition: StackDefinition, types: Sequence[TypeCost]) -> list
     return problems
 
 
-CEILING = "a price that a listed type has (a rule of policy.yaml may lower it)"
+CEILING = "a limit that the price of a listed type meets (a rule of policy.yaml may lower it)"
 
 
 def pools(definition: StackDefinition, catalog: Catalog, capacity: Capacity) -> tuple[tuple[str, str], ...]:
-    """Every (type, zone) that the fleet may launch. Those above limits.usd_per_hour are left out."""
+    """Every (type, zone) that the fleet may launch. Zones and types above limits.usd_per_hour are omitted."""
     fleet, ceiling, way = definition.fleet, definition.limits.usd_per_hour, WAYS[capacity]()
     return tuple(
         (type_, zone)
@@ -164,7 +165,7 @@ def pools(definition: StackDefinition, catalog: Catalog, capacity: Capacity) -> 
 
 
 def offers_of(definition: StackDefinition, catalog: Catalog, type_: str) -> dict[Capacity, Offer]:
-    """For each market, what a node of the type costs in the definition's region, in the zones that its fleet uses."""
+    """For each market, the price of a node of the type in the definition's region, in the zones that its fleet uses."""
     fleet, ceiling = definition.fleet, definition.limits.usd_per_hour
     ways = (*(WAYS[name]() for name in COMPARED), fleet.market)
     return {way.name: way.offer(catalog, type_, fleet, ceiling) for way in ways}
@@ -197,7 +198,7 @@ def type_cost(
     price = offers[market.name].price
     config = config.completed(hours=market.node_hours(limits.max_hours, limits.max_usd, price))
     ranks = config.ranks(instance.gpu_count, definition.nodes)
-    try:  # the other market's price may be missing: it is only a comparison
+    try:  # the price in the other market may be missing, because it is only a comparison
         market.require(catalog, type_, definition.fleet)
     except PriceMissing as missing:
         why.append(str(missing))

@@ -1,10 +1,11 @@
-"""How long a step of a user's own command takes on a node: the file's figure, a measured one, or a guess from these.
+"""Computes how long a step of a user's own command takes on a node: by the file's figure, a measured figure, or a guess
+from these.
 
-A figure holds for one kind and number of GPUs. For other nodes it is carried over:
+A figure holds for one kind and number of GPUs. For other nodes the figure is converted:
 
 - to other GPUs by the ratio that other code showed between the two (infra/evidence/speeds.py), if that is known;
-- to half as many GPUs as twice the time, to twice as many as half. Not every script gains so much, so the range is
-  wider on that side. A script whose batch grows with its GPUs needs fewer steps in proportion.
+- to half as many GPUs as twice the time, to twice as many as half. Not every script gains that much from more GPUs, so
+  the range is wider on that side. A script whose batch grows with its GPUs needs fewer steps in proportion.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class StepTime:
     guessed: bool = False  # whether the figure was measured on other GPUs and converted
 
     def carried_over(self, gpu: Gpu, gpus: int, speeds: Speeds) -> StepTime | None:
-        """The step time on `gpus` of another GPU. None when the peak of one of the two GPUs is not known."""
+        """The step time on `gpus` GPUs of another kind. None when the peak of one of the two GPUs is not known."""
         if (gpu, gpus) == (self.gpu, self.gpus):
             return self
         times, sigma = gpus / self.gpus, 0.0  # the speed relative to the stated number of GPUs
@@ -111,7 +112,8 @@ def _known(
 
     if stated is not None or counts == "seconds":
         step_ms, said = (SECOND_MS, f"{config.path}.work") if stated is None else (float(stated[0]), "estimate.step_ms")
-        bought = batch.is_endless(config)  # this many hours are as long on every type, and cannot be too few
+        # hours that the file declares take equally long on every type, and are never too few
+        bought = batch.is_endless(config)
         spread = (0.0, 0.0) if declared.hours is None else _spread(*declared.hours)
         if stated is not None:
             spread = unknown.STATED, unknown.STATED

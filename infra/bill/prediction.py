@@ -17,8 +17,8 @@ from gpufleet.job.kind.common import Say
 
 
 def predict(definition: StackDefinition, root: Path, now: datetime, say: Say) -> None:
-    """Prints what the run costs with this dataset, as the bill's first line does. Raises DefinitionError when p50 is
-    above a limit or the uninterrupted run misses the deadline; the dataset stays.
+    """Prints what the run costs with this dataset, in the words of the bill's first line. Raises DefinitionError when
+    p50 is above a limit or the uninterrupted run misses the deadline; the dataset stays.
     """
     bill = bill_of(definition, root, load_catalog(root, day=now.date()), today=now.date())
     for line in wrap(f"{bill.title}: {headline(bill)} The whole bill: `gpufleet cost {definition.argument}`"):

@@ -1,7 +1,8 @@
-"""The bill of a definition in this project: with its prepared dataset, calibrations, receipts, traces and prices.
+"""Makes the bill of a definition with the data of its project: prepared dataset, calibrations, receipts, traces and
+prices.
 
-Every command and the program make their bills here, so that all of them give the same figures. These values are for the
-bill alone: the run itself, and its identity, use the file as it is.
+Every command and the program make their bills here, so that all of them give the same figures. Only the bill uses these
+values: the run itself, and its identity, use the file as it is.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def bill_of(
 ) -> Bill:
     """The bill, with the data under `root`.
 
-    `hazards`: those learned already; `but`: traces to omit. Raises as price_of().
+    `hazards`: hazards that were learned already; `but`: traces to omit. Raises as price_of().
     """
     learned = learn(observations(root, but=but)) if hazards is None else hazards
     return price_of(replace(bill_basis(definition, root, catalog), hazards=learned, today=today), not_ready=not_ready)
@@ -47,7 +48,8 @@ def bill_basis(
     """The data in the folder `root` for this definition: the prepared dataset, and calibrations of the definition's
     types or of `types`. For a command every calibration counts, since steps on other types are guessed from it.
 
-    A scenario that is only priced and states the counts of its data keeps them: it describes no existing dataset.
+    A scenario that is only priced and states the counts of its data keeps them: these counts describe no existing
+    dataset.
     """
     dataset = None if definition.own_data and definition.variant.only_priced else prepared_dataset(definition, root)
     asked = catalog.instances if definition.job.parameters.told_speed else types
@@ -79,6 +81,6 @@ def _uploaded(definition: StackDefinition, root: Path) -> int | None:
     """Bytes of a command's inputs that are uploaded; None for a job that takes a dataset, and has none yet."""
     if definition.job.parameters.dataset_kind:
         return None
-    from gpufleet.infra.inputs import folders  # imported here: ready-made jobs have none
+    from gpufleet.infra.inputs import folders  # imported here, because ready-made jobs have no such inputs
 
     return folders.size(definition, root)

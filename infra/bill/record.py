@@ -1,4 +1,4 @@
-"""The bill as plain values: JSON for programs, stack outputs, and the parts of run.json that come from it.
+"""Writes the bill as plain values: JSON for programs, stack outputs, and the parts of run.json that come from the bill.
 
 Money and hours are decimal strings. Nothing depends on the clock: run.json holds these bytes.
 """
@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.fit import Fit
 from gpufleet.infra.bill.lines import NOT_PRICED, account_discount
 from gpufleet.infra.bill.side import Side
 from gpufleet.infra.risk.cadence import BestInterval
@@ -67,7 +68,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
             }
             for option in bill.types
         ],
-        "fits": [asdict(fit) | {"needs_gb": round(fit.needs_gb, 2)} for fit in bill.fits],
+        "fits": [asdict(fit) | {"needs_gb": round(fit.needs_gb, 2), "memory": _memory(fit)} for fit in bill.fits],
         "notice": [
             {
                 "type": notice.type,
@@ -97,8 +98,9 @@ def outputs(bill: Bill) -> dict[str, str]:
 
 
 def rates(bill: Bill) -> dict[str, Any]:
-    """Hourly prices of the types for the meter, which falls back to the on-demand price; a type without one meters at
-    spot. `gpus` is how many a node must have: one with fewer is refused.
+    """Hourly prices of the types for the meter, which falls back to the on-demand price; a type without an on-demand
+    price is metered at its spot price. `gpus` is the number of GPUs that a node must have; a node with fewer is
+    refused.
     """
     prices: dict[str, Any] = {}
     for option in bill.types:
@@ -121,7 +123,7 @@ def extras(bill: Bill) -> dict[str, Any]:
 
 
 def predicted(bill: Bill) -> list[dict[str, Any]]:
-    """What the job prints before its first step."""
+    """The prediction that the job prints before its first step."""
     memory = {fit.phase: fit.needs_gb for fit in bill.fits if fit.type == bill.chosen.type}
     return [
         {
@@ -134,14 +136,20 @@ def predicted(bill: Bill) -> list[dict[str, Any]]:
             "tokens_per_s": round(phase.tokens_per_s, 1),
             "mfu": None if phase.mfu is None else round(phase.mfu, 4),
             "memory_gb": round(memory[phase.name], 2),
+            "bound": phase.bound,
         }
         for phase in bill.chosen.runtime.phases
         if phase.steps
     ]
 
 
+def _memory(fit: Fit) -> dict[str, float] | None:
+    """GB per GPU of each part; None: not predicted."""
+    return None if fit.memory is None else {name: round(gb, 2) for name, gb in fit.memory.parts.items()}
+
+
 def _unknown(bill: Bill) -> dict[str, Any]:
-    """USD to finish when only one thing is unknown, for each thing: the parts of the range."""
+    """The parts of the range: USD to finish if only speed is unknown, only the price, and so on."""
     of = bill.chosen.exposure.unknown
     alone = {name: plain({"p10": low, "p90": high}) for name, (low, high) in bill.span_usd.items()}
     return {

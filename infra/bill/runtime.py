@@ -2,9 +2,9 @@
 
 A step is priced from the job's own shape: FLOP at the dense peak of the GPUs used plus optimizer traffic at their
 memory bandwidth (the roofline), divided by the share of it that such work reaches (infra/evidence/speeds.py); or from
-the definition's `estimate.step_ms`. Neither measures this job on this device, and the bill says so; a calibration does,
-and then evaluations, saves, the time between phases and the end are the measured ones too. If optimizer traffic is
-small, as in all ready-made jobs except tinystories-growth, that share is the MFU of a job in bf16.
+the definition's `estimate.step_ms`. Neither is a measurement of this job on this device, and the bill says so. A
+calibration is one; then the times of evaluations and saves, between phases and at the end are the measured ones too. If
+optimizer traffic is small, as in all ready-made jobs except tinystories-growth, that share is the MFU of a job in bf16.
 
 The constants are our own assumptions unless a source is named.
 """
@@ -27,13 +27,17 @@ from gpufleet.infra.risk import unknown
 from gpufleet.job.kind import JobConfig
 from gpufleet.job.kind.common import PhaseSize
 
-SETUP_MINUTES = {"g": 8.0, "p": 15.0}  # launch to first step by family: boot, image pull (15-20 GB: 4-6 min), staging
-SAVE_BLOCKS_S = 0.1  # per save, in addition to the copy; a 1.2 GB save on CPU blocked 0.35 s in all (measured, 2 cores)
-HOST_COPY_GB_S = 4.0  # device to host, PCIe 4.0 x8 shared with the step
+# minutes from launch to first step by family: boot, image pull (15-20 GB: 4-6 min), staging
+SETUP_MINUTES = {"g": 8.0, "p": 15.0}
+# seconds per save in addition to the copy; a 1.2 GB save on a CPU blocked training for 0.35 s in all (measured, 2
+# cores)
+SAVE_BLOCKS_S = 0.1
+HOST_COPY_GB_S = 4.0  # GB/s from device to host, over PCIe 4.0 x8 that the step uses too
 NVME_WRITE_GB_S = 1.0
 SHA256_GB_S = 1.4  # measured on one core
 UPLOAD_GB_S = 1.02  # 17.4 GB to S3 in 17 s, once, on g5.12xlarge; never above the type's sustained network
-# one token of every sequence at once in plain PyTorch: launch-bound; never faster than reading the weights
+# seconds to decode one token of every sequence at once in plain PyTorch, which kernel launches limit; never faster than
+# reading the weights
 DECODE_S = 0.02
 _STEP_MS = "estimate.step_ms, one figure per phase with optimizer steps"
 
@@ -55,10 +59,11 @@ class PhaseTime:
     steps: int
     step_ms: float
     limit_ms: float | None  # the roofline; None if a peak is not known
+    bound: str  # what takes most of a step by the data sheet; empty if a peak is not known
     tokens_per_s: float
     mfu: float | None  # useful FLOP over the dense bf16 peak of the GPUs used, also for fp32: as the job measures it
     saves: float  # checkpoints written: timed ones, at most one per evaluation, and the one at its end
-    counts_steps: bool  # False: each "step" is a second
+    counts_steps: bool  # False: a "step" stands for a second
     seconds: float  # steps, evaluations, samples, checkpoint stalls, growth before it, final upload after the last
 
 
@@ -67,14 +72,14 @@ class Runtime:
     """A run on one instance type, if nothing interrupts it."""
 
     phases: tuple[PhaseTime, ...]
-    ranks: int  # GPUs used, of all nodes
+    ranks: int  # number of GPUs used, over all nodes
     setup_s: float
     restart_s: float  # set-up of a replacement node, checkpoint download included
     evaluation_s: float
     stalls_s: float  # checkpoint stalls
     growth_s: float
     upload_s: float  # final save, hash and upload
-    held_s: float  # idle time at the end: a buffer, or a node that is kept longer than its work
+    held_s: float  # seconds of idle time at the end: a buffer, or a node that is kept longer than its work
     basis: str
     speed: SpeedBasis
     faster: float  # sigma of ln(actual/these hours of work), below the median
@@ -141,10 +146,11 @@ def hours(
     upload_s = written_s + last_gb / SHA256_GB_S + last_gb / upload_gb_s
 
     phases: list[PhaseTime] = []
-    launched: list[str] = []  # phases whose GPU waits for its host
+    launched: list[str] = []  # phases in which the GPU waits for the host
     evaluation_s = stalls_s = growth_s = 0.0
     for index, size in enumerate(sizes):
-        limit_ms = roofline.limit_ms(index, instance, config, ranks)
+        limits_ms = roofline.limits_ms(index, instance, config, ranks)
+        limit_ms = None if limits_ms is None else sum(limits_ms)
         seen = calibration.phase(size.name) if calibration else None
         last = index == len(sizes) - 1
         after = calibration.phase(sizes[index + 1].name) if calibration and not last else None
@@ -173,6 +179,7 @@ def hours(
                 steps=size.steps,
                 step_ms=step_ms if size.steps else 0.0,
                 limit_ms=limit_ms if size.steps else None,
+                bound=_bound(limits_ms, launch_ms, exchange_ms, share / size.slower) if size.steps else "",
                 tokens_per_s=size.tokens_per_step / step_ms * 1e3 if size.steps else 0.0,
                 mfu=None
                 if peak is None or config.device == "cpu" or not size.steps
@@ -303,6 +310,28 @@ def _step_ms(
     return roofline.with_exchange(max(limit_ms / share * sizes[index].slower, launch_ms), *exchange_ms)
 
 
+def _bound(
+    limits_ms: tuple[float, float] | None, launch_ms: float, exchange_ms: tuple[float, float], share: float
+) -> str:
+    """What takes most of a step whose GPUs reach `share` of their roofline; empty without one."""
+    if limits_ms is None:
+        return ""
+    compute_ms, traffic_ms = (part / share for part in limits_ms)
+    own_ms = max(compute_ms + traffic_ms, launch_ms)
+    waits_ms = roofline.with_exchange(own_ms, *exchange_ms) - own_ms
+    if launch_ms > compute_ms + traffic_ms:
+        compute_ms, traffic_ms = 0.0, 0.0
+    else:
+        launch_ms = 0.0
+    parts = {
+        "computation": compute_ms,
+        "memory bandwidth": traffic_ms,
+        "launches of its host": launch_ms,
+        "the exchange between GPUs": waits_ms,
+    }
+    return max(parts, key=lambda name: parts[name])
+
+
 def _save_s(
     config: JobConfig, size: PhaseSize, index: int, ranks: int, write_gb_s: float, seen: PhaseSpeed | None
 ) -> float:
@@ -329,7 +358,8 @@ def _beside_s(
     ended: bool,
 ) -> float:
     """Seconds of work other than steps: forward passes of evaluations and of whole-data passes, decoding, and other
-    work of the node's cores and GPUs. `ended`: all but evaluations is part of what was measured after the last step.
+    work of the node's cores and GPUs. With `ended`, all of this work except evaluations is part of the time that was
+    measured after the last step.
     """
     token_s = step_ms / 1e3 / size.tokens_per_step * size.forward_share
     evaluation_s = size.evaluation_s(step_ms / 1e3)

@@ -1,8 +1,8 @@
-"""Many runs under one budget: what a sweep costs.
+"""Computes what many runs under one budget cost together, for example a sweep.
 
-Each run has its own luck with interruptions and spot prices, so the range of a sum is narrower than the sum of the
-ranges. Speed is different: until somebody has measured it, all runs of one file may be slow alike. Both sums are given;
-use the second one for a budget until the job is calibrated.
+Interruptions and spot prices differ from run to run, so the range of a sum is narrower than the sum of the ranges.
+Speed is different: until somebody has measured it, all runs of one file may be equally slow. The module gives both
+sums; use the second one for a budget until the job is calibrated.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from gpufleet.job.text import counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackRuns:
-    """The runs of one file. `usd` has the dollars of each simulated run, as the limits cut it."""
+    """The runs of one file. `usd` has the dollars of each simulated run within the limits."""
 
     name: str
     times: int
     one: Quantiles
-    max_usd: Decimal  # of one run
+    max_usd: Decimal  # limit of one run
     usd: Floats
 
 
@@ -46,7 +46,7 @@ class Several:
 
     @property
     def independent(self) -> Quantiles:
-        """USD of all runs when each has its own luck."""
+        """USD of all runs if each run has random draws of its own."""
         luck = np.random.default_rng(0)
         total = np.zeros(simulation.RUNS)
         for part in self.parts:
@@ -56,7 +56,7 @@ class Several:
 
     @property
     def alike(self) -> Quantiles:
-        """USD of all runs when every run, of every file, has the same luck."""
+        """USD of all runs if every run, of every file, has the same random draws."""
         each = [part.one.times(part.times) for part in self.parts]
         p10, p50, p90, mean = (
             sum((getattr(one, name) for one in each), Decimal(0)) for name in ("p10", "p50", "p90", "mean")
@@ -65,7 +65,7 @@ class Several:
 
     @property
     def max_usd(self) -> Decimal:
-        """What the limits of all runs let them spend together."""
+        """The most that all runs may spend together within their limits."""
         return sum((part.times * part.max_usd for part in self.parts), Decimal(0))
 
     def lines(self) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""One side of the bill: the run on spot, or on demand, at the dearest type and zone the fleet may pick."""
+"""Prices one side of the bill: the run on spot, or on demand, on the dearest type and in the dearest zone that the
+fleet may pick."""
 
 from __future__ import annotations
 
@@ -74,13 +75,13 @@ class Prepared:
 class Side(Prepared):
     """A definition on one instance type, with the figures of its simulated runs."""
 
-    usd: Quantiles  # as the limits of the definition cut it
-    hours: Quantiles  # of each node
+    usd: Quantiles  # within the limits of the definition
+    hours: Quantiles  # hours of each node
     wall_hours: Quantiles  # including the waits for capacity
-    needed_usd: Quantiles  # without the limits: what it takes to finish
+    needed_usd: Quantiles  # without the limits: USD to finish the work
     needed_hours: Quantiles
     metered_usd: Quantiles  # needed_usd as the job's meter counts: interrupted first hours are not free
-    alone_usd: Quantiles  # needed_usd if nothing but interruptions differed from the lines
+    alone_usd: Quantiles  # needed_usd if only interruptions differed from the lines
     interruptions: Quantiles  # whole numbers, except the mean, which a few runs with a high hazard dominate
     probability_stopped: float  # the share of runs that a limit stops before the work is done
     within: simulation.SimulatedRuns = field(repr=False, compare=False)  # the simulated runs behind usd
@@ -209,7 +210,8 @@ def supposed(
     if measured:
         known = replace(side.exposure.unknown, faster=unknown.MEASURED, slower=unknown.MEASURED)
         exposures.append(replace(unlimited, unknown=known))
-    outcomes = simulation.simulate_each(exposures, runs=min(FEW, side.runs))  # all together, because this takes longest
+    # all simulations together, because they take longest
+    outcomes = simulation.simulate_each(exposures, runs=min(FEW, side.runs))
     usd = [_figures(outcome, side)[0] for outcome in outcomes]
     at_hazards = ((word, hazard, each.mean) for (word, hazard), each in zip(words, usd, strict=False))
     return tuple(at_hazards), usd[-1] if measured else None
@@ -313,8 +315,8 @@ def reserve_h(config: JobConfig, option: TypeCost) -> float:
 def _chance(definition: StackDefinition, option: TypeCost, hazards: Hazards) -> Hazard | float:
     """Interruptions per node-hour: the definition's figure, else what was learned about the type, else the prior.
 
-    What was learned about one zone is used only for a fleet of that zone alone. Any other fleet may get a zone without
-    history, so it gets the figure of the type.
+    The figure of one zone is used only for a fleet in that zone alone. Any other fleet may get a zone without history,
+    so the figure of the type is used for it.
     """
     fixed = definition.estimate.hazard_per_hour
     if fixed is not None:

@@ -1,8 +1,9 @@
-"""The bill of a run in stages: each stage's own with its range, their sum, and how the limits are shared.
+"""Makes the bill of a run in stages: the bill of each stage with its range, their sum, and each stage's share of the
+limits.
 
-A stage may use what the file's limits allow less what later stages need: the metered p50 of each and its clean stop. So
-no overrun of an early stage starves a later one; what an early stage saves, later ones may use. The node counts what
-earlier stages have really spent (job/contract/spent.py).
+A stage may use the file's limits minus the needs of later stages, which are the metered p50 and the clean stop of each.
+So an early stage that costs too much takes no money from a later one, and money that an early stage saves is for later
+ones. The node counts what earlier stages have really spent (job/contract/spent.py).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ Need = tuple[Decimal, Decimal]  # USD as the meter counts, and node-hours, of ha
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedBill:
-    """The bills of all stages. `launched`: each stage as it runs: its limits hold for it and all before it."""
+    """The bills of all stages. `launched` has each stage as it runs, with limits for the stage together with all stages
+    before it."""
 
     whole: StackDefinition
     launched: tuple[StackDefinition, ...]
@@ -40,7 +42,7 @@ class StagedBill:
 
     @property
     def usd(self) -> Quantiles:
-        """The whole run, each stage with its own luck."""
+        """USD of the whole run, if each stage has random draws of its own."""
         return self.together.independent
 
     @property
@@ -108,8 +110,8 @@ COLUMNS = (
 def price_stages(
     whole: StackDefinition, price: Callable[[StackDefinition], Bill], today: date
 ) -> tuple[StagedBill | None, list[Problem]]:
-    """The bill, and what refuses the definition; no bill where the limits do not pay for half of all runs. `price`
-    gives the bill of one stage. Raises as it does.
+    """The bill, and the problems that refuse the definition. There is no bill if the limits do not pay for half of all
+    runs. `price` gives the bill of one stage, and its errors are raised.
     """
     needs = [_need(price(each)) for each in whole.stages]
     if wrong := list(_too_low(whole, needs)):
@@ -135,7 +137,7 @@ def _total(needs: Sequence[Need]) -> Need:
 
 
 def _limited(stage: StackDefinition, whole: StackDefinition, kept: Need) -> StackDefinition:
-    """The stage within the file's limits less what is `kept`."""
+    """The stage with the file's limits minus the amounts `kept` for later stages."""
     usd, hours = whole.limits.max_usd - kept[0], whole.limits.max_hours - kept[1]
     return replace(stage, limits=replace(whole.limits, max_usd=usd, max_hours=hours))
 

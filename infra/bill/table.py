@@ -1,6 +1,6 @@
 """The bill as text for people: plain ASCII, at most 100 columns, one block for Pulumi's Diagnostics or a terminal.
 
-docs/bill.md says what each figure means; figures that are not here are in the JSON.
+docs/bill.md says what each figure means; figures that are not in the table are in the JSON.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from gpufleet.infra.show.sheet import Column, Sheet
 from gpufleet.infra.text import share, wrap
 from gpufleet.job.contract.aws import MINIMUM_S, NOTICE_S
 from gpufleet.job.contract.goal import goal_text
+from gpufleet.job.kind.common import DEVICE_RESERVE_GB
 from gpufleet.job.text import counted
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ def _lines(bill: Bill) -> Iterator[str]:
 
 
 def interruptions_usd(bill: Bill) -> Decimal:
-    """What interruptions add to a run that finishes. The bill's own line also counts runs that a limit stops."""
+    """The USD that interruptions add to a run that finishes. The bill's own line also counts runs that a limit
+    stops."""
     return bill.chosen.alone_usd.p50 - bill.chosen.total
 
 
@@ -108,7 +110,8 @@ def _totals(bill: Bill, fallbacks: Sequence[Fallback]) -> Iterator[str]:
     if within:
         rows.append(figures("USD to finish, were there no limit", chosen.needed_usd))
     rows += _parts(bill)
-    # Its mean depends on a few runs that hardly get beyond a first hour: a million runs give another one than 10,000.
+    # The mean is not shown, because it depends on a few runs that hardly get beyond a first hour: it differs between a
+    # million runs and 10,000.
     counted_usd = (*figures(f"USD {AS_COUNTED}", chosen.metered_usd)[:4], "-")
     beside = bill.cap is not None and counted_usd[2:4] != figures("", chosen.needed_usd)[2:4]
     if beside:
@@ -152,7 +155,7 @@ def _limits_note(bill: Bill) -> str:
 
 
 def figures(name: str, values: Quantiles, digits: int | None = None) -> tuple[str, ...]:
-    """A row of QUANTILES, dollars or hours. `digits`: decimals; None: as many as it takes."""
+    """A row with QUANTILES of dollars or hours. `digits`: number of decimals; None: as many as the figure needs."""
     digits = (2 if values.p90 >= Decimal("0.1") else 4) if digits is None else digits
     return name, *(f"{value:.{digits}f}" for value in (values.p10, values.p50, values.p90, values.mean))
 
@@ -218,7 +221,11 @@ def _phases(bill: Bill) -> Iterator[str]:
         Column("save + upload", of=lambda fit: _notice(notices.get((fit.type, fit.phase)))),
     )
     yield from Sheet.build(columns, bill.fits).text()
+    for fit in bill.fits:
+        if fit.type == bill.chosen.type and (text := _held_by(fit, times.get((fit.type, fit.phase)))):
+            yield from wrap(text)
     yield from wrap(_setup_and_idle(bill))
+    yield from wrap(_trained(bill))
     for fit in bill.fits:
         if not fit.fits:
             yield from wrap(f"{fit.type}, phase {fit.phase} does not fit: {fit.why}. Nearest: {fit.nearest}.")
@@ -238,6 +245,32 @@ def _memory(fit: Fit) -> str:
     if not fit.needs_gb:
         return "not predicted" if fit.fits else "NO"
     return f"{fit.needs_gb:.1f} of {fit.has_gb:g} GB" + ("" if fit.fits else " NO")
+
+
+def _held_by(fit: Fit, time: PhaseTime | None) -> str:
+    """A sentence about what bounds a phase's steps and what fills its memory; empty when neither is known."""
+    parts = []
+    if time is not None and time.bound:
+        parts.append(f"most of a step is {time.bound}, by the data sheet")
+    if fit.memory is not None:
+        held = ", ".join(f"{name} {gb:.1f}" for name, gb in fit.memory.parts.items() if gb >= 0.05)
+        parts.append(f"a GPU holds {held} GB, not all at once, and CUDA's {DEVICE_RESERVE_GB:g} GB")
+    return f"{fit.phase}: {'; '.join(parts)}." if parts else ""
+
+
+def _trained(bill: Bill) -> str:
+    """The share of the billed GPU-hours at p50 in which the job works, and dollars for one such hour."""
+    runtime, exposure = bill.chosen.runtime, bill.chosen.exposure
+    (option,) = (each for each in bill.types if each.type == bill.chosen.type)
+    billed_h = float(bill.hours.p50) * option.instance.gpu_count
+    used_h = min(runtime.ranks, exposure.nodes * option.instance.gpu_count) * runtime.compute_s / 3600
+    if not billed_h or not used_h:
+        return ""
+    cost = float(bill.usd.p50) / used_h
+    return (
+        f"Of {billed_h:.3g} billed GPU-hours at p50 the steps take {used_h:.3g} ({used_h / billed_h:.0%}):"
+        f" {cost:.2f} USD for a GPU-hour that trains."
+    )
 
 
 def _setup_and_idle(bill: Bill) -> str:
@@ -295,8 +328,7 @@ def kept_sentence(bill: Bill) -> str:
 
 
 def price_age(bill: Bill, today: date) -> str:
-    """How old the price of compute is, and the share of the dollars whose prices are older than the definition allows.
-
+    """The age of the price of compute, and the share of the dollars whose prices are older than the definition allows.
     It is a share of the uninterrupted run's dollars, because the line `interruptions` has no price of its own.
     """
     age = bill.market.price_age((today - bill.chosen.price.as_of).days)
@@ -338,7 +370,7 @@ def _negative(bill: Bill) -> str:
 
 def _hazard(bill: Bill) -> str:
     chance = bill.chance
-    assert chance is not None  # a spot run always has a hazard
+    assert chance is not None  # for mypy: a spot run always has a hazard
     if not chance.sigma:
         return f"at {chance.median:g} per node-hour ({word(chance.median)}; {chance.source})"
     p10, p90 = chance.quantile(0.1), chance.quantile(0.9)

@@ -2,20 +2,19 @@
 
 The data are the CSV files beside this module; newer prices that `gpufleet prices refresh` wrote into a project's
 `prices/` override them. `status` is `verified` (read in the named source), or `inferred` (derived from another region
-or type, or recalled), and every bill says which of its prices are inferred. It never asks AWS.
+or type, or recalled), and every bill says which of its prices are inferred. This module never asks AWS.
 
 Three things that surprise:
 
-- A spot price is known by zone *id* (az1 = use2-az1), a definition may name zones (us-east-2a), and which name is
-  which id differs per account. Without an account the two cannot be matched, so callers take the dearest zone of the
-  region, unless the definition gives ids. Local Zones (Atlanta, Los Angeles) are left out.
-- The shipped spot figures come from an undated file made between 2026-01-21 and 2026-05-18; the earlier day is their
-  date.
+- The catalog has spot prices by zone *id* (az1 = use2-az1). A definition may name zones (us-east-2a), and AWS maps
+  names to ids differently in each account. Without an account the two cannot be matched, so callers take the dearest
+  zone of the region, unless the definition gives ids. The catalog has no Local Zones (Atlanta, Los Angeles).
+- The shipped spot prices come from an undated file made between 2026-01-21 and 2026-05-18. They carry the earlier date.
 - A fractional GPU is one device with a share: g6f.xlarge has gpu_count 1 and gpu_share 0.125, never 0 GPUs.
-- A type without a GPU has gpu_count 0. Its `gpu` is the machine itself, under the type's name and without a peak, so
-  that a step time stated for c7i.xlarge says nothing of c7i.16xlarge.
-- A region stands in the lists from its row in regions.csv on, and what no public source says of its prices is not
-  there: `missing` names what a bill would lack.
+- A type without a GPU has gpu_count 0. Its `gpu` stands for the whole machine, under the type's name and without a
+  peak, so that a step time stated for c7i.xlarge is never used for c7i.16xlarge.
+- A region is known as soon as it has a row in regions.csv, even if public sources lack some of its prices. `missing`
+  names the prices that a bill in that region would need.
 """
 
 from __future__ import annotations
@@ -48,8 +47,9 @@ __all__ = [
 ]
 
 SHIPPED = Path(__file__).parent
-# Turing. CUDA 13, the image's, has dropped Volta; the AMI's open driver never had it (release notes of the Base OSS
-# Nvidia Driver AMI for AL2023 list G4dn, G5, G6, G6e, G7, G7e, P4d and newer; read 2026-11).
+# Turing is the oldest GPU generation that works: CUDA 13 in the training image has dropped Volta, and the AMI's open
+# driver never supported it (release notes of the Base OSS Nvidia Driver AMI for AL2023 list G4dn, G5, G6, G6e, G7, G7e,
+# P4d and newer; read 2026-11).
 LEAST_CAPABILITY = 7.5
 # Items of services.csv without which no bill can be made.
 BILLED = tuple(name for name, item in known_items().items() if item.in_every_bill)
@@ -57,14 +57,14 @@ BILLED = tuple(name for name, item in known_items().items() if item.in_every_bil
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One whole GPU. Peaks are dense; None if no source states them."""
+    """One whole GPU. Peaks are rates of dense products; a peak is None if no source states it."""
 
     name: str
     memory_gb: float  # nominal, decimal GB
     bf16_tflops: float | None
     fp32_tflops: float | None
     bandwidth_gb_s: float | None
-    # between several in one node; the next key is its data sheet's rate in one direction
+    # the connection between the GPUs of one node; `link_gb_s` is its data sheet's rate in one direction
     link: Literal["nvlink", "pcie"]
     link_gb_s: float
     bf16: bool  # computes in bf16 natively
@@ -79,7 +79,7 @@ class Gpu:
         return self.bf16_tflops if products == "bf16" else self.fp32_tflops
 
     def has_a_roofline(self, products: str) -> bool:
-        """Whether the speed of a job with these products can be derived from its data sheet."""
+        """Whether the speed of a job with these products can be derived from the GPU's data sheet."""
         return self.peak_tflops(products) is not None and self.bandwidth_gb_s is not None
 
 
@@ -94,12 +94,12 @@ class Instance:
     gpu_count: int
     gpu_share: float  # below 1 for a slice of a GPU
     nvme_gb: float  # instance store; 0 = none
-    network_gbps: float  # all its network cards together
+    network_gbps: float  # the rate of all network cards together
     network_cards: int
     card_gbps: float  # the first card, if all cards share the whole rate
     efa_cards: int  # cards with an Elastic Fabric Adapter: all or none, except for p6-b300's first
     ebs_gbps: float
-    regions: tuple[str, ...] | None  # that offer it; None = not known
+    regions: tuple[str, ...] | None  # regions that offer the type; None = not known
     left_ec2: date | None  # the day from which it cannot be launched, at the latest
 
     @property
@@ -109,14 +109,14 @@ class Instance:
 
     @property
     def unusable(self) -> str:
-        """Why no run can use it; or empty."""
+        """Why no run can use this type; empty if a run can."""
         if self.left_ec2:
             return f"left EC2 by {self.left_ec2}"
         if self.gpu_count and self.gpu.capability < LEAST_CAPABILITY:
-            has = f"{self.gpu.name}, of compute capability {self.gpu.capability}"
-            return f"has {has}; the AMI's driver and CUDA 13 begin at {LEAST_CAPABILITY}"
+            has = f"{self.gpu.name}, with compute capability {self.gpu.capability}"
+            return f"has {has}; the AMI's driver and CUDA 13 need at least {LEAST_CAPABILITY}"
         if self.gpu_share < 1:  # EC2 User Guide, NVIDIA drivers: only GRID works; open modules refuse a vGPU (2026-11)
-            return f"has a slice of one {self.gpu.name}, which wants NVIDIA's GRID driver; the AMI's is another"
+            return f"has a slice of one {self.gpu.name}, which needs NVIDIA's GRID driver; the AMI has another driver"
         return ""
 
     def between_nodes_gbps(self, cards: str) -> float:
@@ -128,7 +128,7 @@ class Instance:
         return self.efa_devices(cards) > 0
 
     def efa_devices(self, cards: str) -> int:
-        """How many of them a node launched with these cards has."""
+        """The number of Elastic Fabric Adapters of a node that is launched with these cards."""
         return self.efa_cards if cards == "all" else int(self.efa_cards == self.network_cards)
 
     def used(self, ranks: int) -> str:
@@ -151,13 +151,14 @@ class Instance:
 class Catalog:
     """All facts as of one date. Built by `load_catalog`."""
 
-    as_of: date  # the newest price in it
+    as_of: date  # the date of the newest price in the catalog
     name: str  # the folder of its newest prices: prices/2026-11-21, or shipped
     instances: dict[str, Instance]
     services: dict[tuple[str, str], Price] = field(repr=False)
     on_demand_prices: dict[tuple[str, str], Price] = field(repr=False)
     spot_prices: dict[tuple[str, str], tuple[SpotPrice, ...]] = field(repr=False)
-    # On-demand prices that apply from a day on; `in_force_on` puts those in force into `on_demand_prices`.
+    # Announced on-demand prices with the day from which they apply; `in_force_on` puts those in force into
+    # `on_demand_prices`.
     dated_prices: dict[tuple[str, str], tuple[Price, ...]] = field(default_factory=dict, repr=False)
 
     def in_force_on(self, day: date) -> Catalog:
@@ -167,7 +168,7 @@ class Catalog:
         return replace(self, on_demand_prices=files.in_force(self.on_demand_prices, self.dated_prices, day))
 
     def types_for(self, gpus: int) -> dict[str, Instance]:
-        """The types for a job that asks for so many GPUs: with a GPU if it asks for any, else all."""
+        """The types for a job that asks for `gpus` GPUs: types with a GPU if that is above 0, else all types."""
         return {name: each for name, each in self.instances.items() if each.gpu_count or not gpus}
 
     def regions(self) -> tuple[str, ...]:
@@ -180,7 +181,8 @@ class Catalog:
         return tuple(name for name in known_regions() if name in priced)
 
     def missing(self, region: str) -> tuple[str, ...]:
-        """Items of services.csv that a bill there needs and no source states; empty if a bill can be made."""
+        """Items of services.csv that a bill in this region needs but that no source states; empty if a bill can be
+        made."""
         return tuple(item for item in BILLED if (item, region) not in self.services)
 
     def billed_regions(self) -> tuple[str, ...]:
@@ -189,33 +191,33 @@ class Catalog:
 
     def zones(self, region: str) -> tuple[str, ...]:
         """Zone names, us-east-2a and so on; empty for a region the catalog does not cover."""
-        found = known_regions().get(region)
-        return found.zones if found else ()
+        known = known_regions().get(region)
+        return known.zones if known else ()
 
     def zone_id_prefix(self, region: str) -> str:
         """The prefix of the region's zone ids; empty for a region the catalog does not cover."""
-        found = known_regions().get(region)
-        return found.zone_id_prefix if found else ""
+        known = known_regions().get(region)
+        return known.zone_id_prefix if known else ""
 
     def price(self, item: str, region: str) -> Price:
         """Price of a service item (`ebs_gp3_storage`, `public_ipv4`, ...). Raises PriceMissing."""
-        found = self.services.get((item, region))
-        if found is None:
+        price = self.services.get((item, region))
+        if price is None:
             elsewhere = [known for known in self.regions() if (item, known) in self.services]
             how = f" (`gpufleet prices refresh --region {region}` reads it from AWS)" if self.zones(region) else ""
             raise PriceMissing(f"no price for {item} in {region}{how}; known in: {', '.join(elsewhere)}")
-        return found
+        return price
 
     def on_demand(self, type_: str, region: str) -> Price:
         """On-demand Linux price per node-hour. Raises PriceMissing."""
-        found = self.on_demand_prices.get((type_, region))
-        if found is None:
+        price = self.on_demand_prices.get((type_, region))
+        if price is None:
             raise PriceMissing(self._missing("on-demand", type_, region, self.on_demand_prices))
-        return found
+        return price
 
     def spot(self, type_: str, region: str, zones: Sequence[str] = ()) -> tuple[SpotPrice, ...]:
         """Spot prices per node-hour, cheapest zone first; only of these `zones` (az1, ...) if any are named. Raises
-        PriceMissing when no zone has one.
+        PriceMissing when no zone has a price.
         """
         if priced := self.spot_zones(type_, region, zones):
             return priced
@@ -227,12 +229,12 @@ class Catalog:
 
     def spot_zones(self, type_: str, region: str, zones: Sequence[str] = ()) -> tuple[SpotPrice, ...]:
         """Like `spot`, but empty instead of raising."""
-        found = self.spot_prices.get((type_, region), ())
-        return tuple(each for each in found if each.zone in zones) if zones else found
+        known = self.spot_prices.get((type_, region), ())
+        return tuple(each for each in known if each.zone in zones) if zones else known
 
     def nearest_type(self, type_: str, among: Iterable[str] | None = None) -> str | None:
-        """The instance type, of all or `among` these, with the spelling nearest to `type_`: of a family spelled alike,
-        because g4dn is no misspelling of trn1.
+        """The instance type, of all or `among` these, with the spelling nearest to `type_`. Its family must be spelled
+        alike too, because g4dn is no misspelling of trn1.
         """
         import difflib  # imported here: only errors need the nearest name
 
@@ -262,21 +264,25 @@ def load_catalog(project: Path | None = None, *, shipped: Path = SHIPPED, day: d
 
     `project` is the folder with `prices/`; None: the nearest one with `stacks/`, at or above the working directory, so
     that program, commands and a scratch project each find their own. The same files give the same catalog, except for
-    prices that apply from a day on: `day` is the bill's, by default today. Raises GpufleetError when a price file is
-    broken.
+    prices that apply from a day on: `day` is the day of the bill, by default today. Raises GpufleetError when a price
+    file is broken.
     """
-    found = files.folders(project_prices(Path.cwd()) if project is None else project / "prices")
-    return read_catalog(shipped, found[-1] if found else None).in_force_on(day or datetime.now(UTC).date())
+    refreshed_folders = files.folders(project_prices(Path.cwd()) if project is None else project / "prices")
+    return read_catalog(shipped, refreshed_folders[-1] if refreshed_folders else None).in_force_on(
+        day or datetime.now(UTC).date()
+    )
 
 
 def project_prices(start: Path) -> Path:
-    """`prices/` of the nearest folder with `stacks/`, at or above `start`; of `start` without one."""
+    """The folder `prices/` in the nearest folder with `stacks/`, at or above `start`; in `start` itself if there is
+    none."""
     return next((each for each in (start, *start.parents) if (each / "stacks").is_dir()), start) / "prices"
 
 
 @cache
 def read_catalog(shipped: Path, refreshed: Path | None) -> Catalog:
-    """The facts in `shipped`, with the prices of `refreshed` that are not older; without prices dated ahead."""
+    """The facts in `shipped`, with those prices of `refreshed` that are not older. Prices with a future date are
+    omitted."""
     gpus = read_table(shipped / "gpus.csv", "gpu", _gpu)
     prices, name = files.read(shipped), "shipped"
     if refreshed is not None:
@@ -295,7 +301,8 @@ def read_catalog(shipped: Path, refreshed: Path | None) -> Catalog:
 
 
 def _offered(instances: dict[str, Instance], prices: files.Prices) -> dict[str, Instance]:
-    """The types with regions that instances.csv lacks: for a region added later, a price shows what is offered."""
+    """The types with all their regions. For a region that instances.csv lacks, because it was added later, a price
+    shows that the region offers the type."""
     listed = {region for each in instances.values() for region in each.regions or ()}
     added: dict[str, list[str]] = {}
     for type_, region in {**prices.on_demand, **prices.dated}:
@@ -326,7 +333,7 @@ def _gpu(row: dict[str, str]) -> Gpu:
 def _instance(row: dict[str, str], gpus: dict[str, Gpu]) -> Instance:
     count, share = int(row["gpu_count"]), float(row["gpu_share"])
     if count < 0 or not 0 < share <= 1 or (share < 1 and count != 1):
-        raise ValueError(f"{count} GPUs with a share of {share:g}: allowed: 0 or more whole ones, or a share of one")
+        raise ValueError(f"{count} GPUs with a share of {share:g}; allowed: 0 or more whole GPUs, or a share of one")
     return Instance(
         type=row["type"],
         vcpu=int(row["vcpu"]),
@@ -336,7 +343,7 @@ def _instance(row: dict[str, str], gpus: dict[str, Gpu]) -> Instance:
         gpu_share=share,
         nvme_gb=float(row["nvme_gb"]),
         network_gbps=float(row["network_gbps"]),
-        network_cards=int(row.get("network_cards") or 1),  # tables from before 2026-11-26 lack these three
+        network_cards=int(row.get("network_cards") or 1),  # tables from before 2026-11-26 lack these three columns
         card_gbps=float(row.get("card_gbps") or row["network_gbps"]),
         efa_cards=int(row.get("efa_cards") or 0),
         ebs_gbps=float(row["ebs_gbps"]),
@@ -346,7 +353,9 @@ def _instance(row: dict[str, str], gpus: dict[str, Gpu]) -> Instance:
 
 
 def _machine(type_: str) -> Gpu:
-    """The device of a type without a GPU: the machine, whose processes exchange through its memory."""
+    """Prices as CSV files: on_demand.csv, spot.csv and services.csv of one folder, each row with its source and date.
+    One such folder is shipped beside this module; `gpufleet prices refresh` writes others as `prices/<date>/` of a
+    project."""
     return Gpu(
         name=type_,
         memory_gb=0.0,

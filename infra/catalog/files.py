@@ -1,10 +1,10 @@
 """Prices as CSV files: on_demand.csv, spot.csv and services.csv of one folder, each row with its source and date.
 
 Shipped beside this module, and written by `gpufleet prices refresh` as `prices/<date>/` of a project. A refreshed
-folder is complete: figures that were not read again keep their date and source.
+folder is complete: prices that were not read again keep their date and source.
 
-A row of on_demand.csv may apply from a day on, by a last column `valid_from`, which a file without such rows omits: a
-price change that AWS has announced.
+A row of on_demand.csv may be a price change that AWS has announced: its last column `valid_from` is the day from which
+it applies. A file without such rows omits the column.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpufleet.infra.errors import GpufleetError
 
 Status = Literal["verified", "inferred"]
 
-# 2026-11-21; the second folder of that day: 2026-11-21-2
+# 2026-11-21; the second folder of that day is 2026-11-21-2
 NAME = re.compile(r"(\d{4}-\d{2}-\d{2})(?:-([2-9]|[1-9]\d+))?")
 _FROM = "valid_from"
 _HEADS = {
@@ -36,7 +36,7 @@ _HEADS = {
 
 
 _ZONE = re.compile(r"az\d{1,2}")
-_MOST_USD = 100_000  # the most for one unit of anything: no node-hour comes near
+_MOST_USD = 100_000  # the highest price that is accepted for one unit; no node-hour costs nearly as much
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +71,9 @@ class Prices:
     on_demand: dict[tuple[str, str], Price] = field(default_factory=dict)
     spot: dict[tuple[str, str], tuple[SpotPrice, ...]] = field(default_factory=dict)
     services: dict[tuple[str, str], Price] = field(default_factory=dict)
-    notes: dict[tuple[str, str], str] = field(default_factory=dict)  # the conditions of a service's price
-    # on-demand prices that apply from a day on
+    # the conditions under which a service's price applies
+    notes: dict[tuple[str, str], str] = field(default_factory=dict)
+    # announced on-demand prices, with the day from which each applies
     dated: dict[tuple[str, str], tuple[Price, ...]] = field(default_factory=dict)
 
     @property
@@ -81,7 +82,7 @@ class Prices:
         return max((price.as_of for price in self.all()), default=date.min)
 
     def copy(self) -> Prices:
-        """A copy that may be changed."""
+        """A copy that the caller may change."""
         return Prices(
             on_demand=dict(self.on_demand),
             spot=dict(self.spot),
@@ -145,14 +146,14 @@ def read(folder: Path) -> Prices:
     _each(folder / "on_demand.csv", on_demand)
     _each(folder / "spot.csv", spot)
     _each(folder / "services.csv", service)
-    prices.spot.update({key: cheapest_first(found) for key, found in zones.items()})
+    prices.spot.update({key: cheapest_first(spots) for key, spots in zones.items()})
     return prices
 
 
 def in_force(
     undated: Mapping[tuple[str, str], Price], dated: Mapping[tuple[str, str], tuple[Price, ...]], day: date
 ) -> dict[tuple[str, str], Price]:
-    """For each, the price that applies on `day`: the last one that has begun."""
+    """For each key, the price that applies on `day`: the one with the latest `valid_from` up to that day."""
     begun = {key: [price for price in prices if _begin(price) <= day] for key, prices in dated.items()}
     return {**undated, **{key: prices[-1] for key, prices in begun.items() if prices}}
 
@@ -162,8 +163,9 @@ def cheapest_first(zones: Iterable[SpotPrice]) -> tuple[SpotPrice, ...]:
 
 
 def newer(base: Prices, over: Prices) -> Prices:
-    """For each figure the one with the newer date; with the same date, that of `over`. Figures that only one has stay.
-    Raises GpufleetError for an item with different units in the two: a bill counts in those of `base`.
+    """For each key, the price with the newer date; if the dates are equal, the price in `over`. Prices that only one of
+    the two has are kept. Raises GpufleetError if an item has different units in the two, because a bill counts in the
+    units of `base`.
     """
 
     def spot_date(zones: tuple[SpotPrice, ...]) -> date:
@@ -175,7 +177,7 @@ def newer(base: Prices, over: Prices) -> Prices:
 
     merged = base.copy()
     for key in {**over.on_demand, **over.dated}:
-        if read_on(over, key) >= read_on(base, key):  # a price and its announced changes are one figure
+        if read_on(over, key) >= read_on(base, key):  # a price and its announced changes are replaced together
             merged.dated.pop(key, None)
             merged.on_demand.update({key: over.on_demand[key]} if key in over.on_demand else {})
             merged.dated.update({key: over.dated[key]} if key in over.dated else {})
@@ -192,14 +194,14 @@ def newer(base: Prices, over: Prices) -> Prices:
 
 
 def folders(parent: Path) -> list[Path]:
-    """The price folders in `parent`, oldest first, without empty ones and those with other names."""
+    """The price folders in `parent`, oldest first. Empty folders and folders with other names are omitted."""
     named = [(match, path) for path in _listed(parent) if (match := NAME.fullmatch(path.name)) and _listed(path)]
     return [path for match, path in sorted(named, key=lambda pair: (pair[0][1], int(pair[0][2] or 1)))]
 
 
 def write(prices: Prices, parent: Path, day: date) -> Path:
-    """A new folder in `parent`, named after `day`; it appears whole and readable or not at all, and never replaces
-    another. Raises GpufleetError for prices that `read` would refuse.
+    """A new folder in `parent`, named after `day`. It appears complete and readable, or not at all, and never replaces
+    another folder. Raises GpufleetError for prices that `read` would refuse.
     """
     parent.mkdir(parents=True, exist_ok=True)
     building = parent / f".{day.isoformat()}.{os.getpid()}"
@@ -214,7 +216,7 @@ def write(prices: Prices, parent: Path, day: date) -> Path:
                 for key, price in sorted(prices.services.items())
             ),
         )
-        read(building)  # refuses prices that no bill could read
+        read(building)  # raises for prices that no bill could read
         number = 1
         while True:
             final = parent / (day.isoformat() if number == 1 else f"{day.isoformat()}-{number}")
@@ -256,14 +258,15 @@ def _write(path: Path, rows: Iterable[list[object]], more: Sequence[str] = ()) -
 
 def _each(path: Path, take: Callable[[dict[str, str]], None]) -> None:
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines(keepends=True)  # spreadsheets write a mark
+        # spreadsheets begin a file with a byte order mark
+        lines = path.read_text(encoding="utf-8-sig").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         raise GpufleetError(f"{path} cannot be read ({error}); a price folder has {', '.join(_HEADS)}") from None
     reader, head = csv.reader(lines), _HEADS[path.name]
     columns = next(reader, [])
     if ",".join(columns) not in (head, f"{head},{_FROM}" if path.name == "on_demand.csv" else head):
         raise GpufleetError(f"{path}, line 1: the columns of a price file are {head}")
-    for cells in reader:  # not DictReader, which takes longer than all use of its rows
+    for cells in reader:  # not DictReader, which takes longer than everything that is done with its rows
         if not cells:
             continue
         try:

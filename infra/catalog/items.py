@@ -19,8 +19,8 @@ class Item:
 
     in_every_bill: bool
     service: str
-    usage_type: str  # without the region's prefix
-    unit: str  # in the catalog
+    usage_type: str  # the usage type without the region's prefix
+    unit: str  # the unit in the catalog
     units: Mapping[str, Decimal]
 
 

@@ -1,8 +1,8 @@
-"""The regions that this version knows, one row of regions.csv each; `gpufleet prices refresh` fetches a new one's
-prices.
+"""The regions that this version knows, one row of regions.csv each; `gpufleet prices refresh` fetches the prices of a
+new region.
 
-Columns: its zones' letters, as accounts see them; prefixes of its usage types in the Price List, the likeliest first,
-`none` for none; its name in a table's head.
+Columns: the letters of the region's zones, as accounts see them; the prefixes of its usage types in the Price List, the
+likeliest first, or `none` if they have no prefix; its name in the head of a table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from gpufleet.infra.catalog.table import read_table
 
 FILE = Path(__file__).with_name("regions.csv")
-# other words are shortened to their first letter
+# Reads tables of facts from CSV files: each row becomes one record, stored under its key.
 _SIDES = {"northeast": "ne", "northwest": "nw", "southeast": "se", "southwest": "sw"}
 
 
@@ -26,7 +26,7 @@ class Region:
 
     name: str
     zones: tuple[str, ...]  # us-east-2a, ...
-    usage_prefixes: tuple[str, ...]  # of its usage types in the Price List
+    usage_prefixes: tuple[str, ...]  # prefixes of its usage types in the Price List
     short: str
 
     @property

@@ -13,17 +13,17 @@ _T = TypeVar("_T")
 
 
 def read_table(path: Path, key: str, make: Callable[[dict[str, str]], _T]) -> dict[str, _T]:
-    """Rows by `key`. Raises GpufleetError, with file and line, for an invalid row."""
-    found: dict[str, _T] = {}
+    """The records by the value of their column `key`. Raises GpufleetError, with file and line, for an invalid row."""
+    records: dict[str, _T] = {}
     with path.open(encoding="utf-8", newline="") as lines:
         reader = csv.DictReader(lines, restval="")
         for row in reader:
             try:
-                if row[key] in found:
+                if row[key] in records:
                     raise ValueError(f"{row[key]} is there twice")
-                found[row[key]] = make(row)
+                records[row[key]] = make(row)
             except KeyError as error:
                 raise GpufleetError(f"{path}, line {reader.line_num}: {error} is not known") from None
             except ValueError as error:
                 raise GpufleetError(f"{path}, line {reader.line_num}: {error}") from None
-    return found
+    return records

@@ -22,12 +22,21 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds STACK and the number of steps."""
     stack.argument(parser)
     progress.argument(parser)
-    parser.add_argument("--steps", type=_steps, default=200, metavar="N", help="in all, split over phases (200)")
-    parser.add_argument("--rehearsal", action="store_true", help="the definition's rehearsal section, for a CPU")
+    parser.add_argument(
+        "--steps",
+        type=_steps,
+        default=200,
+        metavar="N",
+        help="optimizer steps in all, split over the phases (default: 200)",
+    )
+    parser.add_argument(
+        "--rehearsal", action="store_true", help="measure the definition's rehearsal section, for a CPU"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the probe and writes calibrations/STACK/DEVICE.json. Raises GpufleetError, also if the job fails."""
+    """Runs the probe and writes calibrations/STACK/DEVICE.json. Raises GpufleetError for invalid arguments and if the
+    job fails."""
     plain = definition = stack.definition_of(args)
     if args.rehearsal:
         definition = load(plain.source, now=datetime.now(UTC), rehearsal=True, past_deadline=True)
@@ -35,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     require_place(root / calibration.FOLDER / definition.name)
     tree = measure(definition, root, steps=args.steps, gpus=machine.gpus(), say=progress.say(args))
     path = calibration.path_for(root, definition.name, tree["device"]["name"])
-    try:  # written first, and printed if that fails: minutes of a rented GPU
+    try:  # if the file cannot be written, the measurement is printed: it cost minutes of a rented GPU
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_bytes(path, (json.dumps(tree, indent=1, sort_keys=True) + "\n").encode())
     finally:
@@ -44,16 +53,16 @@ def run(args: argparse.Namespace) -> int:
         print(f"  not measured, and priced as before: {', '.join(lacks)} (no optimizer steps)")
     written, bill = f"Written to {path.relative_to(root)}", f"the bill of {definition.name}"
     if definition.job.parameters != plain.job.parameters:
-        print(f"{written}: of the rehearsal alone; {bill} ignores it.")
+        print(f"{written}: measured on the rehearsal section only; {bill} ignores it.")
     elif why := why_ignored(tree, definition, root):
         print(f"{written}: {bill} ignores it, {why}")
     else:
-        print(f"{written}: commit it, and {bill} stands on it.")
+        print(f"{written}: commit it, so that {bill} uses it.")
     return 0
 
 
 def summary(tree: Mapping[str, Any]) -> list[str]:
-    """The measurement, as lines for people."""
+    """The measurement, as lines for people to read."""
     torch = tree["versions"].get("torch", "none")
     lines = [f"{tree['experiment']} on {tree['device']['name']}, torch {torch}, {tree['source']}:"]
     for phase in tree["phases"]:

@@ -30,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-gpu", action="store_true", help="on types without a GPU: what needs one is not met")
     parser.add_argument("--embedded", action="store_true", help="on the embedded AWS: what it does, without an account")
     parser.add_argument("--bill", action="store_true", help="a day later: add what AWS charged to the newest file")
-    parser.add_argument("--yes", action="store_true", help="do not ask whether it may cost what it says")
+    parser.add_argument("--yes", action="store_true", help="do not ask whether it may cost the stated amount")
 
 
 def run(args: argparse.Namespace) -> int:

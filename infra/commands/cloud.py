@@ -28,8 +28,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--region", default="us-east-2", help="the region the printed lines name (default: %(default)s)"
     )
     parser.add_argument("--port", type=int, default=0, help="loopback port of the endpoint (default: any free one)")
-    parser.add_argument("--as", dest="proof", metavar="FILE", type=Path, help="take times and refusals from a proof")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end by itself after this long")
+    parser.add_argument(
+        "--as", dest="proof", metavar="FILE", type=Path, help="use the times and refusals that a proof measured"
+    )
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end after this time")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="gpufleet-cloud-") as folder:
             project = scratch.make(Path(folder) / "project", {})
             names = names_of(root)
-            for name in names:  # not checked: an error in one is shown when it is read
+            # definitions are not checked here: each command shows the errors of the file that it reads
+            for name in names:
                 shutil.copy(root / "stacks" / f"{name}.yaml", project / "stacks")
             if (root / "data").is_dir():
                 (project / "data").symlink_to(root / "data", target_is_directory=True)
@@ -66,13 +69,13 @@ def run(args: argparse.Namespace) -> int:
                 print(f"# {example(names)}")
                 print("# Ctrl-C here ends it and removes the folder.", flush=True)
                 _wait_for_end(args.timeout)
-    except KeyboardInterrupt:  # Ctrl-C, or SIGTERM or a closed terminal, which infra.cli turns into it
+    except KeyboardInterrupt:  # raised for Ctrl-C, and by infra.cli for SIGTERM and a closed terminal
         print("\n# The embedded AWS is gone.")
     return 0
 
 
 def example(names: list[str]) -> str:
-    """The commands for the other shell, with a stack of the project."""
+    """Example commands for the other shell, with the name of one of the project's stacks."""
     if not names:
         return "There is no stack: run this inside a project, or put definition files into the folder's stacks/."
     first = next((name for name in EXPERIMENTS if name in names), names[0])
@@ -80,10 +83,12 @@ def example(names: list[str]) -> str:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises GpufleetError for arguments with which the embedded AWS cannot start."""
+    """Raises GpufleetError if the embedded AWS cannot start with these arguments."""
     check_region(args.region)
     if args.timeout is not None and not (0 < args.timeout < math.inf):
-        raise GpufleetError(f"--timeout {args.timeout:g}: allowed are seconds above 0; without it, it runs to Ctrl-C")
+        raise GpufleetError(
+            f"--timeout {args.timeout:g}: allowed are seconds above 0; without --timeout it runs to Ctrl-C"
+        )
     if not (0 <= args.port <= 65535):
         raise GpufleetError(f"--port {args.port}: allowed are 1 to 65535, or 0 for any free one")
     with socket.socket() as probe:
@@ -92,12 +97,12 @@ def _check(args: argparse.Namespace) -> None:
             probe.bind(("127.0.0.1", args.port))
         except OSError as error:
             raise GpufleetError(
-                f"--port {args.port} on 127.0.0.1: {error.strerror}; give another, or 0 for any free one"
+                f"--port {args.port} on 127.0.0.1: {error.strerror}; give another port, or 0 for any free one"
             ) from None
 
 
 def _wait_for_end(timeout_s: float | None) -> None:
-    """Returns at the end of a piped standard input or after `timeout_s`; a terminal or /dev/null never end."""
+    """Returns when a piped standard input ends or after `timeout_s`. A terminal and /dev/null never end."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     piped = _is_pipe()
     while deadline is None or time.monotonic() < deadline:
@@ -110,6 +115,6 @@ def _wait_for_end(timeout_s: float | None) -> None:
 def _is_pipe() -> bool:
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError, AttributeError):  # the stream is closed, or a test replaced it
+    except (OSError, ValueError, AttributeError):  # standard input is closed, or a test has replaced it
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

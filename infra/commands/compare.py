@@ -1,4 +1,5 @@
-"""`gpufleet compare STACK`: its scenarios and every type for their work, ranked; needs no account and no network."""
+"""`gpufleet compare STACK`: ranks the file's scenarios, and every instance type for their work. It needs no account and
+no network."""
 
 from __future__ import annotations
 
@@ -18,22 +19,27 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import atomic
 
 PICTURES = (".png", ".svg")
-LONGEST_H = 366 * 24  # like the furthest limits.deadline
+LONGEST_H = 366 * 24  # the most hours ahead for limits.deadline
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     stack.argument(parser)
     parser.add_argument("--scenario", metavar="NAME", help="rank the options for this scenario's work alone")
     parser.add_argument(
-        "--within", metavar="HOURS", type=_hours, help="hours from now by which it must end; default: limits.deadline"
+        "--within",
+        metavar="HOURS",
+        type=_hours,
+        help="hours from now by which the run must end; default: limits.deadline",
     )
     view = parser.add_mutually_exclusive_group()
     view.add_argument(
         "--all", action="store_true", help="every option on a line of its own, scenarios, regions, batches"
     )
     view.add_argument("--json", action="store_true", help="the same for programs; keys in gpufleet docs compare")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw cost against time: .png or .svg")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="the same as a page, with a table of every option")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw cost against time into this .png or .svg file")
+    parser.add_argument(
+        "--html", metavar="FILE", type=Path, help="write the picture and a table of every option into this HTML file"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         if file and not file.parent.is_dir():
             raise GpufleetError(f"{name} {file}: there is no folder {file.parent}; make it, or draw elsewhere")
     if args.plot and args.plot.suffix not in PICTURES:
-        raise GpufleetError(f"--plot {args.plot}: a picture is one of {', '.join(PICTURES)}, by its name's ending")
+        raise GpufleetError(f"--plot {args.plot}: the file's name must end in one of {', '.join(PICTURES)}")
     path, root, now = stack.path_of(args), project_root(Path.cwd()), datetime.now(UTC)
     result = compare_file(path, root, now=now, scenario=args.scenario, within=args.within)
     if args.plot:
@@ -70,10 +76,10 @@ def _drawn(compared: Comparison, args: argparse.Namespace) -> int:
     return 0 if compared.runnable else 1
 
 
-def _draw(found: Comparison, path: Path) -> None:
+def _draw(comparison: Comparison, path: Path) -> None:
     from gpufleet.infra.compare import plot
 
-    picture = plot.drawn(found.own_rows, found.own_frontier, found.title, path.suffix)
+    picture = plot.drawn(comparison.own_rows, comparison.own_frontier, comparison.title, path.suffix)
     try:
         path.write_bytes(picture)
     except OSError as error:

@@ -21,7 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the lines, for the shell to read when it starts."""
+    """Prints the lines that the shell reads when it starts."""
     from argcomplete.shell_integration import shellcode
 
     print(shellcode(["gpufleet"], shell=args.shell))
@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def answer(commands: Mapping[str, str], line: str) -> None:
-    """Writes the possible continuations of the command `line` and ends the process, as the shell's function expects. It
-    loads only the arguments of the command being typed.
+    """Writes the possible continuations of the command `line` and ends the process, as the shell's function expects. To
+    be quick, it loads only the arguments of the command that is typed.
     """
     import argcomplete
 
@@ -53,7 +53,7 @@ def command_line(commands: Mapping[str, str], line: str) -> argparse.ArgumentPar
 
 
 def stacks(prefix: str, **_: object) -> Iterable[str]:
-    """The project's stacks, or files if a path is begun."""
+    """The project's stacks; files if the user has begun to type a path."""
     if "/" not in prefix:
         return names_of(project_root(Path.cwd()))
     from argcomplete.completers import FilesCompleter
@@ -63,7 +63,7 @@ def stacks(prefix: str, **_: object) -> Iterable[str]:
 
 
 def scenarios(parsed_args: argparse.Namespace, **_: object) -> Iterable[str]:
-    """The scenarios of the stack named before."""
+    """The scenarios of the stack that the line names."""
     import yaml
 
     try:
@@ -74,7 +74,7 @@ def scenarios(parsed_args: argparse.Namespace, **_: object) -> Iterable[str]:
 
 
 def runs(parsed_args: argparse.Namespace, **_: object) -> Iterable[str]:
-    """The runs with files in the project."""
+    """The ids of the runs that have files in the project."""
     root = project_root(Path.cwd())
     places = (root / "results" / str(parsed_args.stack), root / "receipts" / str(parsed_args.stack))
     return {path.stem for place in places if place.is_dir() for path in place.iterdir()}

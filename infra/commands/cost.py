@@ -1,7 +1,7 @@
 """`gpufleet cost STACK`: the bill of a definition, without Pulumi, credentials or network.
 
-A scenario that cannot be launched (several nodes, held beyond its work, with a buffer) has a bill too, which says so;
-one that ran elsewhere has its plan's claim alone.
+A scenario that cannot be launched (with several nodes, a buffer, or nodes held longer than the work needs) has a bill
+too, which says so. For a scenario that ran elsewhere, the command shows only what its plan claims.
 """
 
 from __future__ import annotations
@@ -37,18 +37,23 @@ if TYPE_CHECKING:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     stack.argument(parser)
-    parser.add_argument("others", metavar="STACK", nargs="*", help="more of them: what all runs come to together")
-    parser.add_argument("--times", metavar="N", type=_times, help="so many runs of each: a sweep under one budget")
-    parser.add_argument("--scenario", metavar="NAME", help="this one of the file's scenarios, whatever the stack runs")
+    parser.add_argument(
+        "others", metavar="STACK", nargs="*", help="more stacks: shows what the runs of all cost together"
+    )
+    parser.add_argument(
+        "--times", metavar="N", type=_times, help="this number of runs of each stack: a sweep under one budget"
+    )
+    parser.add_argument(
+        "--scenario", metavar="NAME", help="the bill of this scenario of the file, even if the stack runs another"
+    )
     view = parser.add_mutually_exclusive_group()
     view.add_argument("--all", action="store_true", help="the whole bill: every line, phase, doubt and warning")
     view.add_argument("--json", action="store_true", help="the same for programs; keys in gpufleet docs bill")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the bill; 1 when it breaks a rule of the project's policy.yaml, which standard error says.
-
-    A definition that its own bill forbids is shown first and then raised as DefinitionError.
+    """Prints the bill. Returns 1, and names the rule on standard error, if the bill breaks a rule of the project's
+    policy.yaml. Raises DefinitionError, after printing the bill, if the bill forbids the definition.
     """
     root = project_root(Path.cwd())
     now = datetime.now(UTC)
@@ -76,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     bill = replace(bill, warnings=(*bill.warnings, *map(BeforeLaunch, first)))
     fallbacks, without = list["Fallback"](), list[Problem]()
     if definition.fleet.market.stands_by:
-        from gpufleet.infra.bill.fallback import fallback_problems, price_fallbacks  # here: most bills have none
+        # imported here, because most bills need no policy
+        from gpufleet.infra.bill.fallback import fallback_problems, price_fallbacks
 
         fallbacks = price_fallbacks(definition, bill, now)
         without = [*fallback_problems(definition, bill, fallbacks)]
@@ -98,13 +104,13 @@ def run(args: argparse.Namespace) -> int:
     for each in broken:
         print(f"gpufleet: breaks {each.rule} of policy.yaml: {each.message}", file=sys.stderr)
     late = [*limits.deadline_problems(definition, bill, now), *without]
-    if found := [*code_problems(definition, root), *image_problems(definition), *problems(definition, bill), *late]:
-        raise DefinitionError(str(definition.source), found)
+    if refusals := [*code_problems(definition, root), *image_problems(definition), *problems(definition, bill), *late]:
+        raise DefinitionError(str(definition.source), refusals)
     return 1 if broken else 0
 
 
 def _stages(definition: StackDefinition, root: Path, now: datetime, *, as_json: bool) -> int:
-    """Prints the bill of a run in stages."""
+    """Prints the bill of a run that has several stages."""
     from gpufleet.infra.bill.project import bill_of
     from gpufleet.infra.bill.stages import price_stages
     from gpufleet.infra.evidence.observations import observations
@@ -118,19 +124,19 @@ def _stages(definition: StackDefinition, root: Path, now: datetime, *, as_json: 
         held = policy.held_to(stage, rules)
         return bill_of(held, root, catalog, today=now.date(), hazards=hazards, not_ready=[*missing])
 
-    found, wrong = price_stages(definition, price_stage, now.date())
+    whole, wrong = price_stages(definition, price_stage, now.date())
     broken: dict[str, str] = {}
-    if found is not None:
-        sys.stdout.write(json.dumps(found.to_json(), indent=2) + "\n" if as_json else "\n".join(found.lines()) + "\n")
+    if whole is not None:
+        sys.stdout.write(json.dumps(whole.to_json(), indent=2) + "\n" if as_json else "\n".join(whole.lines()) + "\n")
         wrong += [
-            each for stage, bill in zip(definition.stages, found.bills, strict=True) for each in problems(stage, bill)
+            each for stage, bill in zip(definition.stages, whole.bills, strict=True) for each in problems(stage, bill)
         ]
     for stage in definition.stages:
         wrong += [*code_problems(stage, root), *image_problems(stage)]
-    for stage, bill in zip(definition.stages, found.bills if found else (), strict=False):
+    for stage, bill in zip(definition.stages, whole.bills if whole else (), strict=False):
         facts = replace(
-            policy.facts(stage, bill), usd_p90=found.usd.p90 if found else None
-        )  # rules are of the whole run
+            policy.facts(stage, bill), usd_p90=whole.usd.p90 if whole else None
+        )  # rules apply to the whole run
         broken |= {each.rule: each.message for each in policy.broken(rules, facts)}
     for rule, message in broken.items():
         print(f"gpufleet: breaks {rule} of policy.yaml: {message}", file=sys.stderr)
@@ -140,7 +146,7 @@ def _stages(definition: StackDefinition, root: Path, now: datetime, *, as_json: 
 
 
 def _several(args: argparse.Namespace, root: Path, now: datetime) -> int:
-    """Prints what all runs come to."""
+    """Prints what the runs of all stacks cost together."""
     from gpufleet.infra.bill import several
     from gpufleet.infra.bill.project import bill_of
     from gpufleet.infra.evidence.observations import observations

@@ -16,20 +16,23 @@ from gpufleet.job import atomic
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("base", metavar="BASE", help="a commit: the one before, main, HEAD~1")
+    parser.add_argument("base", metavar="BASE", help="the commit to compare with, such as main or HEAD~1")
     parser.add_argument("head", metavar="HEAD", help="the commit under review")
     parser.add_argument(
         "--policy",
         type=Path,
         metavar="FILE",
-        help="rules that every stack of HEAD must hold (default: HEAD's policy.yaml)",
+        help="rules that every stack of HEAD must keep (default: HEAD's policy.yaml)",
     )
     parser.add_argument("--json", action="store_true", help="the same for programs; keys in gpufleet docs review")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write it there instead of printing it")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the review into this file instead of printing it"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints or writes the review. 0: it holds; 1: a p90 passes its bound, or a rule is broken; 2: no bill."""
+    """Prints or writes the review. Exit codes: 0 nothing was broken; 1 a p90 passes its bound, or a rule is broken; 2 a
+    stack has no bill."""
     review = review_commits(project_root(Path.cwd()), args.base, args.head, args.policy)
     text = json.dumps(record(review), indent=2) + "\n" if args.json else render(review)
     if args.out:
@@ -40,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes the file whole or not at all: a workflow would post a half review."""
+    """Writes the whole file or nothing, because a workflow would post an incomplete review."""
     if not path.parent.is_dir():
         raise GpufleetError(f"--out {path}: there is no folder {path.parent}; make it, or write elsewhere")
     try:

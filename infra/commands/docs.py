@@ -11,7 +11,9 @@ PAGES = {path.stem: path for path in sorted((Path(__file__).parents[2] / "docs")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the page's name."""
-    parser.add_argument("page", metavar="PAGE", nargs="?", choices=PAGES, help="such as bill; without one, their names")
+    parser.add_argument(
+        "page", metavar="PAGE", nargs="?", choices=PAGES, help="such as bill; without a name, all names are listed"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     stack.argument(parser)
     parser.add_argument("--pin", action="store_true", help="write the newest AMI and the image's digest into the file")
     parser.add_argument("--rights", action="store_true", help="print the rights that you need, as an IAM policy")
-    parser.add_argument("--all", action="store_true", help="what is in order too")
+    parser.add_argument("--all", action="store_true", help="also show the checks that passed")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,14 +23,21 @@ from gpufleet.infra.review import policy, workflow
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds NAME, and the arguments of `gpufleet new`."""
-    parser.add_argument("name", metavar="NAME", nargs="?", help="of a first stack, written as `gpufleet new` does")
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", help="of a first stack, which is written as by `gpufleet new`"
+    )
     parser.add_argument("--code", metavar="DIR", type=Path, default=Path(), help="its training code (default: here)")
-    parser.add_argument("--yes", action="store_true", help="also where the folder is in no git repository")
-    parser.add_argument("--command", metavar="TEXT", default="", help="how it is started there, as you would type it")
+    parser.add_argument(
+        "--yes", action="store_true", help="write the project even if the folder is in no git repository"
+    )
+    parser.add_argument(
+        "--command", metavar="TEXT", default="", help="the command that starts it there, as you would type it"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes missing files and prints each. Raises GpufleetError first, if foreign files have names that it reads."""
+    """Writes missing files and prints each. Raises GpufleetError before anything is written if other files of the
+    folder have names that gpufleet would read."""
     root = Path.cwd()
     if args.name:
         new.named(root, args.name)
@@ -43,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
         )
     repository = repository or root
     _project(root, repository)
-    if json_schema.modeline(root / "stacks", root) in ("", f"{MODELINE}{Path(SCHEMA).name}"):  # not gpufleet's own copy
+    # not for a checkout of gpufleet itself
+    if json_schema.modeline(root / "stacks", root) in ("", f"{MODELINE}{Path(SCHEMA).name}"):
         _write(root / SCHEMA, json_schema.text(), root)
     for name, text in stacks.shipped().items():
         _write(root / name, text, root)
@@ -69,18 +77,19 @@ def _refuse_others(root: Path) -> None:
         policy.find_policy(root)
     except GpufleetError as error:
         raise GpufleetError(
-            f"{error}\ngpufleet reads prices/, receipts/, traces/ and policy.yaml of its project. If yours are"
-            " something else, run this in a new folder of the repository; `--code ..` names your code from there."
+            f"{error}\ngpufleet reads prices/, receipts/, traces/ and policy.yaml of its project. If these files of "
+            f"yours are not for gpufleet, run this in a new folder of the repository; `--code ..` names your code from "
+            f"there."
         ) from None
 
 
 def _project(root: Path, repository: Path) -> None:
-    """Writes Pulumi.yaml and the program, both or none."""
+    """Writes Pulumi.yaml and the program, or neither of them."""
     there = next((name for name in project.NAMES if (root / name).exists()), None)
     if there and not (root / PROGRAM).exists():
         print(
-            f"{there} is there already, so no Pulumi program is written. In the one that it has, gpufleet.TrainingRun"
-            " declares a run; for a Pulumi project of gpufleet's own, run this in another folder."
+            f"{there} exists already, so no Pulumi program is written. Your own program can declare a run by "
+            f"gpufleet.TrainingRun; for a Pulumi project of gpufleet's own, run this in another folder."
         )
         return
     options = project.python_of(root, repository)
@@ -90,7 +99,7 @@ def _project(root: Path, repository: Path) -> None:
 
 
 def _python(options: dict[str, str]) -> str:
-    """Where the engine finds the Python of these options, and problems to fix."""
+    """Which Python the Pulumi engine uses with these options, and what you have to put right about it."""
     if options["toolchain"] != "pip":
         return f"the environment of {options['toolchain']}.lock"
     lacks = "" if find_spec("pip") else "; CHECK: it has no pip, which the engine needs to list packages: add it"
@@ -98,12 +107,12 @@ def _python(options: dict[str, str]) -> str:
         return options["virtualenv"] + lacks
     if Path(shutil.which("python3") or "").parent == Path(sys.executable).parent:
         return f"the python3 of PATH, {sys.prefix}{lacks}"
-    return f"the python3 of PATH; CHECK: gpufleet is in {sys.prefix}, which has to come first there{lacks}"
+    return f"the python3 of PATH; CHECK: gpufleet is in {sys.prefix}, which has to come first in PATH{lacks}"
 
 
 def _ignore(root: Path) -> None:
-    """Adds what commands write, and this environment, to .gitignore, unless it has them in some form. An existing
-    results/ belongs to the repository.
+    """Adds this environment and the files that commands write to .gitignore, unless it lists them in some form. An
+    existing results/ belongs to the repository.
     """
     prefix, file = Path(sys.prefix), root / ".gitignore"
     names = [".gpufleet", "rehearsals"] + ["results"] * (not (root / "results").exists())
@@ -124,13 +133,13 @@ def _workflow(root: Path, repository: Path) -> None:
     install = workflow.installation(root)
     new_one = _write(repository / ".github" / "workflows" / name, workflow.workflow(folder, install), repository)
     if new_one and install.endswith(workflow.CHECK):
-        print("  CHECK there from where CI gets gpufleet: here it was installed from a file.")
+        print("  CHECK in that file where CI gets gpufleet from: here it was installed from a file.")
 
 
 def _write(file: Path, text: str, below: Path) -> bool:
-    """Writes the file unless it exists, and prints which of the two."""
+    """Writes the file unless it exists, and prints whether it was written."""
     if file.exists():
-        print(f"{file.relative_to(below)} is there already, and stays as it is.")
+        print(f"{file.relative_to(below)} exists already and is not changed.")
         return False
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")

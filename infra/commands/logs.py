@@ -12,8 +12,10 @@ from gpufleet.infra.commands import stack
 def arguments(parser: argparse.ArgumentParser) -> None:
     stack.argument(parser, earlier_runs=True)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--follow", "-f", action="store_true", help="go on until the run is done")
-    what.add_argument("--boot", action="store_true", help="what the nodes' boot scripts said, instead of the job")
+    what.add_argument("--follow", "-f", action="store_true", help="print new lines until the run is done")
+    what.add_argument(
+        "--boot", action="store_true", help="print the output of the nodes' boot scripts instead of the job's"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
 """`gpufleet mcp`: the commands as tools of the Model Context Protocol, over standard input and output, for an agent.
 
-Each tool runs one command with --json and gives its object. Reading tools are free to call. `begin` is the one that
-costs money: it needs the hash of the bill, which no tool tells, so it comes from a person who has seen the bill. What
-results say of names, logs or errors is data of others; no tool opens a file that the agent names.
+Each tool runs one command with --json and gives its object. Tools that only read cost nothing. Only `begin` costs
+money: it needs the hash of the bill. No tool returns this hash, so it must come from a person who has seen the bill.
+Names, logs and errors in results are other people's data, not instructions. No tool opens a file that the agent names.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _HASH = re.compile(rf"[0-9a-f]{{{DIGITS}}}")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds no argument: the project is the current folder's."""
+    """Adds no argument: the project is that of the current folder."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until its input ends. Raises GpufleetError without the SDK."""
+    """Serves until standard input ends. Raises GpufleetError if the SDK is not installed."""
     if find_spec("mcp") is None:
         raise GpufleetError("the MCP server needs its SDK: pip install 'gpufleet[mcp]'")
     server(execute).run()
@@ -57,7 +57,7 @@ def execute(words: list[str]) -> dict[str, Any]:
 
 
 def server(call: Execute) -> MCPServer:
-    """The server; `call` runs a command."""
+    """The server; The MCP server; its tools run commands by `call`."""
     from mcp.server import MCPServer
     from mcp_types import ToolAnnotations
 
@@ -81,12 +81,12 @@ def server(call: Execute) -> MCPServer:
 
     @reads
     def status(stack: str) -> dict[str, Any]:
-        """Where a stack's run stands: fleet, nodes, step, dollars spent, why it ended."""
+        """The state of a stack's run: fleet, nodes, step, dollars spent, why it ended."""
         return call(["status", _stack(stack), "--json"])
 
     @reads
     def receipts(stack: str) -> dict[str, Any]:
-        """What a stack's runs cost against their bills."""
+        """The cost of a stack's runs, beside their bills."""
         return call(["receipts", _stack(stack), "--json"])
 
     @reads
@@ -103,7 +103,8 @@ def server(call: Execute) -> MCPServer:
 
     @made.tool(annotations=ToolAnnotations(destructive_hint=True))
     def stop(stack: str, run: str) -> dict[str, Any]:
-        """Ends a stack's run early, saved, as a limit would. `run` is its id. It cannot be begun again."""
+        """Ends a stack's run early, as a limit would: the job saves first. `run` is the id of the run, which cannot
+        begin again."""
         if not re.fullmatch(RULES[Run, "id"].pattern, run):
             raise ValueError(f"run: allowed: {RULES[Run, 'id'].allowed}")
         return call(["stop", _stack(stack), "--run", run, "--json"])
@@ -112,7 +113,7 @@ def server(call: Execute) -> MCPServer:
 
 
 def _stack(name: str) -> str:
-    """The name, if it can be that of a file in stacks/: no path, no option. Raises ValueError."""
+    """The name, if a file in stacks/ can have it. Raises ValueError for a path or an option. Raises ValueError."""
     if not _NAME.fullmatch(name):
         raise ValueError("stack: allowed is the name of a file in stacks/, without its .yaml")
     return name

@@ -17,17 +17,20 @@ from gpufleet.job.text import counted
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds NAME and the place of the code."""
+    """Adds NAME and the folder of the code."""
     parser.add_argument("name", metavar="NAME", help="of the stack: stacks/NAME.yaml is written")
     parser.add_argument("--code", metavar="DIR", type=Path, default=Path(), help="its training code (default: here)")
-    parser.add_argument("--command", metavar="TEXT", default="", help="how it is started there, as you would type it")
     parser.add_argument(
-        "--try", dest="tries", action="store_true", help="run it for a minute on this CPU, and watch it"
+        "--command", metavar="TEXT", default="", help="the command that starts it there, as you would type it"
+    )
+    parser.add_argument(
+        "--try", dest="tries", action="store_true", help="run the command for a minute on this CPU, and watch it"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes stacks/NAME.yaml, which loads, and prints what was found and what was not. Raises GpufleetError."""
+    """Writes a valid stacks/NAME.yaml, and prints which facts about the code it found and which not. Raises
+    GpufleetError."""
     write_definition(project_root(Path.cwd()), args.name, args.code, args.command, tries=args.tries)
     return 0
 
@@ -38,7 +41,7 @@ def write_definition(root: Path, name: str, code: Path, command: str, *, tries: 
     """
     path = named(root, name)
     if path.exists():
-        raise GpufleetError(f"{path.relative_to(root)} is there already: choose another name, or remove it")
+        raise GpufleetError(f"{path.relative_to(root)} exists already: choose another name, or remove the file")
     folder = os.path.relpath(code.resolve(), root.resolve())
     facts = look(code, command)
     text = modeline(path.parent, root)
@@ -61,7 +64,7 @@ def write_definition(root: Path, name: str, code: Path, command: str, *, tries: 
 
 
 def _tried(facts: ScriptFacts, made: Draft, code: Path) -> list[str]:
-    """Runs the draft's command, adds what was seen to `facts`, and returns problems as sentences."""
+    """Runs the draft's command, adds the observations to `facts`, and returns problems as sentences."""
     from gpufleet.infra.discover.seen import with_seen
     from gpufleet.infra.discover.trial import trial
 
@@ -70,7 +73,7 @@ def _tried(facts: ScriptFacts, made: Draft, code: Path) -> list[str]:
     print(f"Trying, in a copy of the folder, a minute at most for each of two starts: {trying.command}", flush=True)
     seen = trial(code, trying, say=print)
     with_seen(facts, seen, made.out, trying)
-    return [*seen.problems, f"it took {seen.seconds:.0f} s; what was seen stands beside each key"]
+    return [*seen.problems, f"the trial took {seen.seconds:.0f} s; the observations are beside each key"]
 
 
 def named(root: Path, name: str) -> Path:

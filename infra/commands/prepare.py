@@ -1,5 +1,5 @@
-"""`gpufleet prepare STACK [TEXT]`: makes the dataset in storage.dataset from its source, or from a text; or lists and
-hashes storage.inputs.
+"""`gpufleet prepare STACK [TEXT]`: prepares a run's data. It makes the dataset in storage.dataset from its source or
+from a text, or it lists and hashes storage.inputs.
 """
 
 from __future__ import annotations
@@ -33,30 +33,36 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         metavar="FILE",
         type=Path,
-        help="tokenizer.json: the base weights', or GPT-2's where it cannot be fetched",
+        help="a tokenizer.json: that of the base weights, or of GPT-2 where it cannot be fetched",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepares the data, or finds them prepared, and prints what the run will cost with them."""
+    """Prepares the data unless they are prepared already, and prints what the run will cost with them."""
     root, now = project_root(Path.cwd()), datetime.now(UTC)
     say = progress.say(args, _say)
     if args.rehearsal:
-        definition = load(stack.path_of(args), now=now, rehearsal=True, past_deadline=True)
-        require_another_folder(load(definition.source, now=now, past_deadline=True), definition, root)
+        definition = load(stack.path_of(args), now=now, rehearsal=True, past_deadline=True, staged=True)
+        require_another_folder(load(definition.source, now=now, past_deadline=True, staged=True), definition, root)
     else:
-        definition = stack.definition_of(args)
-    often = ""
-    if definition.job.parameters.dataset_kind:
-        made = prepare_inputs(definition, root, text=args.text, tokenizer=args.tokenizer, say=say)
-        often = repeated(definition.job.parameters, made)
-    elif args.text or args.tokenizer:
-        raise GpufleetError("a command takes its data as storage.inputs names it: leave out TEXT and --tokenizer")
+        definition = stack.definition_of(args, staged=True)
+    trained = [part for part in definition.parts if part.job.parameters.dataset_kind]
+    if not trained and (args.text or args.tokenizer):
+        raise GpufleetError("a command reads its data from storage.inputs: leave out TEXT and --tokenizer")
+    often = list[str]()
+    for part in definition.parts:
+        if part in trained:
+            made = prepare_inputs(part, root, text=args.text, tokenizer=args.tokenizer, say=say)
+            often.append(repeated(part.job.parameters, made))
+        else:
+            prepare_folders(part, root, aws.client("s3", part.fleet.region), say)
+    if args.rehearsal:
+        return 0
+    for warning in filter(None, often):
+        say(warning)
+    if definition.stages:
+        say(f"What it costs: `gpufleet cost {definition.argument}`")
     else:
-        prepare_folders(definition, root, aws.client("s3", definition.fleet.region), say)
-    if not args.rehearsal:
-        if often:
-            say(often)
         predict(definition, root, datetime.now(UTC), say)
     return 0
 

@@ -1,4 +1,5 @@
-"""`gpufleet prices`: how old and complete the known prices are; `gpufleet prices refresh` reads them anew from AWS."""
+"""`gpufleet prices` shows how old and complete the known prices are. `gpufleet prices refresh` reads them again from
+AWS."""
 
 from __future__ import annotations
 
@@ -22,13 +23,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--region", action="append", metavar="REGION", help="only this region; may be repeated")
     parser.add_argument(
-        "--to", type=Path, metavar="FOLDER", help="with refresh: where the dated folder goes (default: prices/)"
+        "--to", type=Path, metavar="FOLDER", help="with refresh: make the dated folder here (default: prices/)"
     )
     parser.add_argument("--json", action="store_true", help="without refresh: the same for programs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows or refreshes prices. A refresh returns 1 if a question to AWS failed, and raises AwsRefused if all did."""
+    """Shows or refreshes prices. A refresh returns 1 if a request to AWS failed, and raises AwsRefused if all
+    failed."""
     catalog = load_catalog()
     known = known_regions()
     regions = list(dict.fromkeys(args.region or (known if args.action == "refresh" else catalog.regions())))

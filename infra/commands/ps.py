@@ -18,12 +18,14 @@ from gpufleet.job.text import counted
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--region", action="append", default=[], help="look here too, beside the stacks' regions")
+    parser.add_argument(
+        "--region", action="append", default=[], help="look in this region too, beside the stacks' regions"
+    )
     parser.add_argument("--json", action="store_true", help="the same for programs: a list of runs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0, also without any run."""
+    """Prints the runs. Returns 0, even if there is no run."""
     root, now, definitions = project_root(Path.cwd()), datetime.now(UTC), list[StackDefinition]()
     for name in names_of(root):
         try:
@@ -32,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
             continue
     regions = sorted({*args.region, *(each.fleet.region for each in definitions)})
     if not regions:
-        raise GpufleetError("there is no stacks/ with a definition here to say which regions to look in: --region NAME")
+        raise GpufleetError("no definition in stacks/ here says which regions to look in: name one by --region NAME")
     runs = all_runs(definitions, receipts.read(root)[0], regions, aws.client, now)
     if args.json:
         print(json.dumps([each._asdict() for each in runs], indent=2))

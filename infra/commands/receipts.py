@@ -27,29 +27,34 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds an optional STACK."""
     parser.add_argument("stack", metavar="STACK", nargs="?", help="only the runs of this stack")
     parser.add_argument(
-        "--focus", metavar="ACCOUNT", type=_account, help="their lines as FOCUS 1.0 rows (CSV), billed to this account"
+        "--focus",
+        metavar="ACCOUNT",
+        type=_account,
+        help="the receipts' lines as FOCUS 1.0 rows (CSV), billed to this account",
     )
-    parser.add_argument("--all", action="store_true", help="every run, with what each cause added")
-    parser.add_argument("--aws", action="store_true", help="with AWS's own charges beside them, from Cost Explorer")
+    parser.add_argument("--all", action="store_true", help="every run, with the USD that each cause added")
+    parser.add_argument("--aws", action="store_true", help="the receipts beside AWS's own charges, from Cost Explorer")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; standard error names invalid files. 1 if there is no receipt at all."""
+    """Prints the table, and names invalid files on standard error. Returns 1 if there is no receipt."""
     root = project_root(Path.cwd())
     known, damaged = receipts.read(root, _name(args.stack, root) if args.stack else None)
     for sentence in damaged:
         print(f"gpufleet: {sentence}", file=sys.stderr)
     tell([each.to_json() for each in known])
     if not known:
-        stacks_of(root)  # raises outside of a project, where there would never be any
+        stacks_of(root)  # raises outside of a project, where no receipts can be
         of = f" of {args.stack}" if args.stack else ""
-        print(f"No receipt{of} yet: `gpufleet results STACK` keeps the one of a run that has ended.")
+        print(f"No receipt{of} yet: `gpufleet results STACK` keeps the receipt of a run that has ended.")
         return 1
     if args.focus:
         sys.stdout.write(focus.table(known, args.focus))
         return 0
     total = receipts.grade(known)
-    none = f"{counted(len(known), 'receipt')}, and none counts: a receipt counts if its real run came to its end."
+    none = (
+        f"{counted(len(known), 'receipt')}, and none counts: a receipt counts if its run was real and came to its end."
+    )
     print("\n".join(summary(total)) if total else none)
     shown = known if args.all else sorted(known, key=lambda each: each.at)[-SHOWN:]
     print("\n".join(table(shown, CAUSES if args.all else {})))
@@ -68,7 +73,8 @@ def _account(text: str) -> str:
 
 
 def _show_charges(shown: Sequence[Receipt]) -> None:
-    """Prints each real run's lines next to AWS's charges. Raises AwsRefused if its tags are not activated."""
+    """Prints each real run's lines next to AWS's charges. Raises AwsRefused if the tags are not activated for cost
+    allocation."""
     from gpufleet.infra.account import actual_bill, aws
 
     ce, today = aws.client("ce", actual_bill.REGION), datetime.now(UTC).date()
@@ -80,31 +86,33 @@ def _show_charges(shown: Sequence[Receipt]) -> None:
 
 
 def _name(stack: str, root: Path) -> str:
-    """The name under which receipts are kept: of the file that STACK leads to. Raises GpufleetError if there is no such
-    stack; a removed file's receipts stay.
+    """The name under which a stack's receipts are kept: the name of the file that STACK leads to. It may be a file that
+    was removed since. Raises GpufleetError if there is no such stack.
     """
     if (root / receipts.FOLDER / stack).is_dir() and not (root / "stacks" / f"{stack}.yaml").is_file():
         return stack
     return selected(stack, root).path.stem
 
 
-def table(found: Sequence[Receipt], causes: Iterable[str]) -> Iterator[str]:
-    """A line per run with the amount of each of `causes`, or without them, with the cost in the bill's range; `-` in
-    `graded` if the run does not count.
+def table(receipts_shown: Sequence[Receipt], causes: Iterable[str]) -> Iterator[str]:
+    """A line per run, with the USD of each cause in `causes`. If `causes` is empty, it shows the cost within the bill's
+    range instead. The column `graded` has `-` if the run does not count.
     """
     causes = tuple(causes)
     columns = (
         Column("stack"),
         Column("run"),
-        Column("ended by", of=lambda found: "rehearsal" if found.rehearsal else found.reason),
+        Column(
+            "ended by", of=lambda receipts_shown: "rehearsal" if receipts_shown.rehearsal else receipts_shown.reason
+        ),
         Column("estimate", unit="USD", digits=4),
         Column("actual", unit="USD", digits=4),
-        Column("error", unit="%", of=lambda found: f"{found.error_percent:+.1f}%"),
+        Column("error", unit="%", of=lambda receipts_shown: f"{receipts_shown.error_percent:+.1f}%"),
         *(Column(name, None, "USD", "{:+.4f}".format, _cause(name)) for name in causes),
         Column("graded", of=_graded),
         *(() if causes else (Column(band.SCALE, of=_in_range),)),
     )
-    return Sheet.build(columns, found, spare=("ended by", "stack")).text()
+    return Sheet.build(columns, receipts_shown, spare=("ended by", "stack")).text()
 
 
 def _in_range(receipt: Receipt) -> str:
@@ -118,7 +126,7 @@ def _cause(name: str) -> Callable[[Receipt], Decimal]:
 def summary(total: Accuracy) -> Iterator[str]:
     """The score in three lines."""
     yield f"{total}." if total.inside is None else f"{total} (target {receipts.TARGET * 100:.0f} %)."
-    yield f"Bias: {total.bias_percent:+.1f} %, the median of actual against estimate."
+    yield f"Bias: {total.bias_percent:+.1f} %, the median difference of actual from estimated cost."
     causes = ", ".join(f"{name} {percent:.1f} %" for name, percent in total.by_cause.items())
     yield f"By cause, the median of each in % of the estimate: {causes}."
 

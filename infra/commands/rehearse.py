@@ -16,13 +16,20 @@ from gpufleet.rehearsal import environment
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("stack", metavar="STACK", nargs="?", help="a file of stacks/ without its .yaml, or a path")
     depth = parser.add_mutually_exclusive_group()
-    depth.add_argument("--image", action="store_true", help="a command in its own image, by this machine's docker")
-    depth.add_argument("--plumbing", action="store_true", help="a stand-in for a command that cannot run here")
+    depth.add_argument("--image", action="store_true", help="run a command in its own image, by this machine's docker")
+    depth.add_argument("--plumbing", action="store_true", help="replace a command that cannot run here by a stand-in")
     once_more: dict[str, Any] = {"dest": "again", "action": "append_const", "default": []}
-    parser.add_argument("--exact", const="end", help="a command again, undisturbed: does it end the same?", **once_more)
-    parser.add_argument("--limit", const="limit", help="a command again, until it meets a limit midway", **once_more)
+    parser.add_argument(
+        "--exact",
+        const="end",
+        help="run a command a second time without interruptions: does it end the same?",
+        **once_more,
+    )
+    parser.add_argument(
+        "--limit", const="limit", help="run a command a second time, until it meets a limit midway", **once_more
+    )
     progress.argument(parser)
-    parser.add_argument("--all", action="store_true", help="every stack in turn, and one table")
+    parser.add_argument("--all", action="store_true", help="rehearse every stack in turn, and print one table")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if args.all and args.again:
         raise GpufleetError("--exact and --limit are of one command: name its stack in place of --all")
     if args.all and args.stack:
-        raise GpufleetError(f"--all rehearses every stack, {args.stack} alone one: give one of the two")
+        raise GpufleetError(f"--all rehearses every stack, {args.stack} only one: give either of the two")
     if not args.all and not args.stack:
         names = ", ".join(names_of(project_root(Path.cwd()))) or "none in stacks/ here"
         raise GpufleetError(f"which stack is to be rehearsed? There are {names}; --all rehearses each in turn")

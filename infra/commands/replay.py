@@ -1,4 +1,4 @@
-"""`gpufleet replay TRACE... STACK`: whether the bill's stated interval holds on availability traces."""
+"""`gpufleet replay TRACE... STACK`: tests on availability traces whether the bill's stated interval holds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the outcome on the traces. 0: the bill's interval held; 1: it did not."""
+    """Prints the outcome on the traces. Returns 0 if the bill's interval held, else 1."""
     traces = [read_trace(path) for path in args.traces]
     type_, exposure = _exposure(args)
     gpus = load_catalog().instances[type_].gpu_count
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _exposure(args: argparse.Namespace) -> tuple[str, Exposure]:
-    """The bill's type and its spot side, with the hours of work asked for."""
+    """The bill's type and its spot side, for `--work-hours` hours of work if that is given."""
     definition, root = stack.definition_of(args), project_root(Path.cwd())
     # a trace must not be used to judge a hazard that was learned from it
     side = bill_of(definition, root, load_catalog(), but=args.traces).spot

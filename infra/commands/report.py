@@ -33,12 +33,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _newest(root: Path, name: str, run_id: str) -> Path:
-    """The folder of the run's results: from `gpufleet results`, or a rehearsal; the newer of both."""
+    """The folder of the run's results, made by `gpufleet results` or by a rehearsal: the newer of both."""
     places = (root / "results" / name / run_id, root / "rehearsals" / name / run_id / "results")
     there = [place for place in places if (place / RECEIPT).is_file()]
     if not there:
         raise GpufleetError(
-            f"no results of {name}, run {run_id}, here: `gpufleet results {name}` brings those of a run that has"
-            f" ended, `gpufleet rehearse {name}` makes some"
+            f"there are no results of {name}, run {run_id}, here: `gpufleet results {name}` downloads the results of a "
+            f"run that has ended, `gpufleet rehearse {name}` makes new ones"
         )
     return max(there, key=lambda place: (place / RECEIPT).stat().st_mtime)

@@ -20,12 +20,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", type=Path, metavar="DIR", help="default: results/STACK/RUN of the project")
     progress.argument(parser)
     models = parser.add_mutually_exclusive_group()
-    models.add_argument("--exports", action="store_true", help="bring the weights of every phase too, not only final/")
-    models.add_argument("--light", action="store_true", help="leave the final weights in the bucket too")
+    models.add_argument(
+        "--exports", action="store_true", help="download the weights of every phase too, not only final/"
+    )
+    models.add_argument("--light", action="store_true", help="do not download the final weights")
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 if the run lacks files that its kind of end leaves."""
+    """Downloads the files. Returns 1 if some are missing that a run with this kind of end always has."""
     definition, root = stack.definition_of(args, staged=True), project_root(Path.cwd())
     target = args.to or root / "results" / definition.name / definition.run.id
     s3, ec2 = (aws.client(service, definition.fleet.region) for service in ("s3", "ec2"))

@@ -27,27 +27,28 @@ DOCUMENT = "AWS-StartInteractiveCommand"
 INSTALL = (
     "https://docs.aws.amazon.com/systems-manager/latest/userguide/session-manager-working-with-install-plugin.html"
 )
-# gpufleet's newest container is the training one, once that has begun.
+# The newest container of gpufleet is the training container, once training has begun.
 INSIDE = 'sudo docker exec -it "$(sudo docker ps -q --filter name=gpufleet- | head -1)" sh -c "bash || sh"'
-Start = Callable[[Sequence[str], Mapping[str, str]], int]  # runs a program with this environment; its exit code
+# runs a program with this environment and returns its exit code
+Start = Callable[[Sequence[str], Mapping[str, str]], int]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds STACK and the choice of container or node."""
+    """Adds STACK, and the choice between the container and the node."""
     stack.argument(parser, earlier_runs=True)
     parser.add_argument("--node", action="store_true", help="on the node itself, beside the container")
 
 
 def run(args: argparse.Namespace) -> int:
-    """The shell's exit code."""
+    """Opens the shell, and returns its exit code."""
     definition = stack.definition_of(args)
     ec2, ssm = (aws.client(service, definition.fleet.region) for service in ("ec2", "ssm"))
     return open_shell(definition, ec2, ssm, on_node=args.node, start=_start)
 
 
 def open_shell(definition: StackDefinition, ec2: Any, ssm: Any, *, on_node: bool, start: Start) -> int:
-    """Opens a shell in the job's container on the newest node, or on the node itself (`on_node`); the shell's exit
-    code. Raises GpufleetError if something is missing: the plugin, a node, its agent.
+    """Opens a shell in the job's container on the newest node, or on the node itself (`on_node`), and returns the
+    shell's exit code. Raises GpufleetError if the plugin, a node, or its SSM agent is missing.
     """
     if shutil.which(PLUGIN) is None:
         raise GpufleetError(f"a shell needs AWS's {PLUGIN} on this machine, and it is not installed: {INSTALL}")
@@ -60,14 +61,16 @@ def open_shell(definition: StackDefinition, ec2: Any, ssm: Any, *, on_node: bool
     except ClientError as error:
         if refusals.code(error) == "TargetNotConnected":
             raise AwsRefused(
-                f"{instance} has not told Session Manager of itself. A node does within some minutes of its boot, if"
+                f"{instance} has not registered with Session Manager yet. A node registers within some minutes of its "
+                f"boot, "
+                f"if"
                 " its AMI has the SSM agent (as AWS's deep learning AMIs have) and its subnet a way out on port 443;"
                 f" `gpufleet logs {definition.run_argument} --boot` says how far it is"
             ) from error
         raise
     answer = {key: session[key] for key in ("SessionId", "TokenValue", "StreamUrl")}
     region, profile = definition.fleet.region, os.environ.get("AWS_PROFILE", "")
-    # The plugin reads this variable: everybody on this machine can see an argument.
+    # The plugin reads the session from this variable. As an argument, everybody on this machine could see it.
     variable = "AWS_SSM_START_SESSION_RESPONSE"
     words = (PLUGIN, variable, region, "StartSession", profile, json.dumps(asked), ssm.meta.endpoint_url)
     return start(words, {variable: json.dumps(answer)})
@@ -84,7 +87,7 @@ def _newest(definition: StackDefinition, ec2: Any) -> str:
 
 
 def _start(words: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Runs the program on this terminal; Ctrl-C goes to its shell."""
+    """Runs the program on this terminal; Ctrl-C goes to the program's shell, not to this process."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         return subprocess.run(words, env={**os.environ, **environment}, check=False).returncode

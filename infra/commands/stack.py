@@ -1,4 +1,4 @@
-"""The STACK argument that most commands take, and the definition it leads to."""
+"""The argument STACK that most commands take, and the definition that it names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def argument(parser: argparse.ArgumentParser, *, earlier_runs: bool = False) -> 
 
 
 def _id(text: str) -> str:
-    """The run id; an empty one is refused, because it is an unset shell variable."""
+    """The run id. An empty one is refused, because it comes from an unset shell variable."""
     rule, (run, slash, stage) = RULES[Run, "id"], text.partition("/")
     if not re.fullmatch(rule.pattern, run) or (slash and not NAME.fullmatch(stage)):
         raise argparse.ArgumentTypeError(f"{text!r} is not accepted; allowed: {rule.allowed}")
@@ -41,9 +41,10 @@ def path_of(args: argparse.Namespace) -> Path:
 
 def definition_of(args: argparse.Namespace, *, past_deadline: bool = True, staged: bool = False) -> StackDefinition:
     """The definition that the stack runs; its scenario, if it runs one, is named on standard error. With --run ID/STAGE
-    it is that of a stage; `staged`: the command also takes the whole of several.
+    it is the definition of that stage. `staged` says that the command also accepts a run with several stages as a
+    whole.
 
-    A deadline may have passed: its run can still be looked at and swept.
+    Its deadline may have passed: the run can still be looked at and swept.
     """
     chosen = _chosen(args)
     run = getattr(args, "run_id", None) or ""
@@ -70,7 +71,7 @@ def _stage_of(definition: StackDefinition, run: str) -> StackDefinition:
 
 
 def _chosen(args: argparse.Namespace) -> Selected:
-    """The selection that STACK names. Prints where it lies if it is outside of this folder's project."""
+    """The selection that STACK names. Prints the file's project if the current folder is not in it."""
     root = project_root(Path.cwd())
     chosen = selected(args.stack, root)
     home = project_root(chosen.path.resolve().parent)

@@ -1,4 +1,4 @@
-"""`gpufleet stop`: asks a run to end as at a limit, with everything trained saved."""
+"""`gpufleet stop`: asks a run to end as at a limit, after it has saved its training."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     definition = stack.definition_of(args, staged=True)
     region = definition.fleet.region
-    for each in definition.parts:  # whichever stage comes next finds that it was asked to end
+    for each in definition.parts:  # each later stage also sees that the run was asked to end
         ask(each, aws.client("ec2", region), aws.client("s3", region), datetime.now(UTC))
     return 0

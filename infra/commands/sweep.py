@@ -1,5 +1,5 @@
-"""`gpufleet sweep`: what a stack still has in the account, its cost, what is kept on purpose, and how to remove the
-rest.
+"""`gpufleet sweep`: lists what a stack still has in the account, what it costs, what is kept on purpose, and how to
+remove the rest.
 
 Without --delete it deletes nothing. With it, it deletes only things with the stack's tags that the definition does not
 keep.
@@ -21,18 +21,20 @@ from gpufleet.infra.errors import AwsRefused, GpufleetError
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     stack.argument(parser)
-    parser.add_argument("--delete", action="store_true", help="delete it, once you have agreed; never what is kept")
+    parser.add_argument(
+        "--delete", action="store_true", help="delete the rest, once you have agreed; never what is kept"
+    )
     parser.add_argument("--yes", action="store_true", help="with --delete: do not ask")
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 if something unwanted is left; 2 if nothing is, but AWS does not show everything."""
+    """Returns 1 if something unwanted is left, and 2 if none was seen but AWS does not show everything."""
     definition = stack.definition_of(args, staged=True)
     region = definition.fleet.region
     who = checks.identity(aws.client("sts", region))
     if who.state == "problem":
         raise AwsRefused(who.found)
-    print(f"{region}, {who.found}:")  # in another account nothing is left over either
+    print(f"{region}, {who.found}:")  # in another account it would find nothing left over and seem clean
 
     def list_leftovers() -> list[Left]:
         return list(look(definition, aws.client, datetime.now(UTC)))
@@ -55,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
 def _ask(definition: StackDefinition, who: str) -> None:
     """Raises GpufleetError unless the answer is the stack's name."""
     print(
-        f"All of it but what is kept will be deleted from {who}, a node that trains too. It cannot be taken back.",
+        f"Everything except what is kept will be deleted from {who}, even a node that is training. It cannot be taken "
+        f"back.",
         flush=True,
     )
     try:

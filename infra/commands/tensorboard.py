@@ -24,13 +24,13 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.contract import metrics
 from gpufleet.job.contract.workdir import METRICS
 
-EVERY_S = 30.0  # between two looks; a node sends its lines with each heartbeat
+EVERY_S = 30.0  # between two reads; a node sends its lines with each heartbeat
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds STACK and the port."""
     stack.argument(parser, earlier_runs=True)
-    parser.add_argument("--port", type=int, default=6006, help="of localhost (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=6006, help="the port of localhost (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,8 +50,8 @@ class Board:
         self._step = -1
 
     def follow(self, content: bytes) -> int:
-        """Writes the new lines of `content`, the whole file as it is now, and returns their number. Steps that a later
-        node repeats replace the earlier ones.
+        """Writes the new lines of `content`, which is the whole file so far, and returns their number. Steps that a
+        later node repeats replace the earlier ones.
         """
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -82,8 +82,8 @@ def serve(
     say: Callable[[str], None] = print,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Runs TensorBoard at localhost until Ctrl-C or until it ends; its exit code. Raises GpufleetError without the
-    package, AwsRefused without such a run.
+    """Runs TensorBoard at localhost until Ctrl-C or until TensorBoard ends, and returns its exit code. Raises
+    GpufleetError if TensorBoard is not installed, AwsRefused if there is no such run.
     """
     if find_spec("tensorboard") is None:
         raise GpufleetError("TensorBoard is not installed here: pip install tensorboard")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from gpufleet.infra.account import aws
+from gpufleet.infra.account import aws, stages
 from gpufleet.infra.account.wait import WaitLoop
 from gpufleet.infra.commands import stack
 from gpufleet.infra.errors import GpufleetError
@@ -19,10 +19,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 if there is no node in time."""
+    """Returns 1 if there is no node in time."""
     if not (0 <= args.timeout < math.inf):
-        raise GpufleetError(f"--timeout {args.timeout:g}: allowed are seconds, 0 or more; 0 looks once")
-    definition = stack.definition_of(args)
-    region = definition.fleet.region
-    watch = WaitLoop(definition=definition, ec2=aws.client("ec2", region), s3=aws.client("s3", region))
+        raise GpufleetError(f"--timeout {args.timeout:g}: allowed are seconds, 0 or more; with 0 it looks once")
+    definition = stack.definition_of(args, staged=True)
+    ec2, s3 = (aws.client(service, definition.fleet.region) for service in ("ec2", "s3"))
+    if definition.stages:
+        definition = stages.begun(definition, s3)[-1]
+    watch = WaitLoop(definition=definition, ec2=ec2, s3=s3)
     return watch.until_node(args.timeout)

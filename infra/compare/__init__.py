@@ -1,1 +1,1 @@
-"""Other ways, places and prices for the same work."""
+"""Compares other instance types, regions and ways of buying for the same work."""

@@ -1,6 +1,6 @@
-"""Lists what would do a bill's work for less: every other type of the catalog, on spot and on demand.
-
-The bill prices the chosen fleet; this names types to list instead. `gpufleet compare` shows all options.
+"""Lists the options that would do a bill's work for less, among all other types of the catalog, on spot and on demand.
+The bill prices the chosen fleet; this module names types to list in the file instead. `gpufleet compare` shows all
+options.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from gpufleet.infra.show.sheet import plain
 from gpufleet.job.text import counted
 
 SHOWN = 3
-REFINED = 6  # rows simulated with more runs, so that noise neither names nor hides one
+REFINED = 6  # number of rows simulated with more runs, so that noise neither adds an option to the list nor hides one
 ATTEMPTS = 64  # simulated nodes of a run before it is extrapolated: moves the mean by less than ranking.LEAST
-SURE = 0.8  # probability of being cheaper, with speed and price as far as known
+SURE = 0.8  # least probability of being cheaper, as far as speed and price are known
 CENT = Decimal("0.01")
 LATE = 0.1  # share of runs that may miss the deadline, as for other limits
 
@@ -43,12 +43,14 @@ class Cheaper:
     """Options that cost less than the bill in at least SURE of the runs, in the definition's region."""
 
     rows: tuple[Row, ...]  # the SHOWN allowed ones with the lowest mean
-    more: int  # number of further ones
+    more: int  # number of further options
     unsure: int  # number of others with a lower mean that are less surely cheaper
-    beyond: int  # number of cheaper ones that pass a limit or the deadline in more than one run in ten, or break a rule
+    # number of cheaper options that pass a limit or the deadline in more than one run in ten, or break a rule
+    beyond: int
     assumed: frozenset[str]  # types of `rows` with an assumed or guessed speed, if the bill's own is neither
-    command: str  # the command that shows all of them
-    half_setup: tuple[float, Decimal] | None = None  # minutes of set-up, USD that half of it saves; None: too few
+    command: str  # the command that shows all options
+    # minutes of set-up, and the USD that half of it would save; None: too few
+    half_setup: tuple[float, Decimal] | None = None
 
     def lines(self) -> Iterator[str]:
         """The bill's block about cheaper types, line by line."""
@@ -150,7 +152,7 @@ def cheaper(
     def within_limits(row: Row) -> bool:
         return not row.over_limit and row.late <= LATE and allowed(row)
 
-    # Priced like the bill, at the most expensive zone.
+    # These rows are priced like the bill, at the most expensive zone.
     options = ranking.every_option(definition, (definition,), study, below=below, likely=False)
     rows = able([row for row in options if row.ranked and not row.untried and not _listed(row, definition)])
     likely = [row for row in rows if within_limits(row)][:REFINED]
@@ -179,18 +181,20 @@ def cheaper(
 
 
 def _with_chance(rows: Sequence[Row], own: simulation.SimulatedRuns) -> list[Row]:
-    """The rows with their chances to cost less than the bill's `own` runs, which are as many, with the same luck."""
+    """The rows with their probabilities of costing less than the bill's `own` runs. Both have the same number of runs
+    and the same random draws."""
     return [replace(row, cheaper=float((row.side.needed.usd < own.usd).mean())) for row in rows if row.side]
 
 
 def _half_setup(
     minutes: float, own: simulation.SimulatedRuns, quick: simulation.SimulatedRuns
 ) -> tuple[float, Decimal] | None:
-    """Minutes of the bill's set-up, and the USD of its p50 that half as much at each start saves; None below LEAST."""
+    """The minutes of the bill's set-up, and the USD that its p50 falls by if each start takes half as long; None below
+    LEAST."""
     p50, less = (Decimal(simulation.quantiles(each.usd)[1]) for each in (own, quick))
     return (minutes, (p50 - less).quantize(CENT)) if p50 - less >= max(ranking.LEAST * p50, CENT) else None
 
 
 def _listed(row: Row, definition: StackDefinition) -> bool:
-    """Whether the fleet may already pick it."""
+    """Whether the fleet may already pick the row's type."""
     return row.type in definition.fleet.instance_types and definition.fleet.market.name == row.capacity

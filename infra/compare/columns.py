@@ -1,5 +1,5 @@
-"""The figures of a comparison, each defined once: tables on a terminal, on a page and in a notebook, the JSON and the
-public record choose from them by key.
+"""Defines each figure of a comparison once. Tables on a terminal, on a page and in a notebook, the JSON and the public
+record choose from these figures by key.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.show.sheet import Column, Sheet, plain, record
 from gpufleet.infra.text import hours
 
-# The columns of each table, by key, `*` for the frontier's mark; then columns that a narrow terminal omits, the first
-# ones first.
+# For each table the keys of its columns, where `*` is the mark of the frontier; then the columns that a narrow terminal
+# omits, in the order in which it omits them.
 ANSWER = ("* place market gpus_used hours_p50 usd_p50 usd_p90 cheaper marks", "gpus_used usd_p90 hours_p50")
 SCENARIOS = (
     "scenario place market claim_h claim_usd hours_p50 hours_p90 usd_p50 usd_p90 basis marks",
@@ -85,7 +85,7 @@ def _part(key: str, head: str, unit: str, figure: str, part: str) -> Column:
     return Column(key, head, unit, 2, value)
 
 
-# In the order for programs; people see some of them.
+# The order is that of the JSON; tables for people show some of these columns.
 FIGURES = (
     *map(Column, ("scenario", "region", "type", "capacity", "nodes", "reference", "tokens")),
     Column("steps", unit="steps", digits="{:,}".format),

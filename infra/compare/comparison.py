@@ -25,13 +25,14 @@ class Comparison:
     """The scenarios of a file, and every option for their work."""
 
     definition: StackDefinition  # the file, or the chosen scenario; all options are compared in its region
-    scenario: str  # the chosen one, else the file's own
+    scenario: str  # the name of the chosen scenario, else of the one that equals the file
     listed: list[Row]  # its scenarios, in order
     rows: list[Row]  # options, ranked
     frontier: list[Row]  # the best of the options
-    regions: list[Row]  # its work in each region, the cheapest first
-    batches: list[Row]  # its work with the file's batch, then with larger ones; empty without any
-    # with a deadline: the plan of spot first, then on demand, and its type
+    regions: list[Row]  # the chosen work in each region, the cheapest first
+    # the chosen work with the file's batch, then with larger batches; empty if no larger batch is possible
+    batches: list[Row]
+    # if there is a deadline: the plan that uses spot first and on demand later, and its type
     policy: tuple[deadline.DeadlinePlan, str] | None
 
     @property
@@ -46,13 +47,13 @@ class Comparison:
 
     @property
     def own_frontier(self) -> list[Row]:
-        """Those that no other option beats in both mean dollars and hours."""
+        """The options that no other option beats in both mean dollars and hours."""
         return ranking.frontier(self.own_rows)
 
     @property
     def title(self) -> str:
         """The heading of a picture."""
-        names = dict.fromkeys([self.definition.name, self.scenario])  # without scenarios the two are equal
+        names = dict.fromkeys([self.definition.name, self.scenario])  # without scenarios both names are equal
         return f"{', '.join(names)}: cost against time in {self.definition.fleet.region}"
 
 
@@ -63,7 +64,7 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
     catalog = load_catalog(root, day=now.date())
     rules = policy.find_policy(root)
     definition = policy.held_to(load(path, now=now, past_deadline=True, staged=True), rules)
-    # Each stage's work is ranked by itself, as a scenario's is.
+    # The work of each stage is ranked by itself, like the work of a scenario.
     stages = tuple(replace(each, scenario=each.stage) for each in definition.stages)
     variants = tuple(policy.held_to(each, rules) for each in stages or scenarios(path, now=now))
     asked = chosen(path, variants, scenario)
@@ -92,7 +93,7 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
 def _hours_left(within: float | None, definition: StackDefinition, now: datetime) -> float | None:
     if within is not None:
         return within
-    due = definition.limits.due(now)  # a block's end does not apply to other ways to run it
+    due = definition.limits.due(now)  # a Capacity Block's end limits only that block, not other ways to run the work
     if due is None:
         return None
     if due <= now:

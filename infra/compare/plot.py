@@ -10,7 +10,7 @@ from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.market import WAYS
 
-SHOWN = 20  # cheapest options; those of the frontier are added
+SHOWN = 20  # number of cheapest options in the picture; options of the frontier are added
 LINE_IN = 0.19  # inches from one option to the next
 LOG_FROM = 6  # largest over smallest figure above which the scale is logarithmic
 CAPTION = "dot: p50, line: p10 to p90; bold: nothing is cheaper and sooner"
@@ -22,7 +22,7 @@ KINDS = (".png", ".svg")
 def drawn(rows: Sequence[Row], frontier: Sequence[Row], title: str, kind: str) -> bytes:
     """The picture's bytes; `kind` is one of KINDS. Raises GpufleetError without matplotlib."""
     try:
-        from matplotlib.figure import Figure  # not pyplot: it would choose a backend for a whole notebook
+        from matplotlib.figure import Figure  # not pyplot, which would choose a drawing backend for the whole notebook
     except ImportError as error:
         raise GpufleetError(f"a picture needs matplotlib ({error}): pip install 'gpufleet[report]'") from error
     figure, into = Figure(figsize=(10, height(rows, frontier)), layout="constrained"), io.BytesIO()

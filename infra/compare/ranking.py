@@ -1,9 +1,10 @@
 """Ranks other ways to run the work: a stack's scenarios, and every instance type for their work.
 
-There are two views, both of Row. `scenarios` prices each scenario of the file on the fleet it asks for, beside what its
-plan claimed. `options` takes the distinct pieces of work among them to every type of the catalog, on spot and on
-demand, and ranks those in time by mean dollars; the others have a reason. The definition's limits do not stop a run
-here, because one that is stopped early is cheap and not done: rows beyond a limit are marked.
+There are two views, and both are made of Row objects. `scenarios` prices each scenario of the file on the fleet it asks
+for, beside what its plan claimed. `options` prices each distinct piece of work among the scenarios on every type of the
+catalog, on spot and on demand. Options in time are ranked by mean dollars; every other option has a reason why it is
+not. The definition's limits do not stop a run here, because a run that is stopped early is cheap but not done. Rows
+beyond a limit are marked.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ from gpufleet.infra.risk import simulation
 if TYPE_CHECKING:
     from gpufleet.infra.risk.deadline import DeadlinePlan
 
-RUNS_EACH = 250  # simulated runs per row of `options`; rows that are shown are simulated again: the first of each work
-RUNS_SHOWN = 2_000  # with risk.RUNS, like its bill, and those after it with these
+# simulated runs per row of `options`. Rows that are shown are simulated again: the first row of each work
+RUNS_EACH = 250
+RUNS_SHOWN = 2_000  # with risk.RUNS runs, like its bill, and the rows after it with this number
 NODE_COUNTS = (2, 4, 8)
-ATTEMPTS_EACH = 24  # nodes of such a run before it is extrapolated
-REFINED, REFINED_EACH = 24, 3  # rows in all, and at least per work: those that the table shows
+ATTEMPTS_EACH = 24  # simulated nodes of such a run before the rest is extrapolated
+REFINED, REFINED_EACH = 24, 3  # rows that the table shows: in all, and at least for each work
 # USD per GB from one region to another, for most pairs in AWS's table of EC2 data transfer (read 2026-11); some cost
 # more.
 BETWEEN_REGIONS = Decimal("0.02")
-SURE = 0.5  # an option that misses the deadline more often is left out
-LEAST = Decimal("0.02")  # the smallest difference of dollars or hours that counts; less is noise of the simulation
+SURE = 0.5  # an option that misses the deadline in a larger share of runs is not ranked
+# the smallest relative difference in dollars or hours that counts; a smaller one is noise of the simulation
+LEAST = Decimal("0.02")
 
 
 def scenarios(
@@ -75,9 +78,9 @@ def every_option(
     below: Decimal | None = None,
     likely: bool = True,
 ) -> list[Row]:
-    """Every (work, type, capacity), the work's own types also on several nodes, the best first; those that cannot run
-    come last with the reason. `below`: only those that may have a mean below so many USD, in no order. `likely`: at the
-    price that a fleet may expect, not at its most expensive zone's.
+    """A row for every (work, type, capacity), and for the work's own types also on several nodes; the best row is
+    first, and rows that cannot run come last with the reason. `below`: only rows that may have a mean below this number
+    of USD, in no order. `likely`: at the price that a fleet may expect, not at the price of its most expensive zone.
     """
     catalog = study.catalog
     drafts: list[Row] = []
@@ -96,7 +99,8 @@ def every_option(
                 # estimate.step_ms applies only to the file's own number of nodes
                 stated = there if count == work.nodes else there.with_definition(_unstated(there.definition))
                 option = options.type_cost(stated, type_, nearest=holder, known=known)
-                if option.runtime is not None:  # then only a price is missing, and each capacity has its own reason
+                # otherwise only a price is missing, and each capacity has its own reason
+                if option.runtime is not None:
                     option = replace(option, why="")
                 for market in COMPARED:
                     price = option.likely(market) if likely else option.hourly(market)
@@ -115,7 +119,7 @@ def every_option(
 
 
 def _is_sold(type_: str, region: str, catalog: Catalog) -> bool:
-    """Whether nodes of the type are offered there at a known price."""
+    """Whether the region offers nodes of the type at a known price."""
     priced = (type_, region) in catalog.spot_prices or (type_, region) in catalog.on_demand_prices
     return priced and not catalog.instances[type_].unusable
 
@@ -128,15 +132,16 @@ def _compute_usd(option: TypeCost, price: Price | None) -> Decimal | None:
 
 
 def _may_cost_less(usd: Decimal | None, capacity: Capacity, below: Decimal | None) -> bool:
-    """Whether a run of `usd` without interruptions may have a mean below `below`: interrupted first hours are free."""
+    """Whether a run that costs `usd` without interruptions may have a mean below `below`. It may, because AWS does not
+    bill interrupted first hours."""
     if below is None:
         return True
     return usd is not None and usd * WAYS[capacity].least_share <= below
 
 
 def every_region(definition: StackDefinition, study: Study, *, runs: int = RUNS_EACH) -> list[Row]:
-    """The work in each region with the prices that a bill needs, the cheapest first: there on the type and capacity
-    with the lowest uninterrupted cost, including the transfer of inputs in a bucket.
+    """The work in each region that has the prices that a bill needs, the cheapest region first. In each region it runs
+    on the type and capacity with the lowest uninterrupted cost, including the transfer of inputs from a bucket.
     """
     catalog = study.catalog
     if not _moves_elsewhere(definition):
@@ -155,7 +160,7 @@ def every_region(definition: StackDefinition, study: Study, *, runs: int = RUNS_
 
 def every_batch(definition: StackDefinition, study: Study, *, runs: int = RUNS_EACH) -> list[Row]:
     """The work with the file's batch and then with larger ones, if the parameters allow them: each on the type and
-    capacity with the lowest uninterrupted cost. Empty if they allow none.
+    capacity with the lowest uninterrupted cost. Empty if they allow no larger batch.
     """
     larger = [(each.setting, each.config) for each in definition.job.parameters.variants() if not each.narrower]
     if not _moves_elsewhere(definition) or not larger:
@@ -177,7 +182,7 @@ def every_batch(definition: StackDefinition, study: Study, *, runs: int = RUNS_E
 
 
 def _moves_elsewhere(definition: StackDefinition) -> bool:
-    """Whether the work can move to another type. A run elsewhere cannot."""
+    """Whether the work can move to another type. The work of a run elsewhere cannot."""
     market = definition.fleet.bought_as(definition.fleet.market.by_the_hour).market
     return market.moves_elsewhere and not definition.variant.reference
 
@@ -210,7 +215,7 @@ def _on_the_cheapest(basis: BillBasis, name: str, known: Iterable[TypeCost], hou
 
 
 def _unstated(work: StackDefinition) -> StackDefinition:
-    """The work without the step time that its file states."""
+    """A copy of the work without the step time that its file states."""
     return replace(work, estimate=replace(work.estimate, step_ms=None))
 
 
@@ -225,14 +230,15 @@ def _brought(work: StackDefinition, region: str) -> Decimal:
 
 
 def chance_below(one: Side | None, other: Side | None) -> float | None:
-    """The probability that `one` costs less to finish: both have as many runs, with the same luck. None: no figures."""
+    """The probability that `one` costs less to finish than the other. Both have the same number of runs and the same
+    random draws. None: no figures."""
     if one is None or other is None or len(one.needed.usd) != len(other.needed.usd):
         return None
     return float((one.needed.usd < other.needed.usd).mean())
 
 
 def _own(rows: Sequence[Row], name: str, fleet: Fleet) -> Side | None:
-    """The most expensive of the work's own listed types, which its bill prices."""
+    """The most expensive of the types that the work's file lists; the bill prices this type."""
     sides = [
         row.side
         for row in rows
@@ -245,7 +251,7 @@ def _own(rows: Sequence[Row], name: str, fleet: Fleet) -> Side | None:
 
 
 def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row]:
-    """The rows in order, the first ones of each work simulated with more runs, so that noise is small."""
+    """The rows in order. The first rows of each work are simulated with more runs, so that their noise is small."""
     seen = Counter[str]()
     shown: dict[int, list[Row]] = {simulation.RUNS: [], RUNS_SHOWN: []}
     each = max(REFINED_EACH, REFINED // max(1, len({row.scenario for row in rows})))
@@ -276,17 +282,17 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
     """The scenarios, one for each (parameters, estimate, hold, storage, nodes, zone ids), with the group's names
     and widest limits.
     """
-    found: dict[tuple[object, ...], list[StackDefinition]] = {}
+    groups: dict[tuple[object, ...], list[StackDefinition]] = {}
     for variant in variants or (definition,):
         if variant.variant.reference:
             continue
         held = variant.variant.hold_hours, variant.variant.buffer
-        storage = repr(variant.storage)  # its map of inputs cannot be hashed
+        storage = repr(variant.storage)  # the storage section has a map of inputs, which cannot be hashed
         fleet = variant.fleet
         asked = fleet.nodes, fleet.cards, fleet.zone_ids if fleet.region == definition.fleet.region else ()
         key = (variant.job.parameters, variant.estimate, held, storage, variant.own_data, asked)
-        found.setdefault(key, []).append(variant)
-    # If a scenario asks for another region, the stack's own is compared.
+        groups.setdefault(key, []).append(variant)
+    # The stack's region is compared, even if a scenario asks for another.
     return [
         (
             replace(
@@ -303,19 +309,19 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
             ),
             ", ".join(work.scenario or definition.name for work in works),
         )
-        for works in found.values()
+        for works in groups.values()
     ]
 
 
 def _highest(ceilings: Iterable[Decimal | None]) -> Decimal | None:
     """The highest of several ceilings; None if one of them is None."""
-    found = list(ceilings)
-    return None if None in found else max(each for each in found if each is not None)
+    known = list(ceilings)
+    return None if None in known else max(each for each in known if each is not None)
 
 
 def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int]:
-    """Numbers of nodes of a type that get a row: one; for the work's own types also its own number, and as many as its
-    job can use.
+    """The numbers of nodes for which a type gets a row: one, and for the work's own types also the file's number and as
+    many as its job can use.
     """
     config, own = work.job.parameters, work.nodes
     rows = config.rows()
@@ -327,14 +333,14 @@ def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int
 
 
 def _by_the_hour(basis: BillBasis) -> BillBasis:
-    """The work without a prepaid block: other ways to run it do not pay for that."""
+    """The work without its prepaid Capacity Block, which other ways to run it do not pay for."""
     work = basis.definition
     return basis.with_definition(replace(work, fleet=work.fleet.bought_as(work.fleet.market.by_the_hour)))
 
 
 def _ranked(rows: list[Row], hours_left: float | None) -> list[Row]:
-    """In time first, by mean dollars; then late ones; then those that cannot run. A reason compares with the first row
-    of the same work.
+    """Rows in time come first, by mean dollars; then late rows; then rows that cannot run. A reason compares a row with
+    the first row of the same work.
     """
 
     def order(row: Row) -> tuple[int, Decimal, str]:
@@ -373,8 +379,8 @@ def _lost(row: Row, best: Row | None, hours_left: float | None) -> str:
 
 
 def default_scenario(definition: StackDefinition, variants: Sequence[StackDefinition]) -> str:
-    """The name of the scenario that equals the file, except for one that only holds its node longer; else of the first
-    priced one.
+    """The name of the scenario that equals the file, where a scenario that only holds its node longer does not count;
+    if there is none, the name of the first priced scenario.
     """
     own = [each for each in variants if not each.variant.only_priced and _work(each) == _work(definition)]
     priced = [each for each in variants if not each.variant.reference]
@@ -385,11 +391,12 @@ def _work(definition: StackDefinition) -> tuple[object, ...]:
     return definition.job, definition.fleet, definition.storage, definition.estimate
 
 
-def deadline_policy(rows: list[Row], scenario: str, left: float | None) -> tuple[DeadlinePlan, str] | None:
-    """The policy for that scenario's work on its best type with both prices, and that type; None without a deadline."""
+def deadline_policy(rows: list[Row], scenario: str, hours_left: float | None) -> tuple[DeadlinePlan, str] | None:
+    """For that scenario's work: the policy on the best type that has both prices, and this type; None without a
+    deadline."""
     from gpufleet.infra.risk import deadline
 
-    if left is None:
+    if hours_left is None:
         return None
     spot, on_demand = SpotThenOnDemand().fleets
     sides = {(row.capacity, row.type, row.nodes, row.scenario): row.side for row in rows}
@@ -397,5 +404,5 @@ def deadline_policy(rows: list[Row], scenario: str, left: float | None) -> tuple
         same = row.type, row.nodes, row.scenario
         begun, sure = sides.get((spot, *same)), sides.get((on_demand, *same))
         if row.ranked and row.side is begun and begun and sure and scenario in row.scenario.split(", "):
-            return deadline.switch(begun.exposure, sure.exposure, left), row.type
+            return deadline.switch(begun.exposure, sure.exposure, hours_left), row.type
     return None

@@ -1,7 +1,7 @@
 """One row of a comparison: a way to do a piece of work, drafted from the catalog and filled by simulated runs.
 
-Rows are drafted one by one and simulated together: they share their luck, so that their differences are not noise, and
-rows with the same exposure share its runs.
+Rows are drafted one by one and simulated together. They share their random draws, so that their differences are not
+noise, and rows with the same exposure to interruptions share its simulated runs.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ from gpufleet.infra.risk.hazard import Hazards
 from gpufleet.infra.text import hours
 from gpufleet.job.text import counted
 
-# words for a row's basis
+# words that a table shows for a row's basis
 BASIS = {"measured": "measured", "declared": "declared", "guessed": "guessed", "derived": "target"}
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
     """The data for every row of a comparison, besides its work. `find_basis` returns the project's data for a
-    definition, with the measurements on these types; None: there are none.
+    definition, with the measurements on these types; it is None for a comparison without such data.
     """
 
     catalog: Catalog
     _: KW_ONLY
     hazards: Hazards = field(default_factory=dict)
-    hours_left: float | None = None  # to the deadline; None without one
-    today: date | None = None  # the day for the age of prices
+    hours_left: float | None = None  # hours to the deadline; None without a deadline
+    today: date | None = None  # the day from which the age of prices is counted
     find_basis: Callable[[StackDefinition, Iterable[str]], BillBasis] | None = None
 
     def basis(self, work: StackDefinition, types: Iterable[str]) -> BillBasis:
         """The data for the work's rows on these types."""
-        found = self.find_basis(work, types) if self.find_basis else BillBasis(work, self.catalog)
-        return replace(found, hazards=self.hazards, today=self.today)
+        basis = self.find_basis(work, types) if self.find_basis else BillBasis(work, self.catalog)
+        return replace(basis, hazards=self.hazards, today=self.today)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """Compute dollars of the run in one region, without interruptions and set-up. None: no price is known there."""
+    """Compute dollars of the run in one region, without interruptions and set-up. None if the region has no known
+    price."""
 
     region: str
     on_demand: Decimal | None
@@ -62,19 +63,20 @@ class Row:
     """One way to do one piece of work. Figures are None if they cannot be known; `reason` says why."""
 
     scenario: str  # every scenario with this work, the first one leading
-    work: StackDefinition  # with the counts of its prepared dataset
+    work: StackDefinition  # the work with the counts of its prepared dataset
     capacity: Capacity
-    option: TypeCost | None = None  # the work on one type; None: a run elsewhere, which has only a claim
+    option: TypeCost | None = None  # the work on one type; None for a run elsewhere, which has only a claim
     refusal: str = ""  # why a fleet cannot launch the type for this work
-    dataset: str = ""  # the prepared one with these counts and size; empty: from job.parameters.data
+    # the prepared dataset whose counts and size are used; empty if they come from job.parameters.data
+    dataset: str = ""
     rates: tuple[Rate, ...] = ()
     inputs_usd: Decimal = Decimal(0)  # the part of usd for the transfer of inputs from another region
     prepared: Prepared | None = field(default=None, repr=False)  # None without figures: `reason` says why
     side: Side | None = field(default=None, repr=False)  # None before its runs are simulated
-    hours_left: float | None = None  # to the deadline; None without one
+    hours_left: float | None = None  # hours to the deadline; None without a deadline
     # probability that it costs less than the work's own fleet; None if that has no figures
     cheaper: float | None = None
-    lost: str = ""  # why it is not the first
+    lost: str = ""  # why the row is not the first
 
     @property
     def type(self) -> str:
@@ -113,7 +115,7 @@ class Row:
 
     @property
     def reference(self) -> bool:
-        """Whether it ran or was planned elsewhere."""
+        """Whether the work ran or was planned elsewhere."""
         return self.option is None
 
     @property
@@ -142,7 +144,7 @@ class Row:
 
     @property
     def compute_h(self) -> float | None:
-        """Hours of optimizer steps alone; a held node's hours if they are longer."""
+        """Hours of optimizer steps only; if a node is held for longer, these hours."""
         if self.runtime is None:
             return None
         return max(float(self.work.variant.hold_hours or 0), self.runtime.compute_s / 3600)
@@ -157,7 +159,7 @@ class Row:
 
     @property
     def unfit(self) -> Fit | None:
-        """The first phase that the GPUs do not hold."""
+        """The first phase that does not fit into the GPUs' memory."""
         return next((phase for phase in self.option.fits if not phase.fits), None) if self.option else None
 
     @property
@@ -170,7 +172,7 @@ class Row:
 
     @property
     def reason(self) -> str:
-        """Why it cannot be run or priced: it cannot be launched, does not fit, or has no price."""
+        """Why the row cannot be run or priced: it cannot be launched, does not fit, or has no price."""
         if self.option is None or self.refusal:
             return self.refusal
         if self.unfit:
@@ -179,17 +181,17 @@ class Row:
 
     @property
     def nearest(self) -> str:
-        """The change that would make it fit."""
+        """The change that would make the work fit."""
         return self.unfit.nearest if self.unfit else ""
 
     @property
     def untried(self) -> str:
-        """Why it is unknown whether its GPUs hold a command."""
+        """Why it is unknown whether a command fits into the memory of the row's GPUs."""
         return self.option.untried if self.option else ""
 
     @property
     def ranked(self) -> bool:
-        """Whether it could be run as it is."""
+        """Whether the row could be run without a change."""
         return self.launchable and self.fits and self.side is not None
 
     @property
@@ -213,7 +215,7 @@ class Row:
 
     @property
     def dearer_usd_h(self) -> Decimal:
-        """USD that an hour of all nodes costs more in the most expensive zone than at the price of these figures."""
+        """The USD by which an hour of all nodes in the most expensive zone exceeds the price of these figures."""
         dearest = self.option.hourly(self.capacity) if self.option else None
         if dearest is None or self.side is None:
             return Decimal(0)
@@ -274,35 +276,35 @@ def filled(
     attempts: int = simulation.MAX_ATTEMPTS,
     below: Decimal | None = None,
 ) -> list[Row]:
-    """The rows, each priced one simulated `runs` times; `attempts`: as in risk.simulate. `below`: drops rows whose mean
-    is not below so many USD.
+    """The rows; each row with a price is simulated `runs` times. `attempts`: as in risk.simulate. `below`: drops rows
+    whose mean is not below this number of USD.
     """
     prepared = [row.prepared for row in rows if row.prepared is not None]
     outcomes = iter(_simulated([each.exposure.unlimited for each in prepared], runs=runs, attempts=attempts))
-    found = []
+    rows_filled = []
     for row in rows:
         if row.prepared is None:
-            found.append(row)
+            rows_filled.append(row)
             continue
         outcome = next(outcomes)
         if below is None or side.mean_usd(row.prepared, outcome) < below:
             settled = side.settle(row.prepared, outcome, outcome)
-            found.append(replace(row, side=settled, hours_left=hours_left))
-    return found
+            rows_filled.append(replace(row, side=settled, hours_left=hours_left))
+    return rows_filled
 
 
 def _simulated(exposures: Sequence[simulation.Exposure], *, runs: int, attempts: int) -> list[simulation.SimulatedRuns]:
-    """The simulated runs of each exposure, in order. Equal exposures share a simulation; one that nothing can interrupt
-    is simulated once."""
-    found: dict[simulation.Exposure, simulation.SimulatedRuns] = {}
+    """The simulated runs of each exposure, in order. Equal exposures share a simulation; an exposure that nothing can
+    interrupt is simulated once."""
+    by_exposure: dict[simulation.Exposure, simulation.SimulatedRuns] = {}
     different = list(dict.fromkeys(exposures))
     for many, some in (
         (runs, [each for each in different if each.is_drawn]),
         (1, [each for each in different if not each.is_drawn]),
     ):
         outcomes = simulation.simulate_each(some, runs=many, attempts=attempts)
-        found.update(zip(some, outcomes, strict=True))
-    return [found[each] for each in exposures]
+        by_exposure.update(zip(some, outcomes, strict=True))
+    return [by_exposure[each] for each in exposures]
 
 
 def in_phases(runtime: Runtime, instance: Instance) -> str:
@@ -324,11 +326,11 @@ def _refusal(work: StackDefinition, instance: Instance) -> str:
     asked = config.gpus_needed()
     if asked <= instance.gpu_count:
         return ""
-    return f"has {counted(instance.gpu_count, 'GPU')}, and job.parameters.gpus asks for {asked}: leave that out"
+    return f"has {counted(instance.gpu_count, 'GPU')}, and job.parameters.gpus asks for {asked}: leave that key out"
 
 
 def rate(row: Row, option: TypeCost, region: str, catalog: Catalog) -> Rate:
-    """Compute hours x price, for the tables of an experiment."""
+    """The compute hours times the price, for the tables of an experiment."""
 
     def amount(price: Decimal | None) -> Decimal | None:
         if price is None or row.compute_h is None:

@@ -1,4 +1,4 @@
-"""A comparison as text: scenarios beside their claims, and the ranked options; also as an object for programs."""
+"""Shows a comparison as text (scenarios beside their claims, and the ranked options) and as an object for programs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from gpufleet.infra.show.sheet import Column, Sheet
 from gpufleet.infra.text import about_hours, wrap
 
 WIDTH = 120
-SHOWN = 10  # options in an answer
+SHOWN = 10  # number of options in an answer
 REGIONS = 4  # number of regions side by side
 
 
 def scenarios(rows: Sequence[Row]) -> Iterator[str]:
-    """Each scenario of the file: its claim and its cost; then its compute in each region."""
+    """Lines for each scenario of the file: its claim and its cost; then its compute in each region."""
     yield from sheet(rows, columns.SCENARIOS).text()
     yield ""
     yield from wrap(
-        "h and USD: node-hours and everything the bill counts, to the end, interruptions included, at the dearest zone,"
-        " whatever the limits. basis: claim = somebody's word, target = a share of the roofline, measured, declared ="
-        " as the file says, guessed = from either, of other GPUs."
+        "h and USD: node-hours, and everything that the bill counts, until the work is done, with interruptions, at "
+        "the dearest zone, as if no limit stopped the run. basis: claim = stated by a plan, target = a share of the "
+        "roofline, measured, declared = stated by the file, guessed = from a measured or stated time on other GPUs."
     )
     yield from wrap(_counted(rows))
     for row in rows:
@@ -56,8 +56,9 @@ def _rates(rows: Sequence[Row]) -> Iterator[str]:
     yield from Sheet.build([*first, *prices, *(COLUMNS[key] for key in last)], rows).text()
     yield ""
     yield from wrap(
-        "compute h: optimizer steps alone, or the hours a node is held; OD and spot: those hours at the region's"
-        f" on-demand and median-zone spot price ({', '.join(map(' '.join, zip(names, regions, strict=True)))}: the"
+        "compute h: optimizer steps only, or the hours for which a node is held; OD and spot: these hours at the "
+        "region's on-demand price and at the spot price of its median zone "
+        f"({', '.join(map(' '.join, zip(names, regions, strict=True)))}: the"
         " file's, then those with the lowest; --json has every one). GPU-h: every GPU of the node, as billed (p50);"
         " used: those the job works on, without set-up and idling."
     )
@@ -81,7 +82,7 @@ def _shown_regions(rows: Sequence[Row]) -> list[str]:
 
 
 def _counted(rows: Sequence[Row]) -> str:
-    """A line on whose counts the rows use; empty without a prepared dataset."""
+    """A line that names the prepared datasets whose counts the rows use; empty if there is none."""
     prepared = list(dict.fromkeys(row.dataset for row in rows if row.dataset))
     if not prepared:
         return ""
@@ -90,42 +91,44 @@ def _counted(rows: Sequence[Row]) -> str:
     return f"Counted from {', '.join(prepared)} as prepared, not as job.parameters.data expects{but}."
 
 
-def answer(found: Comparison, command: str, today: date) -> Iterator[str]:
+def answer(comparison: Comparison, command: str, today: date) -> Iterator[str]:
     """At most twenty lines: the cheapest way to do the chosen work, the ten cheapest options, and what to do. `command`
     shows all options, scenarios, regions and batches.
     """
-    definition, able = found.definition, [row for row in found.own_rows if row.ranked]
-    name = definition.name if found.scenario in ("", definition.name) else f"{definition.name}, {found.scenario}"
+    definition, able = comparison.definition, [row for row in comparison.own_rows if row.ranked]
+    name = (
+        definition.name if comparison.scenario in ("", definition.name) else f"{definition.name}, {comparison.scenario}"
+    )
     if not able:
         yield from wrap(f"{name}: no type of the catalog can run this in {definition.fleet.region}.")
-        for row in found.own_rows[:SHOWN]:
+        for row in comparison.own_rows[:SHOWN]:
             yield from wrap(
                 f"  {row.place} {row.capacity}: {row.reason}{f'; {row.nearest}' if row.nearest else ''}", indent=4
             )
     else:
         fitting = [row for row in able if not row.over_limit and row.late <= SURE]
         best = (fitting or able)[0]
-        own = [row for row in found.listed if row.scenario == found.scenario]
+        own = [row for row in comparison.listed if row.scenario == comparison.scenario]
         same = [row for row in able for mine in own if (row.place, row.capacity) == (mine.place, mine.capacity)]
         own = [row for row in same or own if row.usd is not None]
         least = "costs least" if best is able[0] else "is the cheapest option within the limits"
         yield from wrap(f"{name}: {_figures(best)}, {least}{_against(best, own)}.")
-        yield from sheet(able[:SHOWN], columns.ANSWER, found.own_frontier).text()
+        yield from sheet(able[:SHOWN], columns.ANSWER, comparison.own_frontier).text()
         yield from wrap("* nothing is cheaper and sooner; less: how likely it costs less than the file's own fleet")
         if not own or (own[0].place, own[0].capacity) != (best.place, best.capacity):
             yield from wrap(
                 f"To take {best.type}, write fleet.instance_types: [{best.type}] and fleet.capacity: {best.capacity}"
                 f" into {definition.source.name}, then run `gpufleet doctor {definition.argument} --pin`."
             )
-    yield from ages(found.rows, today, definition.estimate.max_price_age_days)
-    yield from policy(found)
+    yield from ages(comparison.rows, today, definition.estimate.max_price_age_days)
+    yield from policy(comparison)
     more = len(able) - SHOWN
     others = f"{more} more can be run. " if more > 0 else ""
     yield from wrap(f"{others}Every option, scenario and region: `{command} --all`")
 
 
 def _figures(row: Row) -> str:
-    assert row.usd is not None  # a ranked row has it
+    assert row.usd is not None  # a ranked row always has this figure
     assert row.wall_hours is not None
     low, middle, high = figures_within(row.usd)
     usd = f"about {middle} USD ({low} to {high} in eight runs of ten)"
@@ -145,7 +148,8 @@ def _against(best: Row, own: Sequence[Row]) -> str:
 
 
 def ranked(rows: Sequence[Row], frontier: Sequence[Row]) -> Iterator[str]:
-    """Each option on its own line, by work, the cheapest first; below it why it is not the first, or cannot be run."""
+    """Each option on a line of its own, grouped by work, the cheapest first. The line below says why the option is not
+    the first, or cannot be run."""
     keys, spare = columns.RANKED
     if len({row.basis for row in rows if row.ranked}) > 1:  # marks guessed ones
         keys += " basis"
@@ -176,8 +180,9 @@ def regions(rows: Sequence[Row]) -> Iterator[str]:
     yield from sheet(rows, columns.REGIONS).text()
     yield ""
     yield from wrap(
-        "The same work in each region whose prices are known, on what costs least there. inputs: of USD, what brings"
-        " those in a bucket from the file's region; an upload is free. Quotas are each region's own."
+        "The same work in each region whose prices are known, on the cheapest option there. inputs: the part of USD "
+        "for the transfer of inputs from a bucket in the file's region; an upload is free. Each region has quotas of "
+        "its own."
     )
 
 
@@ -192,8 +197,9 @@ def batches(rows: Sequence[Row]) -> Iterator[str]:
     yield from sheet(rows, columns.BATCHES).text()
     yield ""
     yield from wrap(
-        "The same tokens in larger batches, each on what costs least for it: more GPUs can share a step. It is another"
-        " training: fewer optimizer steps, at the file's learning rate, and losses that nobody has compared."
+        "The same tokens in larger batches, each on the cheapest option for it: more GPUs can share a step. This is a "
+        "different training: it has fewer optimizer steps at the file's learning rate, and nobody has compared the "
+        "losses."
     )
 
 
@@ -205,22 +211,22 @@ def ages(rows: Sequence[Row], today: date, most_days: int) -> Iterator[str]:
         yield from wrap(f"These nodes' prices are {span} days old: `gpufleet prices refresh` reads new ones.")
 
 
-def policy(found: Comparison) -> Iterator[str]:
-    """The policy: spot until slack runs out, then on demand, with its type; empty without a deadline."""
-    if found.policy:
-        plan, type_ = found.policy
+def policy(comparison: Comparison) -> Iterator[str]:
+    """Lines about the policy (spot until the slack runs out, then on demand) and its type; empty without a deadline."""
+    if comparison.policy:
+        plan, type_ = comparison.policy
         yield from wrap(f"With the deadline, on {type_}: {plan.sentence()}.")
 
 
-def full_text(found: Comparison, today: date) -> str:
+def full_text(comparison: Comparison, today: date) -> str:
     """The whole comparison, section by section."""
     sections = (
-        scenarios(found.listed),
-        ranked(found.rows, found.frontier),
-        regions(found.regions),
-        batches(found.batches),
-        ages(found.rows, today, found.definition.estimate.max_price_age_days),
-        policy(found),
+        scenarios(comparison.listed),
+        ranked(comparison.rows, comparison.frontier),
+        regions(comparison.regions),
+        batches(comparison.batches),
+        ages(comparison.rows, today, comparison.definition.estimate.max_price_age_days),
+        policy(comparison),
     )
     return "\n\n".join(filter(None, map("\n".join, sections)))
 
@@ -234,16 +240,16 @@ def _note(row: Row) -> str:
     return "; ".join(parts)
 
 
-def record(found: Comparison) -> dict[str, Any]:
+def record(comparison: Comparison) -> dict[str, Any]:
     """Keys as documented in docs/compare.md."""
-    front = {id(row) for row in found.frontier}
+    front = {id(row) for row in comparison.frontier}
     return {
         "schema": 1,
-        "stack": found.definition.name,
-        "region": found.definition.fleet.region,
-        "scenarios": [record_row(row) for row in found.listed],
-        "options": [{**record_row(row), "frontier": id(row) in front} for row in found.rows],
-        "deadline_policy": found.policy and asdict(found.policy[0]),
-        "regions": [record_row(row) for row in found.regions],
-        "batches": [record_row(row) for row in found.batches],
+        "stack": comparison.definition.name,
+        "region": comparison.definition.fleet.region,
+        "scenarios": [record_row(row) for row in comparison.listed],
+        "options": [{**record_row(row), "frontier": id(row) in front} for row in comparison.rows],
+        "deadline_policy": comparison.policy and asdict(comparison.policy[0]),
+        "regions": [record_row(row) for row in comparison.regions],
+        "batches": [record_row(row) for row in comparison.batches],
     }

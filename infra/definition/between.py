@@ -32,7 +32,7 @@ from gpufleet.job.kind.common import DEVICE_RESERVE_GB
 
 Schema = dict[str, Any]
 
-# A folder's name, as far as its text shows it: what `a/..` means is known only once it is resolved.
+# A folder's name, as far as its text shows: the meaning of `a/..` is known only once the path is resolved.
 _PLAIN = r"(?!\s)[^:\\\x00-\x1f\x7f]*[^:\\\s\x00-\x1f\x7f]"
 _OUTSIDE = r"(\./+)*\.\.(/|$)|/"
 BELOW = rf"^(?!(.*/)?\.\.(/|$))(?![~/])(?!\.?/*$){_PLAIN}$"
@@ -47,12 +47,13 @@ _COUNTED = r"\{(step|epoch)(:[0-9a-z]+)?\}"
 
 
 def no_key(pattern: str = "") -> str:
-    """A pattern for text that holds nothing that looks like a key."""
+    """A pattern for text without anything that looks like a secret key."""
     return rf"^(?![\s\S]*(?:{KEY_LIKE.pattern})){pattern}"
 
 
 def known_placeholders(*, extra: bool = False) -> str:
-    """A pattern for text in which every placeholder is known; `extra`: also those that exist only after a restore."""
+    """A pattern for text in which every placeholder is known. With `extra`, placeholders that exist only after a
+    restore are known too."""
     names = PLACEHOLDER_NAMES.pattern + ("|checkpoint|step|epoch" if extra else "")
     unknown = PLACEHOLDER.pattern.replace(r"\{(", rf"\{{(?!(?:{names})(?::[0-9a-z]+)?\}}(?!\}}))(", 1)
     return rf"^(?![\s\S]*{unknown})"
@@ -67,20 +68,21 @@ def limited(path: str, value: Any) -> Schema:
     """The condition that `path`, if the file has it, matches `value`."""
     for key in reversed(path.split(".")):
         value = {"properties": {key: value}}
-    found: Schema = value
-    return found
+    schema: Schema = value
+    return schema
 
 
 def has(path: str, value: Schema | None = None) -> Schema:
     """The condition that the file has `path`, not null, and that it matches `value`."""
-    found: Schema = {"not": {"type": "null"}, **(value or {})}
+    schema: Schema = {"not": {"type": "null"}, **(value or {})}
     for key in reversed(path.split(".")):
-        found = {"type": "object", "properties": {key: found}, "required": [key]}
-    return found
+        schema = {"type": "object", "properties": {key: schema}, "required": [key]}
+    return schema
 
 
 def each_of(path: str, value: Schema, *, one: bool = False) -> Schema:
-    """The condition that the text at `path`, or each of a list of texts, matches `value`; `one`: at least one does."""
+    """The condition that the text at `path`, or each of a list of texts, matches `value`; With `one`, a single text
+    that matches is enough."""
     text = {"type": "string", **value}
     return limited(path, {"if": {"type": "array"}, "then": {"contains" if one else "items": text}, "else": text})
 
@@ -101,7 +103,8 @@ def no(each: Schema) -> Schema:
     return {"not": each}
 
 
-SHIPPED = load_catalog(Path(__file__).parent)  # the shipped catalog, whatever prices a project has
+# the shipped catalog, because the schema must not depend on a project's prices
+SHIPPED = load_catalog(Path(__file__).parent)
 USABLE: dict[str, Instance] = {name: kind for name, kind in SHIPPED.instances.items() if not kind.unusable}
 _LISTED = "fleet.instance_types"
 _NONE: Schema = {"type": "null"}
@@ -109,7 +112,7 @@ _EMPTY: Schema = {"anyOf": [{"enum": [None, ""]}, {"type": ["array", "object"], 
 
 
 def _types(of: Any) -> Schema:
-    """Only instance types for which `of` is true."""
+    """A condition that allows only instance types for which `of` is true."""
     return limited(_LISTED, {"items": {"enum": sorted(name for name, kind in USABLE.items() if of(kind))}})
 
 
@@ -179,7 +182,8 @@ def _heartbeat(of: str) -> Schema:
 
 
 def _enough_gpus(path: str, condition: Schema) -> Iterator[Schema]:
-    """At most the GPUs of each listed type, which are 1, 2, 4 or 8, and at least one."""
+    """A condition for the number of GPUs: at least one, and at most the GPUs of each listed type, which has 1, 2, 4 or
+    8."""
     counts = sorted({kind.gpu_count for kind in USABLE.values() if kind.gpu_count})
     yield when(condition, _types(lambda kind: kind.gpu_count > 0))
     for fewer, count in pairwise(counts):
@@ -232,7 +236,7 @@ def _lengths() -> Iterator[Schema]:
 
 
 def _output() -> Iterator[Schema]:
-    """The rules by which a command tells its step: by its own patterns, a file, or the patterns of a format."""
+    """The rules for how a command reports its step: by patterns of its own, a file, or the patterns of a format."""
     telling = [name for name, each in FORMATS.items() if each.progress]
     stdout = has("job.progress.stdout", {"not": _EMPTY})
     silent = every(no(stdout), no(has("job.progress.file")))
@@ -279,10 +283,10 @@ def _hardware() -> Iterator[Schema]:
 
 
 def _by_gpus() -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
+    types_by_gpus: dict[int, list[str]] = {}
     for name, kind in sorted(USABLE.items()):
-        found.setdefault(kind.gpu_count, []).append(name)
-    return found
+        types_by_gpus.setdefault(kind.gpu_count, []).append(name)
+    return types_by_gpus
 
 
 def conditions(name: str) -> list[Schema]:

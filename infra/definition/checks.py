@@ -1,7 +1,7 @@
 """Checks between the keys of a definition file, on the dataclasses that the schema built.
 
-They are pure: the caller gives the moment and the catalog. Single values are checked in infra.definition.rules, prices
-and the cap against p50 in infra.bill, and what only AWS knows by `gpufleet doctor`.
+They are pure functions: the caller gives the time and the catalog. infra.definition.rules checks single values,
+infra.bill checks prices and the cap against p50, and `gpufleet doctor` checks facts that only AWS knows.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from gpufleet.infra.catalog import Catalog
 
 ROOT_MINIMUM_GIB = 75  # snapshot of the Deep Learning Base AMI (AL2023, build of 2026-09-25); a smaller root is refused
-IOPS_PER_GIB = 500  # gp3; third-party notes of 2026, not read at AWS
-MIBPS_PER_IOPS = 0.25  # from the same notes
-BASE_IOPS = 3000  # included with any size
+IOPS_PER_GIB = 500  # for gp3; the source is third-party notes of 2026, not a page of AWS
+MIBPS_PER_IOPS = 0.25  # source: the same notes
+BASE_IOPS = 3000  # included in the price of any size
 TAG_KEY = re.compile(r"(?!aws:|gpufleet:|Name$)(?! )[A-Za-z0-9 _.:/=+@-]{1,128}(?<! )")
 PLACE = "a folder inside the project, or s3://bucket/prefix"
 ANYWHERE = "a folder, as seen from the project's, or s3://bucket/prefix"
-INPUT_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")  # a folder's name, and in capitals a variable's
+INPUT_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")  # the name of a folder, and in capitals of a variable
 BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.'()=-]+)*/?")  # no *: it is IAM's wildcard
 
 
@@ -53,7 +53,7 @@ def check(
     launchable: bool = True,
 ) -> None:
     """Adds every contradiction in the file to `findings`. Without `launchable` the types need only be known: a scenario
-    may ask for one that EC2 has retired or that is too small, and is then shown with the reason.
+    may ask for a type that EC2 has retired or that is too small, and is then shown with the reason.
     """
     impossible = _model(s.job.parameters, findings)
     _placement(s.fleet, findings, catalog)
@@ -85,11 +85,11 @@ def check(
 
 
 def _model(config: JobConfig, findings: Findings) -> bool:
-    """Reports a run config of which no model can be built; whether it did."""
-    found = config.problems()
-    for path, sentence in found:
+    """Reports a run config from which no model can be built. Returns whether it reported one."""
+    model_problems = config.problems()
+    for path, sentence in model_problems:
         findings.add(f"{config.path}.{path}", sentence, default=_standing(config, path))
-    return bool(found)
+    return bool(model_problems)
 
 
 def _standing(config: JobConfig, path: str) -> str:
@@ -112,8 +112,8 @@ def _placement(fleet: Fleet, findings: Findings, catalog: Catalog) -> None:
         findings.add("fleet.region", "a region with prices in the catalog: " + ", ".join(priced), hint)
     zones, prefix = sorted(catalog.zones(fleet.region)), catalog.zone_id_prefix(fleet.region)
     if 0 < len(fleet.zone_ids) < len(fleet.zones):
-        hint = "Which name is which id differs per account, so that two of them may be one zone."
-        findings.add("fleet.zones", "names alone, or ids alone", hint, value=", ".join(fleet.zones))
+        hint = "AWS maps names to ids differently in each account, so that a name and an id may be the same zone."
+        findings.add("fleet.zones", "only names, or only ids", hint, value=", ".join(fleet.zones))
         return
     for index, zone in enumerate(fleet.zones):
         path = f"fleet.zones[{index}]"
@@ -126,7 +126,7 @@ def _placement(fleet: Fleet, findings: Findings, catalog: Catalog) -> None:
             other = next((region for region in regions if zone in catalog.zones(region)), None)
             theirs = [each for each in fleet.zones if other and each in catalog.zones(other)]
             if zone in theirs[1:]:
-                continue  # reported with the first: it is one mistake, in the region or in the zones
+                continue  # reported with the first problem, because both are one mistake, in the region or in the zones
             hint = f"In {other}: {', '.join(theirs)}." if other else nearest(zone, zones)
             findings.add(path, f"the zones of {fleet.region}: {', '.join(zones)}", hint)
 
@@ -186,8 +186,8 @@ def _saves(s: StackDefinition, findings: Findings) -> None:
         findings.add(
             where,
             "how often the command saves by itself, {steps: N}, {epochs: N} or {minutes: N}",
-            f"{s.fleet.market.place.capitalize()} a loss repeats what came after the last save: the bill prices it by"
-            " this. A command that saves nothing: checkpoint: none.",
+            f"{s.fleet.market.place.capitalize()} a lost node's work after the last save is repeated, and the bill "
+            "prices that by this key. A command that saves nothing: checkpoint: none.",
         )
 
 
@@ -196,9 +196,9 @@ def check_account(account: Account, fleet: Fleet, findings: Findings) -> None:
     for key in account.tags or {}:
         if not TAG_KEY.fullmatch(key):
             allowed = "keys of 1 to 128 of A-Z a-z 0-9 space _ . : / = + - @, but not Name, aws:... or gpufleet:..."
-            findings.add(f"account.tags.{key}", allowed, "Those three are the stack's own, or AWS's.")
+            findings.add(f"account.tags.{key}", allowed, "The excluded keys belong to the stack or to AWS.")
     if account.kms_key and account.kms_key.split(":")[3] != fleet.region:
-        findings.add("account.kms_key", f"a key of {fleet.region}: bucket and disks are there")
+        findings.add("account.kms_key", f"a key of {fleet.region}, where bucket and disks are")
     known = not any(path.startswith(("account.vpc.subnets", "fleet.zones")) for path in findings.bad)
     if account.vpc and known and set(account.vpc.subnets) != set(fleet.zones):
         allowed = f"one subnet for each of fleet.zones: {', '.join(fleet.zones)}"
@@ -207,8 +207,8 @@ def check_account(account: Account, fleet: Fleet, findings: Findings) -> None:
 
 def _notify(notify: Notify, findings: Findings) -> None:
     if notify != Notify() and notify.email is None:
-        hint = "If no node can send a message (no capacity, or a node that hangs), AWS does, but only by e-mail."
-        findings.add("notify.email", "an e-mail address, once anything of notify is set", hint)
+        hint = "If no node can send a message (no capacity, or a node that hangs), AWS sends it, but only by e-mail."
+        findings.add("notify.email", "an e-mail address, if any other key of notify is set", hint)
 
 
 def _base_weights(s: StackDefinition, findings: Findings) -> None:
@@ -219,8 +219,8 @@ def _base_weights(s: StackDefinition, findings: Findings) -> None:
         if named:
             hint = f"{s.job.experiment} starts without base weights: remove the key."
             findings.add("storage.base_weights", "nothing in this experiment", hint)
-    elif not named and config.dataset.is_own(""):  # a node would report it after its paid set-up
-        hint = f"{s.job.experiment} starts from a model; only with generated data it starts from random weights."
+    elif not named and config.dataset.is_own(""):  # otherwise a node would report it only after its paid set-up
+        hint = f"{s.job.experiment} starts from a model; with generated data alone it starts from random weights."
         findings.add("storage.base_weights", PLACE, hint)
 
 
@@ -242,7 +242,8 @@ def _disk(path: str, disk: Disk, findings: Findings) -> None:
 
 
 def _place_problem(place: str, *, anywhere: bool = False) -> str:
-    """Why `place` is no folder of the project (`anywhere`: of this machine) and no s3:// prefix; or empty."""
+    """Why `place` is neither a folder of the project (with `anywhere`: of this machine) nor an s3:// prefix; empty if
+    it is one of them."""
     if place.startswith("s3://"):
         return (
             ""
@@ -256,7 +257,8 @@ def _place_problem(place: str, *, anywhere: bool = False) -> str:
         return "No shell expands ~ here: write the path relative to the project, as in ../my-model, or in full."
     if not anywhere and (path.is_absolute() or ".." in path.parts or not path.parts or place.startswith("~")):
         return "Write it relative to the project, as in data/tinystories."
-    if not place.isprintable():  # no system accepts NUL; the others make two names look alike, or break a line in two
+    # no operating system accepts NUL; the other characters make two names look alike, or break a line in two
+    if not place.isprintable():
         return "It holds a line break or another character that is not shown: write a plain name."
     return (
         "" if place == place.strip() and "\\" not in place else "Write it with forward slashes and no blanks around it."
@@ -273,7 +275,8 @@ def _limits(limits: Limits, findings: Findings, now: datetime, past_deadline: bo
 
 
 def _check_keep(s: StackDefinition, findings: Findings, now: datetime) -> None:
-    """Checks storage.keep. A value that is too small is refused, not raised silently: the bill counts what is kept."""
+    """Checks storage.keep. A value that is too small is refused and not raised silently, because the bill prices the
+    days for which objects are kept."""
     if findings.bad & {MAX_HOURS, DEADLINE, END}:
         return
     now = s.begins_at(now)

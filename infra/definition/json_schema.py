@@ -1,11 +1,12 @@
 """The definition file as a JSON Schema, so that editors complete its keys, say what each means, and mark what is wrong
 as one types.
 
-It is made from the dataclasses and rules by which the loader reads the file, and from the tables of docs/, whose words
-editors show. It is as strict as JSON Schema can be. Only the loader checks what depends on sums, the day, prices or
-AWS. The schema is stricter in one thing: a number must not be quoted. It is Draft 7, which every editor knows.
+The schema is made from the dataclasses and rules by which the loader reads the file, and from the tables of docs/,
+whose words editors show. It is as strict as JSON Schema can be. Only the loader checks what depends on sums, the day,
+prices or AWS. The schema is stricter in one thing: a number must not be quoted. It is Draft 7, which every editor
+knows.
 
-`make schema` writes the file that is shipped; the pages are in a clone alone.
+`make schema` writes the file that is shipped. It needs the pages, which only a clone has.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ from gpufleet.job.kind.convert import hints as hints_of
 FILE = (
     Path(__file__).resolve().with_name("definition.schema.json")
 )  # where `gpufleet schema` writes it, for editors to find
-LEAST_SHARED = 100  # characters of a key's schema; a shorter one is little longer than a reference
-# The loader's times: a time with its zone, or `in 10 h`, which is within a year of 366 days.
+# least length, in characters, of a key's schema that is shared; a shorter one is hardly longer than a reference
+LEAST_SHARED = 100
+# The times that the loader accepts: a time with its zone, or a span such as `in 10 h`, of at most 366 days.
 _CLOCK = r"([01][0-9]|2[0-3])(:?[0-5][0-9]){0,2}"
 _DAY = r"(20[0-9]{2}|2100)-?(0[1-9]|1[0-2])-?(0[1-9]|[12][0-9]|3[01])"
 _TIME = rf"{_DAY}[T ]{_CLOCK}(Z|[+-]{_CLOCK})"
@@ -86,34 +88,38 @@ class Page:
             for key, value, why in re.findall(r"^\| `([a-z0-9_.]+)` \| (.*?) \| (.*?) ?\|$", rest, re.MULTILINE):
                 rows[key] = (value, why or rows.get(key, ("", ""))[1])
         if not rows:
-            raise GpufleetError(f"docs/ has no table under {' or '.join(tables)}: its words are the schema's.")
+            raise GpufleetError(
+                f"docs/ has no table under {' or '.join(tables)}, from which the schema takes its words."
+            )
         kind = tables[-1].removeprefix("job.parameters of ")
         named = [file for file in _files() if kind == tables[-1] or file.get("job", {}).get("experiment") == kind]
-        found = cls(rows, named)
+        words = cls(rows, named)
         for key in path.split("."):
-            found = found.section_at(key)
-        return replace(found, section="")
+            words = words.section_at(key)
+        return replace(words, section="")
 
     def section_at(self, key: str) -> Page:
-        """The pages' words about the section at `key`."""
+        """The words of the pages about the section at `key`."""
         files = [file[key] for file in self.files if isinstance(file, dict) and key in file]
         return Page(self.rows, files, f"{self.section}{key}.")
 
     def words(self, key: str) -> tuple[str, str]:
-        """Value and reason of a key, from its own row, which may be in a table of its section, or from its section."""
+        """Value and reason of a key: from the key's own row, which may be in a table of its section, else from the row
+        of its section."""
         for name in (f"{self.section}{key}", key, self.section.rstrip(".")):
             if name in self.rows:
                 return self.rows[name]
         return "", ""
 
     def describe(self, key: str, allowed: str, about: str = "") -> str:
-        """The meaning of a key, or else `about`, that of its section, and the allowed values."""
+        """The meaning of a key (or `about`, the meaning of its section, if the pages do not explain the key) and the
+        allowed values."""
         value, why = map(plain, self.words(key))
         return ". ".join(filter(None, ((why or about).rstrip("."), (value or allowed).rstrip(".")))) + "."
 
     def examples(self, key: str, found: Schema, allowed: str) -> Schema:
         """An example of the key's value: from an example file, from the key's words, or any that is not its default."""
-        from jsonschema import Draft7Validator  # imported here: a development tool
+        from jsonschema import Draft7Validator  # imported here, because it is a development tool
 
         values = [file[key] for file in self.files if isinstance(file, dict) and key in file]
         for text in [
@@ -172,7 +178,9 @@ def schema() -> Schema:
             "command": _field(CommandConfig, "command", pages[COMMAND]) | _text(Rule()),
         },
     }
-    one_job = {"job": {"oneOf": [{"required": ["experiment"]}, {"required": ["command"]}]}}  # stages have their own
+    one_job = {
+        "job": {"oneOf": [{"required": ["experiment"]}, {"required": ["command"]}]}
+    }  # each stage has a job of its own
     of_stage = {key: laid_over.get(key, {"type": "object"}) for key in STAGE_KEYS if key != "name"}
     named = pattern(f"^{STAGE_NAME.pattern}$", "1 to 20 of a-z, 0-9 and _, beginning with a letter")
     return {
@@ -213,7 +221,8 @@ def schema() -> Schema:
 
 
 def shared() -> Schema:
-    """The schema with each key that it describes in the same words in several places once, among its definitions."""
+    """The schema in which a key that has the same description in several places is described once, among the
+    definitions."""
     tree = json.loads(json.dumps(schema()))  # a copy, because schema() contains the same object several times
     counts = Counter(json.dumps(section[key]) for section, key in _keys(tree))
     numbers, names, parts = Counter[str](), dict[str, str](), [tree]
@@ -231,7 +240,8 @@ def shared() -> Schema:
 
 
 def _keys(part: Any) -> Iterator[tuple[Schema, str]]:
-    """The keys that a part of the schema describes, each in its section: a section's own before those within them."""
+    """The keys that a part of the schema describes, each in its section: the keys of a section come before the keys
+    within them."""
     for word, each in part.items() if isinstance(part, dict) else enumerate(part if isinstance(part, list) else ()):
         if word == "properties":
             yield from ((each, key) for key in each)
@@ -244,15 +254,15 @@ def text() -> str:
 
 
 def write() -> None:
-    """Writes the shipped file, from this clone's code and pages: innermost objects get one line."""
+    """Writes the shipped file from this clone's code and pages. Each innermost object is on one line."""
     text = json.dumps(shared(), indent=1, ensure_ascii=False) + "\n"
     innermost = re.compile(r"(?<=[\[{])\n\s+([^\[\]{}]*)\n\s+(?=[\]}])")
-    FILE.write_text(innermost.sub(lambda found: re.sub(r"\n\s+", " ", found[1]), text), encoding="utf-8")
+    FILE.write_text(innermost.sub(lambda match: re.sub(r"\n\s+", " ", match[1]), text), encoding="utf-8")
 
 
 def modeline(folder: Path, project: Path) -> str:
-    """The line that leads an editor from a file in `folder` to the `project`'s copy of the schema. Empty without a
-    copy: the path to the installed schema would be that of this machine.
+    """The line that leads an editor from a file in `folder` to the `project`'s copy of the schema. Empty if there is no
+    copy, because the path to the installed schema is valid on this machine only.
     """
     for file in (project.resolve() / SCHEMA, project.resolve() / "infra" / "definition" / FILE.name):
         if file.is_file():
@@ -303,8 +313,8 @@ def _job(experiment: str, page: Page) -> Schema:
 def _section(
     classes: list[type[Any]], page: Page, *, partial: bool = False, but: tuple[str, ...] = (), default: Any = None
 ) -> Any:
-    """The keys of dataclasses as one section. `partial`: laid over another section, so that no key is required; nor is
-    any for which the section around it has a `default`.
+    """The keys of dataclasses as one section. With `partial` the section is laid over another, so that no key is
+    required. A key for which the surrounding section has a `default` is not required either.
     """
     properties, required = {}, []
     for cls in classes:
@@ -314,10 +324,10 @@ def _section(
             properties[key_of(spec.name)] = _field(cls, spec.name, page, partial=partial, default=default)
             if not partial and default is None and spec.name in _required(cls):
                 required.append(spec.name)
-    found = _object(properties)
+    section = _object(properties)
     if required:
-        found |= {"type": "object", "required": required}
-    return {"description": _meaning(classes[-1])} | found
+        section |= {"type": "object", "required": required}
+    return {"description": _meaning(classes[-1])} | section
 
 
 def _meaning(cls: type[Any]) -> str:
@@ -336,7 +346,7 @@ def _required(cls: type[Any]) -> list[str]:
 
 
 def _field(cls: type[Any], name: str, page: Page, *, partial: bool = False, default: Any = None) -> Schema:
-    """The schema of one key. `default` is that of the section around it, if it has one."""
+    """The schema of one key. `default` is the default of the surrounding section, if it has one."""
     (spec,) = (each for each in dataclasses.fields(cls) if each.name == name)
     hint, rule = hints_of(cls)[name], rule_of_key(cls, spec)  # type: ignore[arg-type]  # mypy: type[Any] unhashable
     kept = spec.default if default is None else getattr(default, name)
@@ -352,7 +362,8 @@ def _field(cls: type[Any], name: str, page: Page, *, partial: bool = False, defa
             found |= {"type": [*found["type"], "string"], "if": {"type": "string"}, "then": {"enum": [*words]}}
         return found
     found = _value(inner, rule) | _KNOWN.get((cls, name), {})
-    if (cls, name) == (Fleet, "instance_types") and not partial:  # a scenario may list a type that is gone, to be shown
+    # a scenario may list a retired type, which is then shown with the reason
+    if (cls, name) == (Fleet, "instance_types") and not partial:
         found["items"] = {"enum": sorted(between.USABLE)}
     if optional or (inner is str and spec.default == ""):
         empty = {"type": "null"} if optional else {"enum": [None, ""]}
@@ -393,7 +404,8 @@ def _value(hint: Any, rule: Rule) -> Schema:
 
 
 def _text(rule: Rule) -> Schema:
-    """The schema of text; YAML reads text that looks like a number or a truth value as one."""
+    """The schema of text; YAML reads text that looks like a number or a truth value as a number or truth value, so
+    these are accepted too."""
     takes = re.compile(rule.pattern or "[\\s\\S]*").fullmatch
     looks = {"number": "-1.5", "integer": "1", "boolean": "true"}
     kinds = ["string", *(kind for kind, example in looks.items() if takes(example))]
@@ -413,7 +425,8 @@ def _names(of: re.Pattern[str], allowed: str) -> Schema:
 
 _PAGES = Path(__file__).resolve().parents[2] / "docs"
 _NO_KEY = "No key: run.json is no secret. Put it under job.secrets, and read $NAME. "
-_EXPLAINS = {"kernel-sft": "sft-h100"}  # tables whose words explain another job's keys without their own
+# tables whose words also explain keys of another job that have no words of their own
+_EXPLAINS = {"kernel-sft": "sft-h100"}
 _SOME_TEXT = pattern(r"\S", "text that is not empty")
 _TEXT_OF: Schema = {"type": ["string", "number", "boolean"]}
 _PLACE = pattern(between.PLACE, PLACE)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gpufleet.infra.definition import checks, stages
 from gpufleet.infra.definition.model import Interruptions, StackDefinition, Variant
 from gpufleet.infra.definition.schema import SECTIONS, Findings, build, check_keys, entries_of, job_keys
-from gpufleet.infra.definition.yaml_tree import Mapping, Node, Scalar, find_node, merge
+from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, find_node, merge
 from gpufleet.infra.errors import Problem, of_form
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 # Sections that may be laid over; the run's identity is not among them.
 OVERLAID = ("job", "fleet", "storage", "limits", "goal", "account", "notify", "estimate")
-# What editors look for in a file's comments to find its schema: a path, or an address.
+# The text by which editors find the schema in a file's comments; a path or an address follows it.
 MODELINE = "# yaml-language-server: $schema="
-MOST_SCENARIOS = 100  # a bound of ours: each is a whole file to check and to price
+MOST_SCENARIOS = 100  # our own bound, because each scenario is a whole file to check and to price
 SCENARIO_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 
 
@@ -39,8 +39,8 @@ def definition(
     earlier: stages.Earlier = stages.NONE_EARLIER,
 ) -> tuple[StackDefinition, list[Problem]]:
     """The tree's definition and its problems. Without `launchable`, its types need only be known. `plain` is the
-    definition, without problems, under the tree's overlay: sections that are equal there are not read again. `earlier`:
-    the stages before this one.
+    definition without the overlay, which has no problems: sections that are equal in it are not read again. `earlier`
+    has the stages before this one.
     """
     if stages.STAGES in tree.entries:
 
@@ -62,7 +62,7 @@ def definition(
         Interruptions, find_node(tree, "rehearsal.interruptions"), "rehearsal.interruptions", findings
     )
     python = find_node(tree, "rehearsal.python")
-    found = StackDefinition(
+    built = StackDefinition(
         name=path.stem,
         source=path,
         purpose=purpose(text),
@@ -74,12 +74,12 @@ def definition(
         **parts,
     )
     if catalog is None:
-        # imported here: reading tables takes time that `pin` need not spend
+        # imported here, so that `pin` need not spend time on reading tables
         from gpufleet.infra.catalog import load_catalog
 
         catalog = load_catalog()
-    checks.check(found, findings, now=now, catalog=catalog, past_deadline=past_deadline, launchable=launchable)
-    return found, findings.problems
+    checks.check(built, findings, now=now, catalog=catalog, past_deadline=past_deadline, launchable=launchable)
+    return built, findings.problems
 
 
 def rehearsed(tree: Mapping) -> Mapping:
@@ -91,7 +91,10 @@ def rehearsed(tree: Mapping) -> Mapping:
 
 def from_anywhere(tree: Mapping, root: Path) -> Mapping:
     """The tree with full paths for a command's code and inputs, which the file may give relative to `root`."""
-    found: Node = tree
+    placed: Node = tree
+    if isinstance(listed := tree.entries.get(stages.STAGES), Items):
+        full = [from_anywhere(item, root) if isinstance(item, Mapping) else item for item in listed.items]
+        placed = replace(tree, entries={**tree.entries, stages.STAGES: replace(listed, items=full)})
     inputs = find_node(tree, "storage.inputs")
     names = inputs.entries if isinstance(inputs, Mapping) else {}
     for path in (("job", "code", "folder"), *(("storage", "inputs", name) for name in names)):
@@ -100,15 +103,15 @@ def from_anywhere(tree: Mapping, root: Path) -> Mapping:
             laid: Node = replace(node, text=str((root / node.text).resolve()))
             for key in reversed(path):
                 laid = Mapping(path="", line=node.line, entries={key: laid})
-            found = merge(found, laid)
-    assert isinstance(found, Mapping)
-    return found
+            placed = merge(placed, laid)
+    assert isinstance(placed, Mapping)
+    return placed
 
 
 def apply_overlay(tree: Mapping, overlay: dict[str, Node]) -> Mapping:
     """The tree with the overlay's sections laid over it."""
     entries: dict[str, Node] = dict(tree.entries)
-    if nodes := overlay.get("nodes"):  # scenarios of 0.1.0 wrote fleet.nodes so
+    if nodes := overlay.get("nodes"):  # scenarios of version 0.1.0 wrote fleet.nodes in this form
         fleet = Mapping(path=nodes.path.rpartition(".")[0], line=nodes.line, entries={"nodes": nodes})
         overlay = {**overlay, "fleet": merge(overlay.get("fleet"), fleet)}
     for name in OVERLAID:
@@ -145,15 +148,18 @@ def variants(
         variant = build(Variant, kept, where, findings)
         sections = {key: node for key, node in entries.items() if key in (*OVERLAID, "nodes")}
         laid = apply_overlay(tree, sections)
-        merged, found = definition(laid, path, text, now, True, launchable=False, catalog=catalog, plain=plain)
-        problems += of_form(where, found)
+        merged, variant_problems = definition(
+            laid, path, text, now, True, launchable=False, catalog=catalog, plain=plain
+        )
+        problems += of_form(where, variant_problems)
         own_data = find_node(Mapping(path="", line=entry.line, entries=entries), "job.parameters.data") is not None
         laid_over.append(replace(merged, scenario=name, variant=variant, own_data=own_data))
     return laid_over, findings.problems + problems
 
 
 def overlay_problems(overlay: Node, under: Mapping) -> list[Problem]:
-    """The problems of a `rehearsal` section over the tree `under` that can be seen before its values are read."""
+    """The problems of a `rehearsal` section, laid over the tree `under`, that can be seen before the section's values
+    are read."""
     allowed = [*OVERLAID, "interruptions", "python"]
     findings = Findings(tree=Mapping(path="", line=overlay.line, entries={"rehearsal": overlay}))
     entries = entries_of(overlay, "rehearsal", f"a section with the keys {', '.join(allowed)}", findings)
@@ -163,7 +169,7 @@ def overlay_problems(overlay: Node, under: Mapping) -> list[Problem]:
 
 
 def purpose(text: str) -> str:
-    """The comment block that opens the file, without its marks, and without the line that is for editors."""
+    """The comment block at the beginning of the file, without the comment marks and without the line for editors."""
     block = []
     for line in io.StringIO(text.lstrip("\ufeff"), newline=None):
         if not line.startswith("#"):
@@ -181,7 +187,8 @@ def _same_job(entries: dict[str, Node], under: Mapping, where: str, findings: Fi
 
 
 def _laid_over(section: str, overlay: Node, under: Node | None) -> Node:
-    """The overlay, reduced for `job` to what may change: a rehearsal or scenario runs the same job and image."""
+    """The overlay, in which `job` has only the keys that may change, because a rehearsal or scenario runs the same job
+    and image."""
     if section != "job" or not isinstance(overlay, Mapping):
         return overlay
     known = job_keys(under, laid_over=True)

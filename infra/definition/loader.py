@@ -1,4 +1,4 @@
-"""Reads, checks and pins definition files: the one way from `stacks/<experiment>.yaml` to a StackDefinition.
+"""Reads, checks and pins definition files. There is no other way from `stacks/<experiment>.yaml` to a StackDefinition.
 
 Program, CLI and tests all load through here. Every load validates the whole file, as written, with its `rehearsal`
 section laid over it and with each of its `scenarios`, and reports the problems of all at once.
@@ -29,7 +29,7 @@ STACK_NAME = re.compile(r"[a-z][a-z0-9-]{0,38}[a-z0-9]")
 # folder, and the schema for editors.
 PROGRAM, CANARY, SCHEMA = "stacks/program", "stacks/canary", "stacks/definition.schema.json"
 _TOP_KEY = re.compile(rb"(?m)^['\"]?(\w[\w.-]*)['\"]?[ \t]*:")
-_SECTIONS = {"run", "job", "fleet", "limits"}  # required in each definition
+_SECTIONS = {"run", "job", "fleet", "limits"}  # sections that each definition must have
 
 
 def load(
@@ -41,12 +41,11 @@ def load(
     catalog: Catalog | None = None,
     staged: bool = False,
 ) -> StackDefinition:
-    """The definition in `path`, with its `rehearsal` section laid over it when asked. A file with stages is refused to
-    callers that are not prepared for them, which `staged` says.
-
-    `now` (aware) is what the deadline is compared with. `past_deadline` accepts one that has passed: for a run that is
-    already over. `catalog`: the existing types and regions; None: those known here. Raises DefinitionError with every
-    problem of the file.
+    """The definition in `path`, with its `rehearsal` section laid over it when asked. A file with stages is refused
+    unless `staged` says that the caller is prepared for them. The deadline is compared with `now`, which has a time
+    zone. `past_deadline` accepts a deadline that has passed, for a run that is already over. `catalog` has the existing
+    types and regions; None stands for the types and regions known here. Raises DefinitionError with every problem of
+    the file.
     """
     if now.tzinfo is None:
         raise ValueError("now must be aware of its time zone")
@@ -56,7 +55,8 @@ def load(
     problems += found
     overlay = tree.entries.get("rehearsal")
     merged, sound = plain, None if problems else plain
-    if len(problems) > SHOWN:  # enough to fix first; each overlaid form would find them all again
+    # these problems are enough to fix first; each overlaid form would report all of them again
+    if len(problems) > SHOWN:
         raise DefinitionError(str(path), in_order(problems))
     if overlay is not None:
         problems += layers.overlay_problems(overlay, tree)
@@ -89,7 +89,8 @@ def tagged(definition: StackDefinition, tags: abc.Mapping[str, str]) -> StackDef
 
 
 def find(name_or_path: str, root: Path) -> Path:
-    """`stacks/<name>.yaml` under `root`, or the file at a path. Raises GpufleetError naming the nearest."""
+    """`stacks/<name>.yaml` under `root`, or the file at a path. Raises GpufleetError, with the nearest name, if there
+    is none."""
     if is_path(name_or_path):
         for path in (Path(name_or_path), root / name_or_path):  # the program's working directory is infra/
             if path.is_file():
@@ -113,7 +114,7 @@ def find(name_or_path: str, root: Path) -> Path:
 
 
 def is_path(stack: str) -> bool:
-    """Whether STACK is the path of a file, not a name."""
+    """Whether `name_or_path` is the path of a file, not the name of a stack."""
     return stack.endswith((".yaml", ".yml")) or "/" in stack
 
 
@@ -125,14 +126,15 @@ def stacks_of(root: Path) -> list[str]:
 
 
 def names_of(root: Path) -> list[str]:
-    """The stacks of `stacks/`, by name; neither hidden files, such as macOS's `._name.yaml`, nor somebody else's."""
+    """The stacks of `stacks/`, by name. Hidden files, such as macOS's `._name.yaml`, and files of other tools are
+    omitted."""
     files = (file for file in (root / "stacks").glob("[!.]*.yaml") if file.is_file())
     return sorted(file.stem for file in files if is_definition(file.read_bytes()))
 
 
 def is_definition(content: bytes) -> bool:
-    """Whether a file in a folder `stacks/`, which may belong to another tool, is meant as a definition: it has one of
-    the required sections, or nothing at its top level.
+    """Whether a file is meant as a definition: it has one of the required sections, or nothing at its top level. Its
+    folder `stacks/` may belong to another tool.
     """
     keys = {key.decode(errors="replace") for key in _TOP_KEY.findall(content)}
     return not keys or bool(keys & _SECTIONS)
@@ -160,8 +162,8 @@ def project_root(start: Path) -> Path:
 
 def rehearsal_text(path: Path, root: Path | None = None, *, changed: Callable[[Mapping], Mapping] | None = None) -> str:
     """The file in the form of a rehearsal, as text: the merged sections, with only `interruptions` left of `rehearsal`.
-    With `root`, the folders of a command's code and inputs are named in full, not as seen from that project's.
-    `changed` gives another tree for the merged one.
+    With `root`, the folders of a command's code and inputs have full paths instead of paths relative to that project.
+    `changed` turns the merged tree into another.
     """
     text, tree = open_file(path)
     merged = layers.rehearsed(tree)

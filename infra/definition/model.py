@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -42,8 +43,9 @@ class Job:
 
     experiment: str  # for a user's own command, the name of its kind
     image: str  # repository:tag, or repository:tag@sha256:... once pinned
-    supervisor_image: str | None = None  # the image for gpufleet's own part; None: the ready-made job's
-    parameters: JobConfig  # the kind's own typed config; the file holds only differences from its defaults
+    # the image for gpufleet's own part; None for a ready-made job, whose image has it
+    supervisor_image: str | None = None
+    parameters: JobConfig  # the typed config of this kind of job; the file has only differences from its defaults
 
     @property
     def images(self) -> tuple[str, ...]:
@@ -72,11 +74,11 @@ class Fleet:
     zones: tuple[str, ...]  # names, us-east-2a; or ids, use2-az1, which are the same in every account
     instance_types: tuple[str, ...]
     capacity: Capacity = "spot"
-    nodes: int = added_later(1)  # the number that train together; several have one type and one zone
+    nodes: int = added_later(1)  # the number of nodes that train together; several nodes have one type and one zone
     cards: Cards = added_later("one")  # which network cards of each node carry the traffic between nodes
-    # how long nodes wait for missing ones; None: by the model of waits
+    # how long nodes wait for missing nodes; None: the model of waits decides
     gather_minutes: Decimal | None = added_later(None)
-    fallback: Fallback = added_later("none")  # what to do once spot would miss the deadline
+    fallback: Fallback = added_later("none")  # what to do as soon as spot would miss the deadline
     block: CapacityBlock | None = added_later(None)  # None unless capacity is block
     ami: str = "unpinned"  # a literal ami-..., written by `gpufleet doctor --pin`
 
@@ -87,12 +89,12 @@ class Fleet:
 
     @property
     def lets_go(self) -> bool:
-        """Whether waiting nodes let go, so that AWS is asked for all of them later."""
+        """Whether waiting nodes end themselves after a time, so that AWS is asked for all nodes later."""
         return self.is_gang and self.market.replaces
 
     @property
     def market(self) -> Market:
-        """How these nodes are bought."""
+        """The market in which these nodes are bought."""
         return market.find(self.capacity, self.fallback, nodes=self.nodes, block=self.block)
 
     @property
@@ -107,7 +109,7 @@ class Fleet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Disk:
-    """A gp3 volume. `snapshot` only for the data volume, which is mounted at /data."""
+    """A gp3 volume. Only the data volume, which is mounted at /data, may have a `snapshot`."""
 
     size_gib: int
     iops: int = 3000
@@ -117,16 +119,21 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Keep:
-    """What outlives `pulumi destroy`: the whole bucket with its policy and lifecycle, or nothing."""
+    """What is kept after `pulumi destroy`: the whole bucket with its policy and lifecycle, or nothing."""
 
     bucket: bool = True
     days: int = 30  # objects of a run expire after this many days
-    lifecycle: Literal["own", "others"] = "own"  # others: the account's own rules apply, and are not checked
+    # others: the account's own rules delete the objects, and gpufleet does not check these rules
+    lifecycle: Literal["own", "others"] = "own"
 
     @property
     def expiry(self) -> str:
         """When objects expire, in words."""
-        return f"after {self.days} days" if self.lifecycle == "own" else f"by others' rules, taken for {self.days} days"
+        return (
+            f"after {self.days} days"
+            if self.lifecycle == "own"
+            else f"by the account's own rules, taken for {self.days} days"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +162,7 @@ class Storage:
 
     @property
     def prefixes(self) -> dict[str, str]:
-        """All places in buckets, by their name in the nodes' rights."""
+        """All s3:// prefixes, by the name that they have in the nodes' rights."""
         named = {"Dataset": self.dataset, "BaseWeights": self.base_weights}
         named |= {f"Input{index}": place for index, place in enumerate((self.inputs or {}).values())}
         return {sid: place for sid, place in named.items() if place and place.startswith("s3://")}
@@ -175,12 +182,13 @@ def deadline_text(deadline: Deadline) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The bound of the run. Hours are billed hours, summed over attempts and nodes."""
+    """The limits that end the run. Hours are billed hours, summed over attempts and nodes."""
 
     max_usd: Decimal
     max_hours: Decimal
     deadline: datetime | timedelta | None = None  # None = creation + max_hours + 24 h
-    usd_per_hour: Decimal | None = added_later(None)  # per node: types and zones above this price are left out
+    # the highest price per node; types and zones above it are not used
+    usd_per_hour: Decimal | None = added_later(None)
 
     def due(self, begin: datetime) -> datetime | None:
         """The deadline of a run whose first `up` is at `begin`; None without one."""
@@ -188,35 +196,36 @@ class Limits:
 
 
 def days_to_keep(begin: datetime, end: datetime) -> int:
-    """The least storage.keep.days for a fleet that lives from `begin` to `end`. Nodes cannot boot without run.json, and
-    the caps count attempts and heartbeats; S3 counts an object's age from its creation. One day is added.
+    """The least storage.keep.days for a fleet that lives from `begin` to `end`. These objects must outlive the fleet:
+    nodes cannot boot without run.json, and the caps count attempts and heartbeats. S3 counts an object's age from its
+    creation. One day is added.
     """
     return math.ceil((end - begin) / timedelta(days=1)) + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vpc:
-    """An existing network. Its owner sets its routes."""
+    """An existing network. The owner of the VPC sets its routes."""
 
     id: str
-    subnets: dict[str, str]  # by zone, one for each of fleet.zones
+    subnets: dict[str, str]  # subnets by zone, one for each of fleet.zones
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Account:
     """An organisation's rules for everything that a stack makes."""
 
-    tags: dict[str, str] | None = None  # in addition to the stack's own
-    permissions_boundary: str | None = None  # for the nodes' role; a policy's ARN
+    tags: dict[str, str] | None = None  # tags in addition to the stack's own
+    permissions_boundary: str | None = None  # the permissions boundary of the nodes' role: a policy's ARN
     vpc: Vpc | None = None  # None: the stack makes its own
-    kms_key: str | None = None  # for bucket and disks; an ARN in the fleet's region
+    kms_key: str | None = None  # the key that encrypts bucket and disks: an ARN in the fleet's region
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notify:
-    """Who gets messages about a run. Without an e-mail address nobody does."""
+    """Who gets messages about a run. Without an e-mail address nobody gets any."""
 
-    email: str | None = None  # for a topic to which AWS also writes, if no node could
+    email: str | None = None  # subscribed to a topic to which AWS also writes when no node can
     webhook: str | None = None  # ssm:/name or secretsmanager:name of its URL, which is a secret; only nodes call it
     silent_hours: Decimal = Decimal(6)  # a message is sent after so long without a training step
 
@@ -229,11 +238,11 @@ class Estimate:
     efficiency: Decimal | None = None  # share of the roofline (compute + optimizer traffic) a step reaches, in (0, 1]
     step_ms: tuple[Decimal, ...] | None = None  # milliseconds per optimizer step, one per phase: measured elsewhere
     setup_minutes: Decimal | None = None  # launch to first step: boot, image pull, staging
-    restart_minutes: Decimal | None = None  # the same for a replacement node
+    restart_minutes: Decimal | None = None  # minutes from a replacement node's launch to its first step
     capacity_wait_minutes: Decimal | None = None  # mean wait for a replacement, not billed
     notice_missed: Decimal | None = None  # probability that a notice is not handled
     upload_gb_per_s: Decimal | None = None  # node to S3
-    max_price_age_days: int = 90  # a bill from older prices says so; changes no figure
+    max_price_age_days: int = 90  # a bill from older prices warns about their age; this changes no figure
 
 
 Place = Literal["step", "first", "boundary", "save", "stage"]
@@ -241,9 +250,9 @@ Place = Literal["step", "first", "boundary", "save", "stage"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interruptions:
-    """The rehearsal's interruptions, drawn from `seed`: how many with a notice and how many without, and when: at a
-    training step after the first phase or in it, between two phases, while a checkpoint is written, or in a stage
-    after training.
+    """The rehearsal's interruptions, drawn from `seed`: how many come with a notice, how many without, and when. They
+    come at a training step in the first phase or after it, between two phases, while a checkpoint is written, or in a
+    stage after training.
     """
 
     seed: int = 7
@@ -251,8 +260,8 @@ class Interruptions:
     without_notice: int = 1
     notice_at: Place = "step"
     loss_at: Place = "step"
-    stage_results: int = 1  # results of a stage after training, after which a node is interrupted
-    notice_s: int = 20  # AWS gives 120 s; the rehearsal does not wait that long
+    stage_results: int = 1  # number of results of a stage after training, after which a node is interrupted
+    notice_s: int = 20  # seconds of notice; AWS gives 120 s, and the rehearsal does not wait that long
 
 
 REHEARSED_S = 30.0  # seconds of training, so that two interruptions come during it
@@ -260,16 +269,16 @@ REHEARSED_SAVES = 6
 
 
 def rehearsed_steps(step_ms: float) -> int:
-    """How many steps, or epochs, a rehearsal trains in that time, to two digits."""
+    """The number of steps, or epochs, that a rehearsal trains in this time, to two digits."""
     return max(1, int(float(f"{REHEARSED_S * 1000 / step_ms:.2g}")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """What the run is meant to cost, take and reach. It stops nothing; the receipt says what was met."""
+    """What the run is meant to cost, take and reach. A goal stops nothing; the receipt says which goals were met."""
 
     usd: Decimal | None = None
-    hours: Decimal | None = None  # from the first node's launch to the run's end, with waits
+    hours: Decimal | None = None  # hours from the first node's launch to the run's end, with waits
     results: dict[str, Decimal] | None = None  # figures by name: job/contract/goal.py
 
     @property
@@ -293,13 +302,14 @@ class Variant:
 
     note: str = ""
     claim: Claim = Claim()
-    reference: bool = False  # ran or was planned elsewhere: shown as claimed, never priced
-    hold_hours: Decimal | None = None  # each node is kept this long if its work is done earlier
-    buffer: Decimal = Decimal(0)  # share added to the work for failures
+    # whether the scenario ran or was planned elsewhere: its claim is shown, and it is never priced
+    reference: bool = False
+    hold_hours: Decimal | None = None  # each node is kept for this time even if its work is done earlier
+    buffer: Decimal = Decimal(0)  # share of the work that is added for failures
 
     @property
     def only_priced(self) -> str:
-        """Why the definition can be priced and not run; empty when it can be run."""
+        """Why the definition can only be priced; empty if it can be run."""
         reasons = {
             "ran elsewhere": self.reference,
             "holds its node beyond its work": self.hold_hours is not None,
@@ -312,7 +322,7 @@ class Variant:
 class StackDefinition:
     """One file of stacks/, validated; or one of its scenarios."""
 
-    name: str  # tinystories-growth: the file's stem
+    name: str  # the file's name without its ending, such as tinystories-growth
     source: Path
     purpose: str  # the comment block that opens the file
     run: Run
@@ -324,19 +334,22 @@ class StackDefinition:
     account: Account = Account()
     notify: Notify = Notify()
     estimate: Estimate = Estimate()
-    python: str = ""  # in `rehearsal`: a command's interpreter, relative to the project; empty: its code's own
+    # from `rehearsal`: a command's interpreter, relative to the project; empty: the interpreter of the code's own
+    # environment
+    python: str = ""
     interruptions: Interruptions = Interruptions()  # the rest of `rehearsal` is laid over the other sections
-    scenario: str = ""  # its name; empty for the file as it is
+    scenario: str = ""  # the scenario's name; empty for the file as it is
     variant: Variant = Variant()
-    # In the order in which they run. Each is a run of its own in this one's folder; empty: the file has no stages. The
-    # other fields of a whole definition are those of its first stage.
+    # The stages in the order in which they run; empty if the file has none. Each stage is a run of its own in this
+    # run's folder. The other fields of a definition with stages are those of its first stage.
     stages: tuple[StackDefinition, ...] = ()
     before: tuple[str, ...] = ()  # of a stage: the names of the stages before it
     next_stage: str = ""  # of a stage: the name of the stage after it
     taken: tuple[str, ...] = ()  # of a stage: the folders (RUN/STAGE) of another run's stages that this run takes over
-    own_data: bool = False  # whether a scenario states its own counts for the data (job.parameters.data)
-    tree: Mapping | None = field(default=None, compare=False, repr=False)  # as written; None: from no file
-    asked: str = field(default="", compare=False, repr=False)  # STACK as the user gave it; empty: not from a command
+    own_data: bool = False  # whether a scenario states counts of its own for the data (job.parameters.data)
+    tree: Mapping | None = field(default=None, compare=False, repr=False)  # as written; None: not read from a file
+    # STACK as the user gave it; empty if no command read the definition
+    asked: str = field(default="", compare=False, repr=False)
 
     @property
     def argument(self) -> str:
@@ -345,18 +358,22 @@ class StackDefinition:
 
     @property
     def parts(self) -> tuple[StackDefinition, ...]:
-        """What has a fleet of its own: the stages, or all of a definition without stages."""
+        """The parts that have a fleet of their own: the stages, or the definition itself if it has none."""
         return self.stages or (self,)
+
+    def changed(self, change: Callable[[StackDefinition], StackDefinition]) -> StackDefinition:
+        """The definition with `change` made to it, and to each of its stages."""
+        return replace(change(self), stages=tuple(map(change, self.stages)))
 
     @property
     def left(self) -> dict[str, str]:
-        """The folder of each earlier stage, by its name, whose outputs a stage may take."""
+        """The folder of each earlier stage, by the stage's name. A stage may take the outputs of earlier stages."""
         run = self.run.id.partition("/")[0]
         return {each.partition("/")[2]: each for each in (*self.taken, *(f"{run}/{name}" for name in self.before))}
 
     @property
     def stage(self) -> str:
-        """The stage's name; empty for anything else."""
+        """The stage's name; empty if the definition is not a stage."""
         return self.run.id.partition("/")[2]
 
     @property
@@ -366,7 +383,7 @@ class StackDefinition:
 
     @property
     def is_earlier_run(self) -> bool:
-        """Whether --run named it, and it is not the file's run: `pulumi destroy` is about the file's."""
+        """Whether --run named a run other than the file's. `pulumi destroy` is about the file's run only."""
         own = find_node(self.tree, "run.id") if self.tree else None
         return isinstance(own, Scalar) and own.text != self.run.id
 
@@ -397,7 +414,7 @@ class StackDefinition:
         return min(filter(None, ends), default=None)
 
     def due_by(self, now: datetime) -> str:
-        """The key that sets this moment."""
+        """The key that sets the moment of `due`."""
         return self.fleet.market.due_by(self.due(now))
 
     def expiry(self, now: datetime) -> datetime:
@@ -410,7 +427,8 @@ class StackDefinition:
         return None if due is None else (due - self.begins_at(now)).total_seconds() / 3600
 
     def problem(self, path: str, value: str, allowed: str, hint: str = "") -> Problem:
-        """A problem at `path`, with its line, and under its own path if a scenario wrote it."""
+        """A problem at `path`, with the line in the file; if a scenario wrote the value, the path is that in the
+        scenario."""
         node = find_node(self.tree, path) if self.tree else None
         if node is None:
             return Problem(path=path, value=value, allowed=allowed, hint=hint)

@@ -14,15 +14,16 @@ _EXAMPLES = {
     "job.image": "registry/repository:tag",
     "job.supervisor_image": SUPERVISOR_IMAGE,
 }
-# by key: the neighbour above which a missing one is written
+# by key: the neighbour above which the key is written if it is missing
 _ABOVE = {"fleet.ami": "fleet.region", "job.supervisor_image": "job.image"}
 
 
 def pin(path: Path, *, ami: str, image: str, supervisor_image: str | None = None) -> None:
     """Writes the AMI and the images with their digests into the file; every other byte stays. Atomic.
 
-    Without `ami` it gets a line above `region`, without `supervisor_image`, where there is one, above `image`. Raises
-    DefinitionError when the file is not plain enough for that (a folded value, a section in braces without the key).
+    A file without `ami` gets it above `region`; a file that needs `supervisor_image` and lacks it gets it above
+    `image`. Raises DefinitionError when the file is not plain enough for that (a folded value, a section in braces
+    without the key).
     """
     target = path.resolve()
     text, tree = open_file(target)

@@ -43,7 +43,7 @@ def _image_hint(written: str) -> str:
     full = f"docker.io/{'' if rest else 'library/'}{written}" if no_registry else written
     full += ":TAG" if no_tag else ""
     if not re.fullmatch(_IMAGE_NAME, full):
-        return "Nodes reach a registry at port 443 alone; `gpufleet doctor --pin` adds the digest."
+        return "Nodes reach a registry only at port 443; `gpufleet doctor --pin` adds the digest."
     lacks = " and ".join(["no registry"] * no_registry + ["no tag"] * no_tag)
     return f"It names {lacks}: write {full}."
 
@@ -53,7 +53,8 @@ _IMAGE = Rule(
     allowed="registry/repository:tag, with its @sha256: digest once pinned",
     hint=_image_hint,
 )
-# gp3: botocore 1.44.5 service model, EC2 CreateVolume and EbsBlockDevice; larger than the 2020 limits since 2025-09.
+# Limits of gp3. Source: botocore 1.44.5 service model, EC2 CreateVolume and EbsBlockDevice; since 2025-09 they are
+# above those of 2020.
 RULES: dict[tuple[type[Any], str], Rule] = {
     (Run, "id"): Rule(
         pattern=r"(?!inputs$)[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?",
@@ -65,8 +66,8 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     ),
     (Job, "image"): _IMAGE,
     (Job, "supervisor_image"): _IMAGE,
-    (Fleet, "zones"): Rule(most=6),  # as many as us-east-1 has
-    (Fleet, "instance_types"): Rule(most=20),  # a bound of ours: nobody reads a longer list
+    (Fleet, "zones"): Rule(most=6),  # as many zones as us-east-1 has
+    (Fleet, "instance_types"): Rule(most=20),  # our own bound: nobody reads a longer list
     (Fleet, "nodes"): Rule(minimum=1, maximum=MOST_NODES),
     (Fleet, "gather_minutes"): Rule(minimum=5, maximum=1_440, unit="minutes"),
     (CapacityBlock, "reservation"): Rule(
@@ -90,7 +91,7 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Limits, "usd_per_hour"): Rule(minimum=0.001, maximum=10_000, unit="USD per node-hour"),
     (Goal, "usd"): Rule(minimum=0.01, maximum=100_000, unit="USD"),
     (Goal, "hours"): Rule(minimum=0.01, maximum=10_000, unit="hours"),
-    (Goal, "results"): Rule(most=10),  # a bound of ours
+    (Goal, "results"): Rule(most=10),  # our own bound
     (Account, "tags"): Rule(
         pattern=r"[A-Za-z0-9 _.:/=+@-]{0,256}",
         most=7,  # S3 allows 10 for an object, the stack uses three
@@ -103,7 +104,7 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Account, "kms_key"): Rule(
         pattern=r"arn:aws:kms:[a-z0-9-]+:[0-9]{12}:key/[A-Za-z0-9-]+",
         allowed="a key's ARN, such as arn:aws:kms:us-east-2:111122223333:key/...",
-        hint="An alias does not work: the nodes' rights name the key itself.",
+        hint="An alias does not work, because the nodes' rights name the key itself.",
     ),
     (Vpc, "id"): Rule(pattern=r"vpc-([0-9a-f]{8}|[0-9a-f]{17})", allowed="vpc-... of the fleet's region"),
     (Vpc, "subnets"): Rule(
@@ -116,7 +117,7 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Notify, "webhook"): Rule(
         pattern=r"(ssm:/|secretsmanager:)[A-Za-z0-9/_.+=@-]{1,512}",
         allowed="where its URL is kept: ssm:/name or secretsmanager:name",
-        hint="Whoever has a webhook's URL can post there: it is a secret.",
+        hint="A webhook's URL is a secret, because everybody who has it can post there.",
     ),
     (Notify, "silent_hours"): Rule(minimum=0.25, maximum=720, unit="hours"),
     (Estimate, "hazard_per_hour"): Rule(minimum=0, maximum=100, unit="interruptions per node-hour"),
@@ -139,7 +140,7 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Interruptions, "notice_s"): Rule(minimum=1, maximum=120, unit="seconds"),
 }
 
-# The words for a missing required key, if its type alone (text, a list) would not explain it.
+# The words for a missing required key whose type alone (text, a list) would not explain it.
 REQUIRED: dict[tuple[type[Any], str], str] = {
     (Job, "experiment"): f"one of {', '.join(sorted(EXPERIMENTS))}; or job.command in its place, for your own script",
     (Fleet, "region"): "a region with prices in the catalog, such as us-east-2",

@@ -16,7 +16,7 @@ from gpufleet.infra.errors import DefinitionError, GpufleetError, in_order, of_f
 
 
 def scenarios(path: Path, *, now: datetime) -> tuple[StackDefinition, ...]:
-    """Every entry in order, each laid over the file. None need be launchable as it is: types need only be known.
+    """Every entry in order, each laid over the file. Entries need not be launchable: their types need only be known.
 
     Raises DefinitionError with every problem of the file.
     """
@@ -28,23 +28,23 @@ def scenarios(path: Path, *, now: datetime) -> tuple[StackDefinition, ...]:
 def scenario(
     path: Path, name: str, *, now: datetime, past_deadline: bool = False, to_run: bool = True
 ) -> StackDefinition:
-    """One scenario to run, checked like the file itself; without `to_run` also one that is only priced.
+    """One scenario to run, checked like the file itself. Without `to_run` it may also be one that can only be priced.
 
     Raises GpufleetError when it is not there or cannot be run, DefinitionError for what is wrong in it.
     """
-    found = {each.scenario: each for each in scenarios(path, now=now)}
-    if name not in found:
-        raise unknown(path, name, found)
-    variant = found[name].variant
+    by_name = {each.scenario: each for each in scenarios(path, now=now)}
+    if name not in by_name:
+        raise unknown(path, name, by_name)
+    variant = by_name[name].variant
     if variant.only_priced:
         if not to_run:
-            return found[name]
+            return by_name[name]
         raise GpufleetError(
             f"{path.name}: scenario {name} {variant.only_priced}: it cannot be run; "
-            f"`gpufleet cost {found[name].argument} --scenario {name}` prices it"
+            f"`gpufleet cost {by_name[name].argument} --scenario {name}` prices it"
         )
     text, tree = open_file(path)
-    section = tree.entries["scenarios"]  # `found` was read from this section
+    section = tree.entries["scenarios"]  # the scenarios were read from this section
     assert isinstance(section, Mapping)
     entry = section.entries[name]
     entries = entry.entries if isinstance(entry, Mapping) else {}
@@ -62,16 +62,16 @@ def unknown(path: Path, name: str, known: Iterable[str]) -> GpufleetError:
 
 
 def chosen(path: Path, variants: tuple[StackDefinition, ...], name: str | None) -> tuple[StackDefinition, ...]:
-    """The scenario `name`, if it can be priced on other types; all without a name. Raises GpufleetError."""
+    """The scenario `name`, if it can be priced on other types; without a name, all scenarios. Raises GpufleetError."""
     if name is None:
         return variants
-    found = tuple(variant for variant in variants if variant.scenario == name)
-    if not found:
+    matching = tuple(variant for variant in variants if variant.scenario == name)
+    if not matching:
         raise unknown(path, name, (variant.scenario for variant in variants))
-    (variant,) = (work.variant for work in found)
+    (variant,) = (work.variant for work in matching)
     if variant.reference:
         raise GpufleetError(
-            f"scenario {name} {variant.only_priced}: its work is taken to no other type; without --scenario its own row"
-            " is there"
+            f"scenario {name} {variant.only_priced}: its work is priced on no other type; without --scenario the table "
+            "has its row"
         )
-    return found
+    return matching

@@ -75,23 +75,24 @@ _ALSO = {
     "disk_size": "size_gib",
 }
 _CAPACITY = "Write capacity: spot, or capacity: on-demand."
-# What to write for a key of another tool, if a name alone does not say it.
+# The text to write for a key of another tool, if a name alone does not explain it.
 _INSTEAD = dict.fromkeys(("spot", "use_spot", "on_demand"), _CAPACITY)
-_ELSEWHERE = dict.fromkeys(  # for a key that means nothing in its section
+_ELSEWHERE = dict.fromkeys(  # what to write for a key that has no meaning in its section
     ("max_price", "spot_price", "max_spot_price", "max_price_per_hour"),
     "A ceiling for the price of an hour is limits.usd_per_hour.",
 )
-READY_MADE = ("experiment", "image", "parameters")  # the keys of such a job
+READY_MADE = ("experiment", "image", "parameters")  # the keys of a section `job` with a ready-made job
 _BAD: Any = object()
 _SCALARS = (str, bool, datetime, int, float, Decimal)
 
 
 @dataclass(slots=True)
 class Findings:
-    """The problems of one tree. A path is reported once; consequences of its problem are not."""
+    """The problems of one tree. Each path is reported once; consequences of its problem are not reported."""
 
     tree: Mapping
-    found: dict[str, Problem | None] = field(default_factory=dict)  # by path; None: another problem covers it
+    # problems by path; None: another problem covers the path
+    found: dict[str, Problem | None] = field(default_factory=dict)
 
     @property
     def bad(self) -> KeysView[str]:
@@ -113,12 +114,11 @@ class Findings:
         default: str = "",
         unknown_key: bool = False,
     ) -> None:
-        """Adds a problem at `path`, with the file's own text; if the file does not have the path, at the section above,
-        with the `default` that applies.
-
-        `node` is for a path that may not lead there: an unknown key may contain dots and brackets.
+        """Adds a problem at `path`, with the file's own text. If the file does not have the path, the problem is at the
+        section above, with the `default` that applies. Pass `node` if the path may not lead to it, because an unknown
+        key may contain dots and brackets.
         """
-        separators = islice(re.finditer(r"[.\[]", path), 2 * MAX_DEPTH)  # a key may hold any number of them
+        separators = islice(re.finditer(r"[.\[]", path), 2 * MAX_DEPTH)  # a key may hold any number of characters
         if path in self.found or any(path[: each.start()] in self.found for each in separators):
             return
         node = node or find_node(self.tree, path)
@@ -155,13 +155,14 @@ def _meant(word: str, names: Iterable[str]) -> str:
     if _ALSO.get(low) in known:
         return _ALSO[low]
     close = difflib.get_close_matches(low, known, n=1, cutoff=0.6)
-    begun = [name for name in known if len(low) > 2 and name.startswith(f"{low}-")]  # for example sft for sft-h100
+    # finds, for example, sft for sft-h100
+    begun = [name for name in known if len(low) > 2 and name.startswith(f"{low}-")]
     return (close or begun)[0] if close or len(begun) == 1 else ""
 
 
 def build(cls: type[Any], node: Node | None, path: str, findings: Findings, default: Any = None) -> Any:
-    """The dataclass at `path`. A wrong or missing value is reported and replaced by a placeholder. A key that is not
-    written has the value of `default`, if the section around it gives one, else that of `cls`.
+    """The dataclass at `path`. A wrong or missing value is reported and replaced by a placeholder. A missing key has
+    its value in `default`, if the surrounding section gives one, else the default of `cls`.
     """
     if cls is Job:
         return _job(node, findings)
@@ -205,8 +206,9 @@ def job_keys(node: Node | None, *, laid_over: bool = False) -> list[str]:
 
 
 def _is_command(node: Node | None) -> bool:
-    """Whether `job` is a command of the user's own: it has that key, or neither that nor `experiment` but others that
-    only a command has, so that a mistyped `command` is one problem and not one for each key beside it.
+    """Whether `job` is a command of the user's own: it has the key `command`, or it has neither `command` nor
+    `experiment` but other keys that only a command has. So a mistyped `command` is one problem, not one for each key
+    beside it.
     """
     if not isinstance(node, Mapping) or "experiment" in node.entries:
         return isinstance(node, Mapping) and "command" in node.entries
@@ -214,7 +216,7 @@ def _is_command(node: Node | None) -> bool:
 
 
 def _meant_one(keys: Iterable[str]) -> str:
-    """Which of the two keys that begin a job is misspelled among `keys`, or empty."""
+    """The one of `command` and `experiment` that is misspelled among `keys`; empty if neither is."""
     return next((meant for key in keys if (meant := _meant(key, ("command", "experiment")))), "")
 
 
@@ -252,7 +254,7 @@ def entries_of(node: Node | None, path: str, allowed: str, findings: Findings, h
 
 
 def _as_keys(cls: type[Any], node: Node | None) -> Node | None:
-    """The section that a word stands for, if `cls` has such a word; else the node itself."""
+    """The section that the node's word stands for, if `cls` has such a word; else the node itself."""
     if not isinstance(node, Scalar) or node.text not in (words := getattr(cls, "WORDS", {})):
         return node
     entries: dict[str, Node] = {key: replace(node, text=text) for key, text in words[node.text].items()}
@@ -260,8 +262,8 @@ def _as_keys(cls: type[Any], node: Node | None) -> Node | None:
 
 
 def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:
-    """How to write a value where a section is expected: under the key whose unit it has, as `50 steps`, or under each
-    that takes it, a required one first.
+    """How to write a value where a section is expected: under the key whose unit the value has, as in `50 steps`, or
+    under each key that accepts it, a required key first.
     """
     plain = re.sub(r"(?<=[0-9]) ?Gi?B?$", "", text, flags=re.IGNORECASE)
     specs = dataclasses.fields(cls)
@@ -282,12 +284,12 @@ def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:
 
 def _nested_keys(names: list[str], hints: dict[str, Any]) -> dict[str, list[str]]:
     """The keys of the sections `names`, each by its path from the section above: `lr` is `optim.lr`."""
-    found: dict[str, list[str]] = {}
+    paths_by_key: dict[str, list[str]] = {}
     for name in names:
         inner, _ = unwrap(hints[name])
         for each in dataclasses.fields(inner) if is_dataclass(inner) else ():
-            found.setdefault(key_of(each.name), []).append(f"{name}.{key_of(each.name)}")
-    return found
+            paths_by_key.setdefault(key_of(each.name), []).append(f"{name}.{key_of(each.name)}")
+    return paths_by_key
 
 
 def check_keys(
@@ -297,8 +299,8 @@ def check_keys(
     findings: Findings,
     below: dict[str, list[str]] | None = None,
 ) -> None:
-    """Reports every key that is not one of `names`, with the nearest, or with the section it belongs to, which may be
-    one of those `below`. The key that it stands for is then not reported as missing.
+    """Reports every key that is not one of `names`, with the nearest name, or with the section to which the key
+    belongs, which may be one of the sections `below`. The key that was meant is then not reported as missing.
     """
     prefix = f"{path}." if path else ""
     for key, node in entries.items():
@@ -310,7 +312,7 @@ def check_keys(
             hint, meant = _INSTEAD.get(key.lower(), renamed), f"{prefix}{other}"
         elif inside := (below or {}).get(other or key):
             hint, meant = f"It is called {' or '.join(inside)}.", f"{prefix}{inside[0]}"
-        elif key in _HOME:  # the same key exists elsewhere, which is more than a similar name
+        elif key in _HOME:  # the same key exists elsewhere, which is a better hint than a similar name
             hint, meant = f"It belongs under {_HOME[key]}.", f"{_HOME[key]}.{key}"
         elif near := _meant(key, names):
             hint, meant = f"Nearest: {near}.", f"{prefix}{near}"
@@ -335,14 +337,15 @@ def _parameters(entries: dict[str, Node], where: str, findings: Findings) -> Job
 
 
 def rule_of_key(cls: type[Any], spec: dataclasses.Field[Any]) -> Rule:
-    """The allowed values of this field's key beyond its type."""
+    """The allowed values of this field's key, beyond its type."""
     return RULES.get((cls, spec.name)) or rule_of(spec)
 
 
 def _convert(
     hint: Any, node: Node, path: str, rule: Rule, findings: Findings, default: Any = None, allowed: str = ""
 ) -> Any:
-    """The typed value, or _BAD after a problem was reported. For keys that a section lacks, `default` applies."""
+    """The typed value, or _BAD after a problem was reported. `default` gives the values of keys that a section
+    lacks."""
     inner, optional = unwrap(hint)
     null = isinstance(node, Scalar) and node.is_null
     if null and optional:
@@ -383,7 +386,7 @@ def _convert(
     if not isinstance(node, Scalar):
         findings.add(path, allowed, value="a list" if isinstance(node, Items) else "a section")
         return _BAD
-    if inner is str and default == "" and (null or not node.text.strip()):  # a rehearsal may leave the key out this way
+    if inner is str and default == "" and (null or not node.text.strip()):  # in this way a rehearsal can omit the key
         return ""
     if null:
         findings.add(path, allowed, value="" if not node.text else node.text)
@@ -395,7 +398,7 @@ def _convert(
 
 
 def _as_list(path: str, text: str, findings: Findings) -> str:
-    """How to write one value where a list is expected: as many times as there are phases, if each has its own."""
+    """How to write one value where a list is expected: if each phase has a value of its own, once per phase."""
     if path not in ("job.parameters.optim.lr", "estimate.step_ms"):
         return f"Write [{text}]."
     experiment = find_node(findings.tree, "job.experiment")
@@ -426,7 +429,7 @@ def _scalar(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:
         return _BAD, f"Write {meant}." if meant in ("true", "false") else ""
     if hint is datetime:
         value, hint_text = _time(text)
-        return (_BAD, "Write when that is.") if rule.moment and isinstance(value, timedelta) else (value, hint_text)
+        return (_BAD, "Write a time or a span.") if rule.moment and isinstance(value, timedelta) else (value, hint_text)
     assert hint in (int, float, Decimal), hint
     return _numeric(hint, text, rule)
 
@@ -462,13 +465,13 @@ def _time(text: str) -> tuple[Any, str]:
         return _BAD, f"Say which time zone: {text}Z for UTC."
     if moment.microsecond:
         return _BAD, "Whole seconds only: the fleet's expiry has no fractions."
-    if not 2000 <= moment.year <= 2100:  # also keeps the conversion to UTC inside the calendar
+    if not 2000 <= moment.year <= 2100:  # this also keeps the conversion to UTC within the calendar
         return _BAD, ""
     return moment.astimezone(UTC), ""
 
 
 def _placeholder(hint: Any) -> Any:
-    """Replaces a missing required value, which is reported already, so that the rest of the file is still checked."""
+    """Stands for a missing required value, which is reported already, so that the rest of the file is still checked."""
     made: dict[Any, Any] = {tuple: (), dict: {}, str: "", Decimal: Decimal(1), int: 1}
     made[datetime] = datetime(2000, 1, 1, tzinfo=UTC)
     return made[typing.get_origin(hint) or hint]

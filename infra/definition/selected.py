@@ -1,7 +1,7 @@
-"""Which definition a stack runs, by its Pulumi configuration; program and commands both ask here.
+"""Finds the definition that a stack runs, by its Pulumi configuration, for the program and for the commands.
 
 `definition` names the file of a stack that has another name, `scenario` one of the file's scenarios. The engine keeps
-both in Pulumi.STACK.yaml, under the project's name, so the commands need no engine to know them.
+both settings in Pulumi.STACK.yaml, under the project's name, so the commands need no engine to read them.
 """
 
 from __future__ import annotations
@@ -25,26 +25,24 @@ DEFINITION, SCENARIO = "definition", "scenario"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selected:
-    """A definition file, and its scenario to run; empty: the file without one."""
+    """A definition file and the scenario to run; the scenario is empty if the file itself runs."""
 
     path: Path
     scenario: str = ""
-    asked: str = ""  # as the user named it
+    asked: str = ""  # the stack as the user named it
 
     def load(self, *, now: datetime, past_deadline: bool = False, staged: bool = False) -> StackDefinition:
         """The definition, after the checks that a run needs. Raises like loader.load and scenarios.scenario."""
         if not self.scenario:
-            found = load(self.path, now=now, past_deadline=past_deadline, staged=staged)
+            definition = load(self.path, now=now, past_deadline=past_deadline, staged=staged)
         else:
-            found = one_scenario(self.path, self.scenario, now=now, past_deadline=past_deadline)
-        stages = tuple(replace(each, asked=self.asked) for each in found.stages)
-        return replace(found, asked=self.asked, stages=stages)
+            definition = one_scenario(self.path, self.scenario, now=now, past_deadline=past_deadline)
+        return definition.changed(lambda each: replace(each, asked=self.asked))
 
 
 def selected(stack: str, root: Path) -> Selected:
-    """What the program would run as `stack`: a stack's name, or the path of its file.
-
-    A path names that file; the configuration of the stack with its name counts if it runs the same file. Raises
+    """The selection that the program would run as `stack`, which is a stack's name or the path of its file. A path
+    names that file; the configuration of the stack of the same name applies if that stack runs the same file. Raises
     GpufleetError.
     """
     name = Path(stack).stem if is_path(stack) else stack
@@ -60,16 +58,16 @@ def selected(stack: str, root: Path) -> Selected:
 
 
 def refuse_unread(keys: Iterable[str], project: str) -> None:
-    """Raises GpufleetError for a setting that nothing reads: with a misspelled scenario the file itself would run, and
-    with another profile the program would use one account and the commands the other.
+    """Raises GpufleetError for a setting that nothing reads. Otherwise a misspelled scenario would run the file itself,
+    and with a profile of its own the program would use another account than the commands.
     """
     for key in keys:
         namespace, _, name = key.partition(":")
         remove = f"`pulumi config rm {key}` takes it away"
         if namespace == "aws":
             raise GpufleetError(
-                f"{key} in the Pulumi configuration is not followed. The region is the definition file's, and the "
-                "credentials are the shell's, for the program and every command alike: AWS_PROFILE names a profile, "
+                f"{key} in the Pulumi configuration is not followed. The region comes from the definition file and the "
+                "credentials come from the shell, for the program and every command: AWS_PROFILE names a profile, "
                 f"which may assume a role. {remove}"
             )
         if namespace == project and name not in (DEFINITION, SCENARIO):
@@ -79,17 +77,17 @@ def refuse_unread(keys: Iterable[str], project: str) -> None:
 
 
 def _config(path: Path, of_project: Path) -> dict[str, str]:
-    """Definition and scenario from the engine's file; `of_project` has the project's name."""
+    """Definition and scenario from the engine's file, under the project's name `of_project`."""
     config = _tree(path).get("config")
     if not isinstance(config, dict):
         return {}
     project = _project(of_project)
     refuse_unread(config, project)
-    found = {key: config[f"{project}:{key}"] for key in (DEFINITION, SCENARIO) if f"{project}:{key}" in config}
-    for key, value in found.items():
+    settings = {key: config[f"{project}:{key}"] for key in (DEFINITION, SCENARIO) if f"{project}:{key}" in config}
+    for key, value in settings.items():
         if not isinstance(value, str):
             raise GpufleetError(f"{path}: {key} is no plain text; `pulumi config set {key} NAME` writes one")
-    return found
+    return settings
 
 
 def _project(path: Path) -> str:

@@ -1,7 +1,8 @@
 """The `stages` of a definition: steps of one run, each a job of its own on the hardware that it needs.
 
-A stage is a run in the folder of the whole: its id is RUN/STAGE, so that everything that holds for a run (attempts,
-checkpoints, limits, receipt) holds for it. Its entry is laid over the file as a scenario's is.
+A stage is a run in the folder of the whole run. Its id is RUN/STAGE, so that everything that applies to a run
+(attempts, checkpoints, limits, receipt) applies to a stage. Its entry is laid over the file like the entry of a
+scenario.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from gpufleet.infra.definition.schema import Findings, check_keys, entries_of
 from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, merge
 from gpufleet.infra.errors import Problem, of_form
 
-STAGES, REHEARSAL = "stages", "rehearsal"
+STAGES, REHEARSAL, INTERRUPTIONS = "stages", "rehearsal", "interruptions"
 LAID = ("job", "fleet", "estimate")  # sections of an entry
 KEYS = ("name", *LAID, REHEARSAL)
-NAME = re.compile(r"[a-z][a-z0-9_]{0,19}")  # a folder's name, a tag, and {inputs.NAME}
-MOST = 8  # a bound of ours: each is a fleet
+NAME = re.compile(r"[a-z][a-z0-9_]{0,19}")  # becomes a folder's name, a tag, and {inputs.NAME}
+MOST = 8  # our own bound, because each stage has a fleet
 RERUN = "rerun"
 
 
 class Earlier(NamedTuple):
-    """The stages before one: names of those of its run, and folders (RUN/STAGE) of those that another run has done."""
+    """The stages before a stage: the names of those in its own run, and the folders (RUN/STAGE) of those that another
+    run has done."""
 
     before: tuple[str, ...] = ()
     taken: tuple[str, ...] = ()
@@ -38,9 +40,9 @@ Build = Callable[[Mapping, Earlier], tuple[StackDefinition, list[Problem]]]
 
 def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]:
     """The definition of a file with `stages`, and its problems. `build` reads the tree of one stage, with the stages
-    before it. With `rerun`, those before its `from` are another run's.
+    before it. With `rerun`, the stages before its `from` belong to another run.
     """
-    findings, found, problems = Findings(tree=tree), list[StackDefinition](), list[Problem]()
+    findings, built, problems = Findings(tree=tree), list[StackDefinition](), list[Problem]()
     rest = {key: node for key, node in tree.entries.items() if key not in (STAGES, "scenarios", RERUN)}
     entries = list(_entries(tree, findings))
     earlier, begin = _rerun(tree, [entry for _, entry in entries], findings)
@@ -50,26 +52,28 @@ def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]
         check_keys(entry, list(KEYS), path, findings)
         name = _name(entry.get("name"), path, [*names, *(each.partition("/")[2] for each in taken)], findings)
         own = {key: merge(rest.get(key), entry[key]) for key in LAID if key in entry}
-        one, wrong = build(replace(tree, entries={**rest, **own}), Earlier(tuple(names), tuple(taken)))
+        if isinstance(rehearsal := entry.get(REHEARSAL), Mapping) and INTERRUPTIONS in rehearsal.entries:
+            own[REHEARSAL] = merge(rest.get(REHEARSAL), _reduced_to(rehearsal, INTERRUPTIONS))
+        stage, wrong = build(replace(tree, entries={**rest, **own}), Earlier(tuple(names), tuple(taken)))
         problems += of_form(f"{STAGES}[{index}]", wrong)
-        _fleet(one, path, findings)
+        _fleet(stage, path, findings)
         if index < begin:
             taken.append(f"{earlier}/{name}")
             continue
-        before, run = tuple(names), replace(one.run, id=f"{one.run.id}/{name}")
+        before, run = tuple(names), replace(stage.run, id=f"{stage.run.id}/{name}")
         names.append(name)
-        found.append(replace(one, run=run, before=before))
-    if not found:
+        built.append(replace(stage, run=run, before=before))
+    if not built:
         return build(replace(tree, entries=rest), NONE_EARLIER)[0], findings.problems
-    found = [replace(each, next_stage=name) for each, name in zip(found, [*names[1:], ""], strict=True)]
+    built = [replace(each, next_stage=name) for each, name in zip(built, [*names[1:], ""], strict=True)]
     whole = replace(
-        found[0], run=replace(found[0].run, id=found[0].run.id.partition("/")[0]), before=(), taken=(), next_stage=""
+        built[0], run=replace(built[0].run, id=built[0].run.id.partition("/")[0]), before=(), taken=(), next_stage=""
     )
-    return replace(whole, stages=tuple(found), tree=tree), [*findings.problems, *problems]
+    return replace(whole, stages=tuple(built), tree=tree), [*findings.problems, *problems]
 
 
 def _rerun(tree: Mapping, stages: Sequence[dict[str, Node]], findings: Findings) -> tuple[str, int]:
-    """The run whose stages this one takes over, and the number of stages that it has done; none without `rerun`."""
+    """The run whose stages this run takes over, and how many of its stages; ("", 0) without `rerun`."""
     if RERUN not in tree.entries:
         return "", 0
     entries = entries_of(tree.entries[RERUN], RERUN, "a section with run and from", findings)
@@ -101,8 +105,14 @@ def _rehearsed(entry: Mapping) -> Mapping:
     laid = entry.entries.get(REHEARSAL)
     if not isinstance(laid, Mapping):
         return entry
-    over = {key: merge(entry.entries.get(key), node) for key, node in laid.entries.items()}
-    return replace(entry, entries={**entry.entries, **over})
+    over = {key: merge(entry.entries.get(key), node) for key, node in laid.entries.items() if key != INTERRUPTIONS}
+    kept = {REHEARSAL: _reduced_to(laid, INTERRUPTIONS)} if INTERRUPTIONS in laid.entries else {}
+    rest = {key: node for key, node in entry.entries.items() if key != REHEARSAL}
+    return replace(entry, entries={**rest, **over, **kept})
+
+
+def _reduced_to(section: Mapping, key: str) -> Mapping:
+    return replace(section, entries={key: section.entries[key]})
 
 
 def _entries(tree: Mapping, findings: Findings) -> list[tuple[str, dict[str, Node]]]:
@@ -129,10 +139,10 @@ def _name(node: Node | None, path: str, names: list[str], findings: Findings) ->
 
 
 def _fleet(one: StackDefinition, path: str, findings: Findings) -> None:
-    """Reports what the chain of fleets cannot do yet."""
+    """Reports settings that are not possible yet for the fleets of a run in stages."""
     market = one.fleet.market
     if one.fleet.is_gang:
         findings.add(f"{path}.fleet.nodes", "1: a stage has one node at a time", value=str(one.fleet.nodes))
     if market.stands_by or not market.replaces:
-        allowed = "spot or on-demand, without fleet.fallback: a stage's fleet waits for the stage before"
+        allowed = "spot or on-demand, without fleet.fallback: the fleet of a stage waits for the stage before it"
         findings.add(f"{path}.fleet.capacity", allowed, value=one.fleet.capacity)

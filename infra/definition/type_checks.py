@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def instance_types(
     fleet: Fleet, config: JobConfig | None, findings: Findings, catalog: Catalog, *, launchable: bool
 ) -> None:
-    """Adds a problem for each listed type that is unknown, repeated or unfit for this run. Without a readable run
-    config memory is not checked.
+    """Adds a problem for each listed type that is unknown, repeated or unfit for this run. If the run config cannot be
+    read, memory is not checked.
     """
     names, gpus = fleet.instance_types, 1 if config is None else config.gpus_needed()
     current = _launchable(fleet.region, catalog, gpus)
@@ -61,7 +61,7 @@ def instance_types(
 
 def _with_gpus(written: str, config: JobConfig | None, current: Sequence[Instance]) -> str:
     """The types with the GPUs in a name such as L40S, L40S:4 or 4xL40S, the smallest first; empty for another name.
-    Types on which the run does not fit are named only if no other exists.
+    Types on which the run does not fit are included only if no other type exists.
     """
     parts = re.fullmatch(r"(?:([0-9]{1,3}) ?x ?)?(.+?)(?:[:x]([0-9]{1,3}))?", written.strip(), re.IGNORECASE)
     name, count = (_letters(parts[2]), int(parts[1] or parts[3] or 1)) if parts else ("", 1)
@@ -77,7 +77,7 @@ def _with_gpus(written: str, config: JobConfig | None, current: Sequence[Instanc
 
 
 def _gpu_names(kind: Instance) -> set[str]:
-    """The GPU's names: L40S also as L40S 48GB, A100 80GB also as A100."""
+    """The GPU's names: Finds a GPU by its short names too: L40S also as L40S 48GB, A100 80GB also as A100."""
     first = kind.gpu.name.split()[0]
     return {_letters(name) for name in (first, kind.gpu.name, f"{first}{kind.gpu.memory_gb:g}GB")}
 
@@ -111,7 +111,7 @@ def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Cat
         findings.add(
             "fleet.instance_types",
             f"types with equally many GPUs, or {config.path}.checkpoint.same_gpus: false",
-            "A checkpoint of 4 GPUs' shards is read by 4 again, unless your script says otherwise.",
+            "A checkpoint that 4 GPUs wrote in shards can only be read by 4 GPUs, unless your script can do more.",
             value=", ".join(f"{kind.type} has {counted(kind.gpu_count, 'GPU')}" for kind in kinds),
         )
     few = [f"{kind.type} has {kind.gpu_count}" for kind in kinds if 0 < kind.gpu_count < asked]
@@ -122,14 +122,16 @@ def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Cat
 def several_nodes(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:
     """Adds every reason why `fleet.nodes` nodes could not train together."""
     if fleet.gather_minutes is not None and not fleet.lets_go:
-        findings.add("fleet.gather_minutes", "none, of one node or in a Capacity Block", "Nobody is asked again there.")
+        findings.add(
+            "fleet.gather_minutes", "none, of one node or in a Capacity Block", "There AWS is not asked again."
+        )
     if not fleet.is_gang:
         if fleet.cards == "all":
             findings.add("fleet.cards", "one, where fleet.nodes is 1", "A single node communicates with no other.")
         return
     for key, names in (("zones", fleet.zones), ("instance_types", fleet.instance_types)):
         if len(names) > 1:
-            hint = "They train at the pace of the slowest, over a network that ends with the zone."
+            hint = "The nodes train at the pace of the slowest, over a network that ends with the zone."
             findings.add(f"fleet.{key}", f"one, where fleet.nodes is {fleet.nodes}", hint, value=", ".join(names))
     demands, rows = config.demands, config.rows()
     if demands.one_node:
@@ -149,7 +151,7 @@ def several_nodes(fleet: Fleet, config: JobConfig, findings: Findings, catalog: 
 
 
 def _launchable(region: str, catalog: Catalog, gpus: int) -> list[Instance]:
-    """The types that the file could list instead; in any region while the file's own is wrong."""
+    """The types that the file could list instead; if the file's region is wrong, the types of all regions."""
     kinds = [kind for kind in catalog.types_for(gpus).values() if not kind.unusable]
     known = region in catalog.regions()
     return [kind for kind in kinds if not known or kind.regions is None or region in kind.regions]
@@ -168,14 +170,14 @@ def _misfit(kind: Instance, config: JobConfig | None) -> str:
             needs.append((batch.peak_gb(config, index, config.ladder(ranks)[-1], ranks), phase.name))
     if not needs:
         return ""
-    need, phase_name = max(needs)  # this phase decides which type fits
+    need, phase_name = max(needs)  # the phase that decides which type fits
     has = f"{kind.gpu.name} has {kind.gpu_memory_gb:g}"
     return f"phase {phase_name} needs {need:.1f} GB at its smallest micro-batch, {has}"
 
 
 def _suggested_type(kind: Instance, config: JobConfig | None, current: Sequence[Instance]) -> str:
-    """The type with the least GPU memory, then the fewest GPUs and vCPUs, that is no smaller than `kind` and fits; one
-    without a derivable speed, so without a bill, only if no other exists.
+    """The type with the least GPU memory, then the fewest GPUs and vCPUs, that is no smaller than `kind` and fits. A
+    type whose speed cannot be derived, so that it has no bill, is taken only if no other exists.
     """
     gpus = 1 if config is None else config.gpus_needed()
     fits = [

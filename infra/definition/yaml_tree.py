@@ -18,7 +18,7 @@ from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem, short
 
 MAX_BYTES = 256 * 1024  # a definition is about 2 kB
 MAX_DEPTH = 12
-NULLS = ("", "~", "null")  # plain texts that mean null
+NULLS = ("", "~", "null")  # unquoted texts that mean null
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class Scalar:
     """One value as written. `start` and `end` are its character offsets in the text, quotes included."""
 
     path: str
-    line: int  # 1-based, of the key it belongs to
+    line: int  # the line of the value's key, counted from 1
     text: str
     style: str | None = None  # None = plain; otherwise the quote or block character
     start: int = 0
@@ -48,7 +48,7 @@ class Items:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mapping:
-    """A section. Its keys are unique."""
+    """A section. A section: its keys are unique."""
 
     path: str
     line: int
@@ -59,7 +59,8 @@ Node = Scalar | Items | Mapping
 
 
 class UnreadableError(Exception):
-    """The text is not a definition file's YAML at all. It carries the problems found up to that place."""
+    """The text cannot be read as the YAML of a definition file. The error has the problems up to the place where
+    reading ends."""
 
     def __init__(self, *problems: Problem) -> None:
         self.problems = problems
@@ -81,7 +82,8 @@ def decode(raw: bytes) -> str:
 
 
 def read(text: str, *, holds: str = "sections (run:, job:, fleet:, ...)", see: str = "stacks/") -> Mapping:
-    """The tree of a file that should hold `holds`. Raises UnreadableError with all duplicate keys, or one fault."""
+    """The tree of a file that should contain `holds`, a phrase for messages. Raises UnreadableError with all duplicate
+    keys, or one fault."""
     lines = text.splitlines()
     problems: list[Problem] = []
     try:
@@ -91,7 +93,8 @@ def read(text: str, *, holds: str = "sections (run:, job:, fleet:, ...)", see: s
         character = text[error.position : error.position + 1]
         raise UnreadableError(_problem(line, character, "printable UTF-8 text")) from None
     except yaml.MarkedYAMLError as error:
-        open_quote = "quoted scalar" in (error.context or "")  # noticed at the file's end, wrong where it begins
+        # PyYAML notices the fault at the file's end; the mistake is where the value begins
+        open_quote = "quoted scalar" in (error.context or "")
         bracket = error.context or "" if "flow" in (error.context or "") else ""  # likewise for brackets
         no_colon = "simple key" in (error.context or "")  # noticed further down
         begins = open_quote or bracket or no_colon
@@ -140,7 +143,7 @@ def parse(raw: bytes, path: Path) -> tuple[str, Mapping]:
 
 
 def _indentation(lines: list[str], number: int) -> str:
-    """What is wrong with the line before, or how the two are indented, if they differ."""
+    """The fault of the line before, or the indentation of both lines if they differ."""
 
     def spaces(at: int) -> int:
         return len(lines[at - 1]) - len(lines[at - 1].lstrip(" "))
@@ -158,12 +161,12 @@ def _indentation(lines: list[str], number: int) -> str:
     if bare and spaces(before) == spaces(number):
         return f"Line {before}, `{short(written)}`, is no `key: value`: a colon and a space are missing."
     if item and spaces(before) == spaces(number):
-        return f"Line {before} is an item of a list, line {number} a key: they do not stand under each other."
+        return f"Line {before} is an item of a list, line {number} a key: the two cannot be in one block."
     if spaces(before) == spaces(number):
         return ""
     return (
-        f"Line {before} is indented by {spaces(before)}, line {number} by {spaces(number)}: keys of one section stand"
-        " under each other."
+        f"Line {before} is indented by {spaces(before)}, line {number} by {spaces(number)}: keys of one section have "
+        "the same indentation."
     )
 
 
@@ -206,16 +209,16 @@ def _yaml_node(node: Node) -> yaml.Node:
 
 @dataclass(slots=True)
 class _Open:
-    """A collection being read."""
+    """A collection that is being read."""
 
     node: Items | Mapping
-    key: str | None = None  # the pending key of a mapping
+    key: str | None = None  # the key of a mapping whose value is read next
     line: int = 0
     duplicates: int = 0
 
 
 def _build(events: Iterator[yaml.Event], problems: list[Problem]) -> Node | None:
-    """A stack instead of recursion: nesting cannot exhaust Python's."""
+    """An explicit stack is used instead of recursion, so that nesting cannot exhaust Python's call stack."""
     stack: list[_Open] = []
     root: Node | None = None
     documents = 0
@@ -242,7 +245,7 @@ def _build(events: Iterator[yaml.Event], problems: list[Problem]) -> Node | None
             path, at_line = _position(stack, line)
             if isinstance(event, yaml.ScalarEvent):
                 style = event.style or None
-                assert event.start_mark is not None, "PyYAML's parser always sets marks"
+                assert event.start_mark is not None, "for mypy: PyYAML's parser always sets marks"
                 assert event.end_mark is not None
                 start, end = event.start_mark.index, event.end_mark.index
                 scalar = Scalar(path=path, line=at_line, text=event.value, style=style, start=start, end=end)

@@ -54,8 +54,8 @@ class PrintedLine:
 
 
 def find_lines(reach: Reach, values: Values) -> list[PrintedLine]:
-    """The lines with a step, an epoch or both. First come lines of training, lines with a loss, and lines of the finest
-    count.
+    """The lines with a step, an epoch or both. Lines of training come first; among them lines with a loss, and then
+    those that count in the smallest unit.
     """
     found: dict[str, PrintedLine] = {}
     for site in reach.sites:

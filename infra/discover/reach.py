@@ -18,7 +18,7 @@ from gpufleet.infra.discover.source import CodeFolder
 
 MOST_UNITS = 1_000  # nearest first: deep library code does not show how the training works
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-_DOTTED = re.compile(r"[A-Za-z_]\w{0,60}(\.[A-Za-z_]\w{0,60})+")  # in a text that may name a class
+_DOTTED = re.compile(r"[A-Za-z_]\w{0,60}(\.[A-Za-z_]\w{0,60})+")  # a dotted name, in a text that may name a class
 _PASSIVE = re.compile(  # base classes that call only methods that code names
     r"object|Module|(Iterable)?Dataset|ABC|(Int)?Enum|NamedTuple|Protocol|Exception|Optimizer"
 )
@@ -73,7 +73,7 @@ class ModuleNames:
 
     tree: ast.Module
     definitions: dict[str, Function | ast.ClassDef] = field(default_factory=dict)
-    imports: dict[str, tuple[str, str]] = field(default_factory=dict)  # by local name: (module, name in it or empty)
+    imports: dict[str, tuple[str, str]] = field(default_factory=dict)  # (module, name in it or empty), by local name
     stars: list[str] = field(default_factory=list)
     assigned: dict[str, list[ast.expr | ast.For]] = field(default_factory=dict)
 

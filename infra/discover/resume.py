@@ -13,17 +13,17 @@ from gpufleet.infra.discover.settings import Setting, literal
 from gpufleet.infra.discover.source import Finding
 from gpufleet.infra.discover.values import Hole, Values
 
-# Names of settings that resume, if no use of them is seen.
+# Names of settings that count as resuming if the code shows no use of them.
 RESUME = (
     "resume_from_checkpoint", "resume_from_step", "resume_from", "ckpt_path", "init_from", "resume", "load_checkpoint",
     "resume_path", "checkpoint_path",
 )  # fmt: skip
 _SAYS_SO = re.compile(r"resum|restor|continue")
-_BEGINS = re.compile(r"pretrain|weights|init")  # starts from foreign weights, which is no resume
+_BEGINS = re.compile(r"pretrain|weights|init")  # settings that start from other weights, which is not a resume
 _MORE_THAN_WEIGHTS = re.compile(
     r"optim\w*\.load_state_dict|start_epoch|start_step|\[['\"](epoch|step|iteration|global_step|optimizer)"
 )
-_SETS_UP = ("__init__", "resume", "load", "load_checkpoint", "restore")  # methods that may do so
+_SETS_UP = ("__init__", "resume", "load", "load_checkpoint", "restore")  # methods that may load a checkpoint
 _AFTER = re.compile(r"eval|test|sample|infer|predict|best|final")  # functions that read the results of a training
 
 

@@ -31,15 +31,15 @@ from gpufleet.job.contract.environment import COMMAND
 from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.kind.command import filled
 
-MOST_MIB = 500  # of a folder to copy
+MOST_MIB = 500  # the most MiB of a folder that is copied
 LOOK_S = 0.1
-ENOUGH_SAVES, ENOUGH_LINES = 3, 6  # with so many saves and so many lines the trial need not wait longer
-LEAVES_S = 20.0  # for a command to save and end on request
+ENOUGH_SAVES, ENOUGH_LINES = 3, 6  # numbers of saves and of lines after which the trial ends
+LEAVES_S = 20.0  # seconds for a command to save and end on request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """A moment at which a file became complete: it stopped changing, or got its name."""
+    """The moment at which a file became complete: it stopped changing, or got its final name."""
 
     name: str
     at: float
@@ -50,7 +50,7 @@ class Written:
 
 @dataclass(slots=True)
 class TrialRun:
-    """One start of the command, and what the start showed."""
+    """One start of the command, and the observations of it."""
 
     lines: list[tuple[float, str]] = field(default_factory=list)
     writes: list[Written] = field(default_factory=list)
@@ -154,10 +154,10 @@ class Sandbox:
                 asked = processes.addressees(process.pid, signal.SIGTERM)
                 catching = [each for each in asked if processes.catches(each, signal.SIGTERM)]
                 watch.catches = bool(catching)
-                mark = self.root / "asked"  # file times lag a tick behind this process's clock
+                mark = self.root / "asked"  # file times are up to one tick behind this process's clock
                 mark.touch()
                 watch.signalled_at = mark.stat().st_mtime
-                for each in catching or asked:  # if the shell died first, the shell's guard would end
+                for each in catching or asked:  # if the shell died first, its guard process would end too
                     with suppress(ProcessLookupError):
                         os.kill(each, signal.SIGTERM)
                 deadline = time.monotonic() + LEAVES_S

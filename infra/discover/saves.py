@@ -49,7 +49,7 @@ _IRREGULAR = re.compile(r"best|<|>|improv|patience|\bin\b", re.IGNORECASE)  # co
 class CodeSave:
     """One place in the code that saves."""
 
-    parts: Parts  # of the whole path
+    parts: Parts  # the pattern of the whole path
     is_folder: bool
     where: str
     site: Site
@@ -68,7 +68,7 @@ class CodeSave:
 class Pattern:
     """A checkpoint's name below a folder, and what determines that folder."""
 
-    name: str  # with {step}, {epoch} and *; a folder ends in /
+    name: str  # the name with {step}, {epoch} and *; a folder ends in /
     setting: str = ""  # the setting with the folder as its value, or with the path of which `name` is the default
     folder: str = ""  # a folder that the code itself names; "." is the script's working folder
     in_checkpoints: bool = False  # the path uses $GPUFLEET_CHECKPOINTS
@@ -84,7 +84,7 @@ class Saves:
 
 
 def find_saves(reach: Reach, values: Values) -> Saves:
-    """What the reached code saves and loads."""
+    """All saves and loads in the reached code."""
     renames, found = dict(reversed(list(_renames(reach, values)))), Saves()
     for site in (through for each in reach.sites for through in _forwarded_calls(reach, each)):
         place, is_folder = _written(site)
@@ -219,7 +219,8 @@ def loop_unit(values: Values, loop: ast.stmt, scope: Scope) -> Kind | None:
 
 
 def _score(save: CodeSave, saves: Saves, values: Values) -> float:
-    """Higher for what a resume needs: named like a checkpoint, inside a loop, with the optimizer, read again."""
+    """A number that is higher for a save that a resume needs: named like a checkpoint, inside a loop, with the
+    optimizer, read again."""
     text, name = save.text, save.text.rstrip("/").rpartition("/")[2]
     setting = save.cadence.setting if save.cadence is not None else None
     head = save.parts[0] if save.parts else None

@@ -25,7 +25,7 @@ from gpufleet.infra.discover.values import Hole, Kind, Span, Values, loop_range
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.kind.command import EPOCH_COUNTS, FORMATS, STEP_COUNTS
 
-MOST_LOOKED_INTO = 12  # how many files it searches for the one that trains, if no command names it
+MOST_LOOKED_INTO = 12  # number of files that are searched for the one that trains, if no command names it
 # Names of settings that frameworks or readers of the code look for, if no use of them shows more.
 OUT = (
     "output_dir", "out_dir", "outdir", "checkpoint_dir", "ckpt_dir", "save_dir", "checkpoints_dir", "work_dir",
@@ -50,7 +50,7 @@ _SUPPORT = re.compile(  # files with another purpose
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointFacts:
-    """What one checkpoint is, by the code."""
+    """The files of one checkpoint, as the code names them."""
 
     names: tuple[str, ...]
     place: Pattern  # the place of the first of `names`
@@ -60,14 +60,14 @@ class CheckpointFacts:
 
 @dataclass(slots=True)
 class ScriptFacts:
-    """All facts that were found. None or empty: not found."""
+    """All facts about the code. A fact that was not found is None or empty."""
 
     folder: Path
     start: StartedProgram
     settings: ScriptSettings
     framework: Framework | None = None
     checkpoint: CheckpointFacts | None = None
-    total: Span | None = None  # how long the script trains
+    total: Span | None = None  # the length of the training
     lines: list[PrintedLine] = field(default_factory=list)
     resume: Finding | None = None  # the words that resume from a checkpoint
     reads_itself: Finding | None = None  # where the script looks for a checkpoint without an option

@@ -1,5 +1,5 @@
-"""What a trial showed: which files are checkpoints, which lines give the step, what a signal did, and whether the
-script resumes.
+"""Evaluates a trial: which files are checkpoints, which lines give the step, what a signal did, and whether the script
+resumes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from gpufleet.job.contract.commit import Commit
 from gpufleet.job.kind.command import CommandCheckpoint, CommandConfig, Every, Progress, Unit
 
 _INTEGER = re.compile(r"(?<![\w.])\d{1,3}(?:,\d{3})+(?![\w.])|(?<![\w.,])\d+(?![\w]|\.\d|,\d)")
-_OF_ONE_START = re.compile(  # a time or a count of starts, in the name of a folder that each start makes anew
+_OF_ONE_START = re.compile(  # a time or a number of starts, in the name of a folder that each start makes
     r".*\d{8}.*|.*\d{4}-\d\d-\d\d.*|.*\d{4}_\d{6}.*|.*\d\d[-:_]\d\d[-:_]\d\d.*|(?<=[_-])\d+$|(?<=^exp)\d*$"
 )
 # for example Epoch [3/10]
 _OF_ALL = re.compile(r"\b(epoch|step|iter(?:ation)?)s?\b\W{0,4}\d+ *(?:/|of) *(\d+)", re.IGNORECASE)
-_BURST_S = 0.5  # numbered lines within this time are a table or a list
+_BURST_S = 0.5  # seconds within which numbered lines count as a table or a list
 _COUNTS = re.compile(r"step|iter|epoch|\bit\b|batch", re.IGNORECASE)
 
 
@@ -45,7 +45,7 @@ class SeenCheckpoint:
     """
 
     name: str  # with {step} or {epoch}; without these, each save rewrites the checkpoint
-    folder: str  # below `top`; empty or a dot for itself
+    folder: str  # the folder below `top`; empty or a dot for `top` itself
     top: str
     unit: Unit
     every: int | None
@@ -67,17 +67,18 @@ class SeenCheckpoint:
 
 @dataclass(slots=True)
 class TrialFindings:
-    """The results of the trial. None: the trial never got there; `problems` says why."""
+    """The results of the trial. A result is None if the trial did not get that far; `problems` says why."""
 
     checkpoint: SeenCheckpoint | None = None
-    line: PrintedLine | None = None  # a form of line that came repeatedly
+    line: PrintedLine | None = None  # a form of line that was printed repeatedly
     read: tuple[str, ...] = ()  # patterns of the code or its framework that printed lines matched
     goes_on: bool | None = None
     resume_evidence: str = ""
     saves_on_signal: bool | None = None
     signal_evidence: str = ""
     output: list[str] = field(default_factory=list)  # the first start's lines
-    took_ms: dict[str, float] = field(default_factory=dict)  # of a step, of an epoch, by the first start's lines
+    # milliseconds of a step and of an epoch, by the first start's lines
+    took_ms: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -167,7 +168,7 @@ def _take_lines(found: ScriptFacts, seen: TrialFindings) -> None:
 
 
 def learn(seen: TrialFindings, first: TrialRun, patterns: Sequence[str]) -> None:
-    """Takes in what the first start showed. `patterns`: the patterns of lines that the code or its framework gives."""
+    """Adds the findings of the first start. `patterns`: the patterns of lines that the code or its framework gives."""
     if why := failure(first):
         seen.problems.append(f"the command {why}")
     counters = _counters(first)
@@ -283,7 +284,7 @@ def _escaped(text: str) -> str:
 
 
 def _checkpoint(seen: TrialFindings, watch: TrialRun, counters: list[_Counter]) -> SeenCheckpoint | None:
-    """The kind of file that came or was rewritten repeatedly, and is no log."""
+    """The kind of file that appeared or was rewritten repeatedly and is not a log."""
     until = (watch.signalled_at or float("inf")) + LEAVES_S
     kinds: dict[str, list[Written]] = defaultdict(list)
     for each in watch.writes:
@@ -393,9 +394,8 @@ def _are_epochs(
 
 
 def _take_signal(seen: TrialFindings, first: TrialRun, signalled_at: float) -> None:
-    """Takes in a save after a signal, if a process catches the signal: otherwise the save was under way, and may be
-    cut.
-    """
+    """Adds a save after a signal if a process catches the signal. Otherwise the save had begun before, and may be cut
+    off by the end of the process."""
     ended = f"was still there {LEAVES_S:.0f} s later" if first.code is None else f"ended with exit code {first.code}"
     later = [each for each in first.writes if each.began >= signalled_at and not NO_CHECKPOINT.search(each.name)]
     if first.catches and later:
@@ -423,10 +423,10 @@ def resume_check(seen: TrialFindings, first: TrialRun, restored: FoundCheckpoint
 
 
 def take_verdict(seen: TrialFindings, check: ResumeCheck, second: TrialRun) -> None:
-    """Takes in what the second start showed, in words."""
+    """Adds the findings of the second start, in words."""
     if check.verdict == "not shown":
         ended = failure(second)
-        seen.problems.append(f"whether it goes on is not shown: {f'a second start {ended}' if ended else check.why}")
+        seen.problems.append(f"whether it resumes is not shown: {f'a second start {ended}' if ended else check.why}")
     else:
         seen.goes_on = check.verdict == "goes on"
         seen.resume_evidence = f"seen: {check.why}; it {check.verdict}"

@@ -47,8 +47,8 @@ _ARITHMETIC = {ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.
 class Setting:
     """One setting of the script."""
 
-    name: str  # with _ for -, and with dots: trainer.max_steps
-    form: str  # on a command line: "--max-steps {}", "trainer.max_steps={}"; empty: only in a file
+    name: str  # the name with _ for -, and with dots: trainer.max_steps
+    form: str  # the form on a command line: "--max-steps {}", "trainer.max_steps={}"; empty: only in a file
     default: object = None
     is_flag: bool = False  # the option takes no value
     where: str = ""

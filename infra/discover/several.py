@@ -1,4 +1,4 @@
-"""Turns a command for several nodes, as clusters start it on each node, into a definition's words."""
+"""Converts a command that clusters start on each of several nodes into the form of a definition."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A folder of training code as it would be shipped: its files, their syntax trees, the file of each module. Nothing of
-the folder is run or imported. A file is parsed only when its tree is needed, so a large repository takes no longer than
-the files that are read.
+"""Reads a folder of training code as it would be shipped: its files, their syntax trees, the file of each module.
+Nothing of the folder is run or imported. A file is parsed only when its tree is needed, so a large repository takes no
+longer than the files that are read.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class StartedProgram:
     part: int = -1  # index in `parts` of the typed command: python prepare.py && python train.py
     through: tuple[str, ...] = ()  # files that lead to the program: run.sh:2
     passes_on: bool = True  # whether words added to the typed command reach the program
-    processes: str = ""  # per node, from the launcher's options: 8, gpu, {gpus}
+    processes: str = ""  # processes per node, from the launcher's options: 8, gpu, {gpus}
 
 
 def starts(folder: CodeFolder, command: str) -> list[StartedProgram]:
@@ -68,7 +68,7 @@ def _of_text(folder: CodeFolder, text: str, at: StartedProgram, depth: int) -> I
             words = shlex.split(line, comments=True)
         except ValueError as error:
             if depth:
-                continue  # a script may contain what only a shell understands
+                continue  # a script may contain text that only a shell understands
             raise GpufleetError(f"--command: {error}") from None
         if words[:1] == ["cd"] and len(words) > 1:
             at = replace(at, folder=_joined_path(at.folder, words[1]))

@@ -24,7 +24,7 @@ from gpufleet.infra.inputs.code import ENVIRONMENTS
 from gpufleet.job.kind.command import FORMATS, INPUT, SAVE_INTERVALS
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
-REHEARSED_STEPS, REHEARSED_EVERY = 60, 10  # a fast script needs more steps, and its rehearsal says how many
+REHEARSED_STEPS, REHEARSED_EVERY = 60, 10  # a fast script needs more steps; its rehearsal says how many
 REHEARSED_EPOCHS, REHEARSED_EPOCH_STEPS = 6, 10
 BY_GPUS = {1: "g6e.2xlarge", 4: "g6e.12xlarge", 8: "g6e.48xlarge"}  # L40S with 48 GB each
 _HF_ON_CPU = ("--use_cpu true", "--report_to none")
@@ -54,11 +54,11 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What `gpufleet new --try` runs: the command, small enough for a CPU but long enough to be watched."""
+    """The trial of `gpufleet new --try`: the command, small enough for a CPU but long enough to be watched."""
 
     command: str
     resume: str = ""  # words that the second start gets, with {checkpoint}, {step} and {epoch}
-    workdir: str = ""  # in the words of job.workdir
+    workdir: str = ""  # the working folder, as job.workdir would name it
     environment: dict[str, str] = field(default_factory=dict)
     lines: tuple[str, ...] = ()  # patterns of lines with the script's position, from the code and its framework
     every: str = ""  # the setting that makes the command save more often than usual
@@ -185,7 +185,7 @@ class CountingPlan:
     lines: tuple[PrintedLine, ...]
 
     def named(self, text: str) -> str:
-        """The script's name or pattern for epochs in the run's own unit."""
+        """The script's name or pattern for epochs, converted to the run's own unit."""
         if self.word == "epoch" and self.unit == "step":
             return text.replace("{epoch", "{step").replace("(?P<epoch>", "(?P<step>")
         return text
@@ -262,7 +262,7 @@ def _every(found: ScriptFacts) -> Span:
 
 @dataclass(slots=True)
 class WritePlace:
-    """Where the command's checkpoints will lie, in the file's words."""
+    """The place of the command's checkpoints, in the words of the definition file."""
 
     folder: str = ""  # for checkpoint.folder; empty: {checkpoints}
     below: str = ""  # the path between the folder and the checkpoint's names
@@ -450,7 +450,7 @@ class _Writer:
             yield from (f"    {name}: {_quoted(value)}" for name, value in self.place.environment.items())
 
     def resume(self) -> Iterator[str]:
-        """The lines for what the command gets after a restored checkpoint."""
+        """The lines for the words that the command gets after a checkpoint was restored."""
         found, row = self.found, self.row
         if found.bare_resume:
             where = found.bare_resume.where

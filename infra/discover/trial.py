@@ -1,7 +1,7 @@
 """`gpufleet new --try`: runs the command on this machine's CPU for a minute, in a copy of the folder, and watches it.
 
 It notes which files appear, grow and are renamed, which lines come, what the command does on a request to stop, and
-whether a second start resumes from what was saved. Every finding carries its evidence.
+whether a second start resumes from what was saved. Every finding has its evidence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpufleet.infra.discover.template import Trial
 from gpufleet.job.command.names import FoundCheckpoint, Names, place
 from gpufleet.job.kind.command import filled
 
-AGAIN_S = 40.0  # the most for a second start
+AGAIN_S = 40.0  # the most seconds for a second start
 FIRST_LINES = 3  # of the second start: files that come with these lines may still show that the script starts over
 
 

@@ -48,7 +48,7 @@ _BRACES = re.compile(r"(\{[\w.\[\]]*(?:![rsa])?(?::[^{}]*)?\})")
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """A part of a text that is known only in a run. `name`: the setting's, or the expression."""
+    """A part of a text that is known only in a run. `name`: the name of the setting, or the expression."""
 
     kind: Kind
     name: str
@@ -60,7 +60,7 @@ Parts = tuple[str | Hole, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A number of steps or epochs, from the code or one of its settings. `count` None: no number is known."""
+    """A number of steps or epochs, from the code or one of its settings. `count` is None if no number is known."""
 
     unit: Kind = "step"
     count: int | None = None
@@ -329,7 +329,8 @@ class Values:
             return []
         file, own = found[0], self._reach.names(found[0]).assigned
         there = self._reach.names(scope.file).imports.get(head, ("", ""))[1] or head
-        values = own.get(there if not rest else "" if there in own else rest, [])  # nothing for a value's attribute
+        # an attribute of a value gives nothing
+        values = own.get(there if not rest else "" if there in own else rest, [])
         is_here = file == scope.file and not scope.functions
         return [(node, Scope(file)) for node in (_set_before(values, at, chain) if is_here else values[:-MOST:-1])]
 

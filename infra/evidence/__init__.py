@@ -1,1 +1,1 @@
-"""Measurements and observations: calibrations, receipts of runs, rehearsals, traces of spot nodes."""
+"""Reads measurements and observations: calibrations, receipts of runs, rehearsals, traces of spot nodes."""

@@ -1,4 +1,4 @@
-"""Calibrations: measurements of a job on a device, and whether a bill may use them.
+"""Reads calibrations, which are measurements of a job on a device, and decides whether a bill may use them.
 
 Two places hold measurements, one format for both (job/measured.py, docs/calibration.md): `calibrations/<stack>/`,
 written by `gpufleet calibrate`, and the receipts of runs in `receipts/<stack>/`. A measurement counts for an instance
@@ -32,13 +32,13 @@ _OTHER_BOARDS = {"PCIE", "NVL", "WORKSTATION", "MIG", "GRID", "64GB", "94GB", "9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseSpeed:
-    """The measured speed of one phase. None: not seen in this measurement."""
+    """The measured speed of one phase. A figure is None if this measurement does not have it."""
 
     name: str
     step_ms: float  # median
     step_ms_q1: float
     step_ms_q3: float
-    save_blocks_s: float | None  # per save: while the trainer waits
+    save_blocks_s: float | None  # seconds per save for which the trainer waits
     save_write_s: float | None  # per save: seconds until the save is whole on the local disk
     evaluation_s: float | None  # per evaluation
     boundary_s: float | None  # between the phase before and this one: save, export, growth, first step's compilation
@@ -59,8 +59,8 @@ class Calibration:
     finish_s: float | None  # from the last step to the end of the process: export, samples, final save
     phases: tuple[PhaseSpeed, ...]
     stop_s: float | None = None  # from the request to stop to the whole checkpoint
-    lacks: tuple[str, ...] = ()  # phases of the job without optimizer steps, which nothing measures
-    doubts: tuple[str, ...] = ()  # other facts that may differ from the run's
+    lacks: tuple[str, ...] = ()  # phases of the job without optimizer steps, which no measurement covers
+    doubts: tuple[str, ...] = ()  # other facts of the measurement that may differ from those of the run
 
     def phase(self, name: str) -> PhaseSpeed | None:
         """The phase of this name; None for one without optimizer steps."""
@@ -234,13 +234,13 @@ def _is_of(tree: Mapping[str, Any], definition: StackDefinition, instance: Insta
     """Whether the measured device is the one that the job would run on."""
     if definition.job.parameters.device != tree["device"]["kind"]:
         return False
-    if tree["device"]["kind"] == "cpu":  # of a type without a GPU the name says which
+    if tree["device"]["kind"] == "cpu":  # for a type without a GPU, the name is the type
         return instance.gpu_count > 0 or tree["device"]["name"] == instance.type
     return instance.gpu_share == 1 and is_gpu(str(tree["device"]["name"]), instance.gpu.name)
 
 
 def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Instance, root: Path) -> str:
-    """What the speed depends on and has changed since; empty if nothing has."""
+    """The changes since the measurement on which the speed depends; empty if there are none."""
     from gpufleet.job import measured
 
     config = definition.job.parameters
@@ -269,7 +269,7 @@ def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Ins
 def _doubts(tree: Mapping[str, Any], definition: StackDefinition, root: Path) -> Iterator[str]:
     """Differences from the run that do not refuse the measurement."""
     if "image" in tree and tree["image"] is None:
-        yield "outside of job.image, which may be slower or faster"
+        yield "measured outside of job.image, which may be slower or faster"
     if tree["code_sha256"] != (now := code_now(definition, root)) and now:
         yield "the code has changed since"
 

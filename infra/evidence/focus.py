@@ -1,7 +1,7 @@
-"""Receipts as rows of FOCUS 1.0, the FinOps Foundation's form of a bill, for a team's own cost tools.
-
-A row is one line of one receipt, so a run's rows sum to what it cost. A receipt says until when costs count, not when
-they began: the period of a row is the day on which its run ended. Quantities and unit prices are not on a receipt.
+"""Writes receipts as rows of FOCUS 1.0, the FinOps Foundation's form of a bill, for a team's own cost tools. A row is
+one line of one receipt, so the rows of a run sum to its cost. A receipt has the time until which costs count, but not
+their beginning, so the period of a row is the day on which the run ended. Quantities and unit prices are not on a
+receipt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 from gpufleet.job.contract.receipt import Receipt, ReceiptLine, money
 
-# By how a line's name begins: FOCUS's category of the service, and the service. What is not here runs on EC2.
+# By how a line's name begins: FOCUS's category of the service, and the service. Lines that match none of these belong
+# to EC2.
 SERVICES = {
     "S3": ("Storage", "Amazon Simple Storage Service"),
     "what others add to the bucket": ("Storage", "Amazon Simple Storage Service"),

@@ -45,11 +45,11 @@ def require_place(folder: Path) -> None:
 
 
 def why_ignored(tree: dict[str, Any], definition: StackDefinition, root: Path) -> str:
-    """Why no listed type's bill uses this measurement, and what to do; or empty."""
+    """Why the bill of no listed type uses this measurement, and what to do; empty if a bill uses it."""
     if missing := calibration.not_reached(tree, definition.job.parameters):
         return f"no step of phase {missing[0]} was timed (the first {WARM_UP} never are): ask for more --steps"
     if definition.estimate.step_ms is not None:
-        return "since estimate.step_ms goes before a measurement: take that out of the file"
+        return "since estimate.step_ms takes precedence over a measurement: remove that key from the file"
     found = calibration.find_all(definition, load_catalog(root).instances, root).values()
     refused = [each.why for each in found if isinstance(each, calibration.RefusedCalibration)]
     if len(refused) < len(found):
@@ -80,7 +80,7 @@ def measure(
             f"{definition.source}: {config.path}.work counts epochs, and a probe times steps: write"
             f" {config.path}.work.steps_per_epoch beside epochs, which counts steps then"
         )
-    steps = min(steps, batch.total_steps(config))  # the bill states this number
+    steps = min(steps, batch.total_steps(config))  # the bill states the number of steps
     plan, ranks = config.probed(steps), config.ranks(len(gpus))
     too_short = [size for size in config.phases() if 0 < size.steps <= WARM_UP]
     if too_short:
@@ -109,7 +109,7 @@ def measure(
                 environment={**os.environ, **({USER_PATH: str(programs)} if programs else {})},
             )
         except probe.ProbeFailedError as error:
-            ran = f"\nIts python was {python}." if python else ""
+            ran = f"\nIts Python was {python}." if python else ""
             raise GpufleetError(f"the probe failed. {error}{ran}") from error
         versions = own_versions(python) if python else None
     found = machine.describe(tuple(gpus))

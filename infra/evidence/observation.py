@@ -13,6 +13,6 @@ class Observation(NamedTuple):
     zone: str | None  # None: not known
     node_hours: float
     interruptions: float
-    source: str  # for people: a trace's file, a run's receipt
+    source: str  # the source, for people: a trace's file, or a run's receipt
     as_of: date | None
     gpus: int = 1  # per node

@@ -55,7 +55,7 @@ def _of_traces(folder: Path, but: Collection[Path]) -> list[Observation]:
         trace, catalog = traces.read(path), load_catalog(folder.parent)
         if not trace.type:
             raise GpufleetError(f"{path}: it names no type; a trace in {TRACES}/ teaches the hazard of its type")
-        if trace.type not in catalog.instances:  # no bill would ever use this trace
+        if trace.type not in catalog.instances:  # otherwise no bill would ever use this trace
             raise GpufleetError(f"{path}: {catalog.unknown_type(trace.type)}. Correct its type, or move the file away")
         found.append(trace.observation()._replace(gpus=catalog.instances[trace.type].gpu_count))
     return found

@@ -1,4 +1,4 @@
-"""The speed of GPUs in a project's own calibrations and receipts, for bills of other jobs and GPUs."""
+"""Reads the speed of GPUs from a project's own calibrations and receipts, for bills of other jobs and GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpufleet.infra.evidence.speeds import OURS, ProvenStartUp, Speed, SpeedGrou
 from gpufleet.job.kind import from_json
 
 _HOST_BOUND = 0.7  # share of a step above which the host's launches, not the GPU, decide its time
-NEWEST = 10  # nodes whose start-up counts
+NEWEST = 10  # number of newest nodes whose start-up counts
 
 
 def known(root: Path, instances: Mapping[str, Instance], stack: str = "") -> Speeds:
@@ -33,8 +33,8 @@ def known(root: Path, instances: Mapping[str, Instance], stack: str = "") -> Spe
 
 
 def canary_start_ups(root: Path) -> dict[str, ProvenStartUp]:
-    """The start-up of nodes by a type's family, in the account's newest canary. Its image may be smaller than the
-    job's.
+    """The start-up of nodes by a type's family, in the account's newest canary. The canary's image may be smaller than
+    the job's.
     """
     last = newest(root)
     seconds = None if last is None else last.figure("node.started_s")

@@ -27,7 +27,7 @@ class Proof:
 
     @property
     def day(self) -> date:
-        """On which the canary flew."""
+        """The instance types on which the canary flew."""
         return date.fromisoformat(self.tree["at"][:10])
 
     def figure(self, name: str, which: str = "median") -> float | None:
@@ -68,7 +68,7 @@ def _check(fields: Fields) -> None:
 
 
 def newest(root: Path, region: str = "") -> Proof | None:
-    """The newest of the region, or of any, from a real account. None: there is none that can be read."""
+    """The newest proof of the region, or of any region, from a real account. None if there is none that can be read."""
     # file names begin with the day, so the newest comes first
     for path in sorted((root / FOLDER).glob("*.json"), reverse=True):
         try:

@@ -1,8 +1,9 @@
-"""How accurate the bills were: reads, checks and scores the receipts of all runs.
+"""Reads, checks and scores the receipts of all runs, which shows how accurate the bills were.
 
 `gpufleet results` keeps them in `receipts/<stack>/<run>.json` of the project, to be committed. A receipt that is
-damaged, of another stack or does not add up is reported and left out, never a crash. A rehearsal's receipt never
-counts. A run's receipt counts if the run did what the bill priced: it finished, or max_usd or max_hours stopped it.
+damaged, belongs to another stack or does not add up is reported and omitted; it never ends the program. A rehearsal's
+receipt never counts. A run's receipt counts if the run did what the bill priced: it finished, or max_usd or max_hours
+stopped it.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]
             receipt = parse(path.read_bytes())
             if receipt.stack != path.parent.name:
                 raise ValueError(f"it is of stack {receipt.stack}")
-            if receipt.run != path.stem:  # a copy would count twice
+            if receipt.run != path.stem:  # otherwise a copied receipt would count twice
                 raise ValueError(f"it is of run {receipt.run}")
             found.append(receipt)
         except (OSError, ValueError) as error:

@@ -12,15 +12,16 @@ SAVES = "saves_on_signal"  # true, false; null: not shown
 
 
 def saves_doubt(definition: StackDefinition, root: Path) -> str:
-    """A warning that no rehearsal here showed the declared job.stop.saves; empty if the newest that tells did."""
+    """A warning that no rehearsal on this machine has shown the declared job.stop.saves; empty if the newest rehearsal
+    with an answer has."""
     config = definition.job.parameters
-    if config.code_folders() or not config.saves_on_signal:  # ready-made jobs are known to save
+    if config.code_folders() or not config.saves_on_signal:  # ready-made jobs always save
         return ""
     found = sorted((root / FOLDER / definition.name).glob(f"*/{SUMMARY}"), key=lambda path: path.stat().st_mtime)
     results = [saves for path in found if (saves := (atomic.read_object(path) or {}).get(SAVES)) is not None]
     if results and results[-1]:
         return ""
-    why = "the newest rehearsal saw it save nothing" if results else "no rehearsal here has shown it"
+    why = "in the newest rehearsal it saved nothing" if results else "no rehearsal here has shown it"
     return (
         f"job.stop.saves is true, and {why}: where the script saves nothing on a signal, each notice costs what it has"
         f" trained since its last checkpoint. `gpufleet rehearse {definition.name}` tells"

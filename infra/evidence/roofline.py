@@ -1,5 +1,5 @@
-"""Upper bounds for a phase of a job: its GPU by the data sheet, its host's launches, and the exchange between several
-GPUs.
+"""Computes bounds for the speed of a phase: the GPU by its data sheet, the host's launches, and the exchange between
+several GPUs.
 """
 
 from __future__ import annotations
@@ -13,18 +13,24 @@ from gpufleet.job.kind.common import GB, PhaseSize, Rung
 # Share of a link's data sheet that an all-reduce over eight GPUs reaches: 231 of 300 GB/s on p4d.24xlarge
 # (github.com/NVIDIA/nccl/issues/527, 2022), 28 of 63 over PCIe 5.0 (issues/1639 there, 2025).
 REACHED: Mapping[str, float] = {"nvlink": 0.77, "pcie": 0.45}
-NETWORK_REACHED = 0.8  # share of a node's baseline: assumption
+NETWORK_REACHED = 0.8  # share of a node's baseline network rate: an assumption
 # Share of a step's own work during which the step's ranks may exchange: with this share the losses of 1B to 13B models
 # over 16 to 128 H100s come out within 2 % (llm-foundry scripts/train/benchmarking, 2025-07).
 BESIDE = 0.8
-GRADIENT_BYTES = 4  # per gradient summed over ranks: fp32
+GRADIENT_BYTES = 4  # bytes per gradient that is summed over ranks, in fp32
 
 
 def limit_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> float | None:
-    """Milliseconds of a step of phase `index` at the dense peak of `ranks` GPUs and their memory's bandwidth; None if
-    the data sheet lacks the peak or the bandwidth. Activation checkpointing does not repeat products
-    (job/experiments/models/selective.py), only reads and writes; a rung that keeps no products computes one more
-    forward pass.
+    """Milliseconds of a step of phase `index` at the data sheet's rates; None if the sheet lacks one."""
+    parts = limits_ms(index, instance, config, ranks)
+    return None if parts is None else sum(parts)
+
+
+def limits_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> tuple[float, float] | None:
+    """Milliseconds of a step of phase `index` for its products at the dense peak of `ranks` GPUs, and for its traffic
+    at their memory's bandwidth; None if the data sheet lacks the peak or the bandwidth. Activation checkpointing
+    repeats reads and writes, not products (job/experiments/models/selective.py); a rung that keeps no products
+    computes one more forward pass.
     """
     size, gpu, share = config.phases()[index], instance.gpu, instance.gpu_share
     peak, bandwidth = gpu.peak_tflops(config.products()), gpu.bandwidth_gb_s
@@ -41,7 +47,7 @@ def limit_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> f
         whole, kept = (0.0 if memory is None else memory.activations_gb for memory in held)
         made = max(0.0, whole - kept) * GB
         traffic += 2 * batch.micro_batches(config, rung, ranks) * made
-    return (compute_s + traffic / (bandwidth * share * 1e9)) * 1e3
+    return compute_s * 1e3, traffic / (bandwidth * share * 1e9) * 1e3
 
 
 def launch_ms(size: PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float:

@@ -1,11 +1,11 @@
-"""The share of a GPU's dense peak that training reaches, by GPU and kind of work: from public measurements, and from
-this project's. `speeds.csv` beside this module has the public measurements and those of the shipped jobs, each with
-source and date. The fit writes the logarithm of a share as a sum: a mean; an effect of the GPU; an effect of the kind
-of work; an effect of the source (whose code, on whose machines); an effect of the cell of all three and of several
-GPUs; and a rest. Each effect's own sigma draws it towards zero. So a GPU with many figures has its own efficiency, a
-GPU without figures has the mean and a wide interval, and each receipt or calibration of a project also moves the
-estimates for other GPUs and jobs. The same fit gives the ratio of one code's shares on two GPUs, where source and kind
-cancel. bench/speed_coverage.py leaves each source out in turn.
+"""Estimates the share of a GPU's dense peak that training reaches, by GPU and kind of work, from public measurements
+and from those of this project. `speeds.csv` beside this module has the public measurements and those of the shipped
+jobs, each with source and date. The fit writes the logarithm of a share as a sum: a mean; an effect of the GPU; an
+effect of the kind of work; an effect of the source (whose code, on whose machines); an effect of the cell of all three
+and of several GPUs; and a rest. Each effect's own sigma draws it towards zero. So a GPU with many figures has its own
+efficiency, a GPU without figures has the mean and a wide interval, and each receipt or calibration of a project also
+moves the estimates for other GPUs and jobs. The same fit gives the ratio of one code's shares on two GPUs, where source
+and kind cancel. bench/speed_coverage.py leaves each source out in turn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpufleet.infra.catalog import SHIPPED, read_catalog
 
 OURS = "gpufleet"  # the source of the shipped jobs
 NOBODY = ""  # the source of a job without a figure in the table
-MEAN = math.log(0.42)  # of ln share, before any figure
+MEAN = math.log(0.42)  # mean of ln share before any figure is known
 # Sigmas of ln share: mean, GPU, kind, source, cell, rest. They are near the most likely values; bench/results/speed.md.
 MEAN_SIGMA, GPU_SIGMA, KIND_SIGMA, SOURCE_SIGMA, CELL_SIGMA, REST_SIGMA = 0.15, 0.16, 0.1, 0.3, 0.12, 0.14
 
@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 
 
 class SpeedGroup(NamedTuple):
-    """What a share of the peak applies to."""
+    """The GPU and the kind of work to which a share of the peak applies."""
 
     gpu: str
     kind: str  # kind of work: PhaseSize.kind
@@ -103,7 +103,8 @@ class Speeds:
         return math.exp(there - here), math.sqrt(variance)
 
     def _expect(self, place: SpeedGroup) -> Expected:
-        elsewhere = place._replace(gpu="")  # an unmeasured GPU: what it shares with this GPU is due to the job
+        # for an unmeasured GPU, the uncertainty that it shares with this GPU is due to the job
+        elsewhere = place._replace(gpu="")
         both = [place, elsewhere]
         to_known = _covariance(both, self._places)
         left = _covariance(both, both) - to_known @ self._inverse @ to_known.T

@@ -1,4 +1,5 @@
-"""Availability traces: stretches of hours in which one spot node could be had in a zone. Formats: docs/risk.md."""
+"""Reads availability traces: the stretches of hours in which one spot node was available in a zone. Formats:
+docs/risk.md."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class Trace:
 
     @property
     def interruptions(self) -> int:
-        """The number of ends of stretches; the trace's own end is none."""
+        """The number of ends of stretches; the end of the trace itself does not count."""
         return int((self.up_to_h < self.hours).sum())
 
     def observation(self) -> Observation:

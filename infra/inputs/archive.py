@@ -1,8 +1,7 @@
-"""The job package as one file for the bucket: the same sources give the same bytes on every machine.
-
-The file's hash is its name in the bucket and stands in user-data, so a run trains with the code that its preview
-showed. The hash is also the file's name in the project's own .gpufleet/, where the engine reads the file: a stack's
-state names the file, and holds no copy.
+"""Packs the job package into one file for the bucket; the same sources give the same bytes on every machine. The file's
+hash is its name in the bucket and is part of user-data, so a run trains with the code that its preview showed. The hash
+is also the file's name in the project's own .gpufleet/, where the engine reads the file: a stack's state names the
+file, and holds no copy.
 """
 
 from __future__ import annotations

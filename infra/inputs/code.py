@@ -1,7 +1,6 @@
-"""The folder of a command's code as one file for the bucket: the files that git would ship, with the user's uncommitted
-changes.
-
-It writes nothing into the folder or git's index. The same files give the same bytes on every machine.
+"""Packs the folder of a command's code into one file for the bucket: the files that git would ship, with the user's
+uncommitted changes. The module writes nothing into the folder or git's index. The same files give the same bytes on
+every machine.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
     from gpufleet.job.kind.common import Code
 
 MIB = 1024 * 1024
-LARGEST = 5  # files to name if all together are too large
+LARGEST = 5  # number of files that a message names if all together are too large
 _LEFT_OUT = (".git", "__pycache__")
 ENVIRONMENTS = (".venv", "venv")  # folders below the code's folder in which the code's own Python is searched
-_ENVIRONMENT = "pyvenv.cfg"  # in a virtual environment's folder, which works nowhere else
+_ENVIRONMENT = "pyvenv.cfg"  # a file that marks the folder of a virtual environment, which works nowhere else
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +58,7 @@ class Packed:
     sha256: str
 
     def input_entry(self) -> dict[str, Any]:
-        """The input as in run.json."""
+        """The input in the form of run.json."""
         size = self.file.stat().st_size
         files = [{"name": CODE, "bytes": size, "sha256": self.sha256}]
         git_state = {"commit": self.tree.commit, "changed": self.tree.changed}
@@ -67,7 +66,8 @@ class Packed:
 
 
 def read(definition: StackDefinition, root: Path) -> Tree | None:
-    """The files that `definition` ships; None if the image has all. Raises DefinitionError: no folder, or too large."""
+    """The files that `definition` ships; None if the image has all code. Raises DefinitionError if the folder is
+    missing or too large."""
     if (code := definition.job.parameters.demands.code) is None:
         return None
     folder = root / code.folder

@@ -21,8 +21,8 @@ from gpufleet.job.contract.bucket import INPUTS
 from gpufleet.job.contract.inputs import InputFile
 from gpufleet.job.contract.reading import DoubtError
 
-FOLDER = ".gpufleet"  # in the project; git ignores it
-MOST_FILES = 1000  # in a local folder: each file is a resource of the stack, and a billed request
+FOLDER = ".gpufleet"  # a folder of the project that git ignores
+MOST_FILES = 1000  # the most files in a local folder, because each file is a resource of the stack and a billed request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class Listed:
 
 def read(definition: StackDefinition, root: Path) -> dict[str, Listed]:
     """The existing inputs, by name: new and changed files of a local folder are hashed now, an s3:// prefix has what
-    `listed` kept. `missing` reports the others.
+    `listed` kept. `missing` reports inputs that do not exist.
     """
     found = {name: _hashed(folder, root) for name, folder in _local(definition, root) if not _unfit(folder)}
     for name, uri in _remote(definition):
@@ -69,7 +69,8 @@ def size(definition: StackDefinition, root: Path) -> int:
 
 
 def listed(uri: str, root: Path, client: Any) -> Listed:
-    """The objects at an s3:// prefix, asked of S3 and kept for `read`. Raises GpufleetError if there are none."""
+    """The objects at an s3:// prefix, which S3 lists; the list is kept for `read`. Raises GpufleetError if there are
+    none."""
     bucket, _, path = uri.removeprefix("s3://").partition("/")
     prefix = f"{path.strip('/')}/" if path.strip("/") else ""
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
@@ -107,7 +108,7 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 
 def _unfit(folder: Path) -> str:
-    """Why a folder cannot be uploaded, as words after its name; or empty."""
+    """Why a folder cannot be uploaded, as words after its name; empty if it can."""
     if not folder.is_dir():
         return f"is not there: there is no folder {folder.resolve()}"
     files = files_of(folder)

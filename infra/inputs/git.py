@@ -2,7 +2,7 @@
 
 Such settings name programs that git runs on a mere look (core.fsmonitor, filters, hooks, fetches of missing objects),
 and no list of them stays complete. So git reads none of these settings: it gets a git folder of ours, with almost no
-config and no hooks, whose other entries lead to the repository's own. The settings of the calling user apply.
+config and no hooks, whose other entries lead to the repository's own. Only the settings of the calling user apply.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _without_settings(place: Path) -> Iterator[Path]:
     """Makes a git folder of ours over the one at `place`. Raises OSError."""
     import tempfile
 
-    common = place / (_text(place / "commondir").strip() or ".")  # with several work trees
+    common = place / (_text(place / "commondir").strip() or ".")  # a repository with several work trees has this file
     own, shared = ({each.name: each for each in folder.iterdir()} for folder in (place, common))
     with tempfile.TemporaryDirectory(prefix="gpufleet-git-") as folder:
         for name, path in {**own, **shared, **{name: own[name] for name in own if "index" in name}}.items():

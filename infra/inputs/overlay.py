@@ -1,4 +1,4 @@
-"""A virtual environment over the user's own, for packages that a command's set-up installs on this machine.
+"""Makes a virtual environment on top of the user's own, for packages that a command's set-up installs on this machine.
 
 The new environment sees every package and program of the user's environment, editable installs too. Whatever pip
 installs, upgrades or removes stays in the new environment: nothing is written into the user's.
@@ -47,7 +47,7 @@ def make(python: Path, folder: Path, *, cache: Path) -> Path:
     line = f"import site; any(map(site.addsitedir, {theirs['packages']!r}))\n"
     (Path(_describe(own)["packages"][0]) / "over.pth").write_text(line, encoding="utf-8")
     _copy_scripts(dict.fromkeys(map(Path, theirs["programs"])), programs)
-    for name in ("pip", "pip3"):  # otherwise PATH would lead to the user's own pip
+    for name in ("pip", "pip3"):  # otherwise the shell would find the user's own pip
         _write_script(programs / name, own, _PIP)
     if _run(own, "-c", "import importlib.util as u; print(u.find_spec('pip') is None)").strip() == "True":
         _run(own, "-m", "ensurepip")  # an environment made by uv has no pip; Python brings it

@@ -16,7 +16,7 @@ from gpufleet.job.kind.common import Say
 from gpufleet.job.kind.dataset import Dataset, Given
 from gpufleet.job.text import counted
 
-OFTEN = 50  # passes over the data; few runs train longer: the shipped pretraining makes 8
+OFTEN = 50  # passes over the data above which a warning is given; few runs make more: the shipped pretraining makes 8
 
 
 def prepare_inputs(
@@ -28,7 +28,7 @@ def prepare_inputs(
     dataset = definition.job.parameters.dataset
     try:
         if (folder := definition.storage.weights_folder(root)) is not None:
-            dataset.check_weights(folder, say)  # before an hour of tokenising
+            dataset.check_weights(folder, say)  # checked before an hour of tokenising
     except (ValueError, ImportError) as error:
         raise _as_user_error(error) from error
     made = prepared(definition, root, text=text, tokenizer=tokenizer, say=say)
@@ -84,7 +84,7 @@ def prepared(
         if text is None and tokenizer is None and _is_of_a_file(folder, dataset):
             try:
                 return dataset.accept(folder, given)
-            except ValueError as error:  # the library's advice, to prepare it again, is useless here
+            except ValueError as error:  # the library's advice to prepare the dataset again is useless in this place
                 raise ValueError(f"{error}: `{_prepare_command(definition)}`") from error
         return dataset.prepare(folder, given)
     except (ValueError, ImportError) as error:
@@ -124,7 +124,7 @@ def _as_user_error(error: ValueError | ImportError) -> GpufleetError:
 
 
 def _is_of_a_file(folder: Path, dataset: Dataset[Any]) -> bool:
-    """Whether the existing dataset was made from a user's file or folder, which is not named again."""
+    """Whether the existing dataset was made from a user's file or folder."""
     if not (folder / DATASET).is_file():
         return False
     return dataset.is_own(str((atomic.read_object(folder / DATASET) or {}).get("source")))
@@ -134,8 +134,8 @@ def _agrees(definition: StackDefinition, root: Path) -> None:
     """Raises GpufleetError if the dataset does not match the file's settings: nothing could train on it."""
     if reason := dataset_differs(definition, root):
         raise GpufleetError(
-            f"{root / definition.storage.dataset} {reason}: change job.parameters, or prepare it anew,"
-            f" `{_prepare_command(definition)}`"
+            f"{root / definition.storage.dataset} {reason}: change job.parameters, or prepare it again by "
+            f"`{_prepare_command(definition)}`"
         )
 
 

@@ -21,14 +21,14 @@ def prepared_dataset(definition: StackDefinition, root: Path) -> DatasetManifest
 
 
 def as_prepared(definition: StackDefinition, root: Path) -> StackDefinition:
-    """The definition with the counts of the dataset folder under `root`, not those that `job.parameters.data` expects;
-    unchanged without one, or for one in S3.
+    """The definition with the counts of the dataset folder under `root` instead of those that `job.parameters.data`
+    expects. It is unchanged if there is no dataset, or if the dataset is in S3.
     """
     return counted_by(definition, prepared_dataset(definition, root))
 
 
 def counted_by(definition: StackDefinition, dataset: DatasetManifest | None) -> StackDefinition:
-    """The definition with the counts of `dataset`; unchanged without one."""
+    """The definition with the counts of `dataset`; unchanged if `dataset` is None."""
     if dataset is None:
         return definition
     parameters = definition.job.parameters.with_facts(dataset.facts)

@@ -10,7 +10,8 @@ from gpufleet.job.contract.inputs import DATASET, WEIGHTS, other_size, read_data
 
 
 def not_ready(definition: StackDefinition, root: Path) -> list[str]:
-    """A sentence for each thing that `pulumi up` needs and lacks. These are no errors: bill and preview work."""
+    """A sentence for each thing that `pulumi up` needs and lacks. These sentences are not errors, because bill and
+    preview work without these things."""
     name, sentences = definition.argument, [*definition.fleet.market.not_ready()]
     if definition.fleet.ami == "unpinned":
         sentences.append(f"fleet.ami is unpinned: run `gpufleet doctor {name} --pin`.")
@@ -30,7 +31,7 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
             sentences.append(f"storage.base_weights, {weights}, {reason}")
     sentences += map(str, code_problems(definition, root))
     if definition.storage.inputs:
-        from gpufleet.infra.inputs import folders  # imported here: most callers have none
+        from gpufleet.infra.inputs import folders  # imported here, because most definitions have no command
 
         sentences += folders.missing(definition, root)
     return sentences
@@ -40,7 +41,7 @@ def code_problems(definition: StackDefinition, root: Path) -> list[Problem]:
     """Problems of the folder of a command's code: a folder that is missing, empty or cannot be shipped."""
     if definition.job.parameters.demands.code is None:
         return []
-    from gpufleet.infra.inputs import code  # imported here: most callers ship none
+    from gpufleet.infra.inputs import code  # imported here, because most definitions ship no code
 
     try:
         code.read(definition, root)

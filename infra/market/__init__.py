@@ -1,4 +1,4 @@
-"""Ways of buying a run's nodes: one more is a class in a file here and its row in WAYS."""
+"""The ways of buying a run's nodes. A new way needs a class in a file of this folder and a row in WAYS."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ INTERRUPTED = tuple(name for name, way in WAYS.items() if way.is_interrupted)
 
 
 def asked(capacity: str, fallback: str, nodes: int, block: CapacityBlock | None) -> list[Market]:
-    """What a definition asks for: its capacity, and its fallback, which may contradict that."""
+    """The capacity that a definition asks for, and its fallback, which may contradict the capacity."""
     return [way(nodes=nodes, block=block) for way in (WAYS[capacity], *FALLBACKS[fallback])]
 
 
 def find(capacity: str, fallback: str = "none", *, nodes: int = 1, block: CapacityBlock | None = None) -> Market:
-    """How nodes are bought, with the fallback where it is one of that capacity."""
+    """The market in which nodes are bought; with a fallback if that fallback exists for the capacity."""
     return [each for each in asked(capacity, fallback, nodes, block) if each.name == capacity][-1]

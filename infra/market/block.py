@@ -1,4 +1,5 @@
-"""A Capacity Block for ML: nodes of one type in one zone for a time, paid at once, of which AWS takes none before."""
+"""A Capacity Block for ML: nodes of one type in one zone for a fixed time. The block is paid at once, and AWS takes
+none of its nodes before its end."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ _ENDED = "EC2 begins to end its nodes 30 minutes before its end."
 
 
 class InBlock(Market):
-    """An `instant` fleet, which alone launches into one: it asks once, replaces no node, and has no expiry. AWS's own
-    end is the schedule's (program/resources/stop.py), and half an hour before the block's.
+    """An `instant` fleet, because no other kind launches into a Capacity Block. It asks once, replaces no node, and has
+    no expiry. A schedule (program/resources/stop.py) ends it half an hour before the block's end, when EC2 begins to
+    end the nodes.
     """
 
     name = metered_as = "block"
@@ -27,11 +29,12 @@ class InBlock(Market):
     bought = "in its capacity block"
     has_block = True
     is_sold_to_all = replaces = moves_elsewhere = False
-    roles: ClassVar[Mapping[str, str]] = {}  # nothing assumes a role: whoever runs `up` launches the nodes
+    # no service-linked role is used, because the user who runs `up` launches the nodes
+    roles: ClassVar[Mapping[str, str]] = {}
     never = ("with_notice", "without_notice")  # nothing replaces a node that a block has lost
     keep_ends = END
-    # It may stay in `deleted_terminating` for hours after its nodes have gone: waited for in vain, and the next destroy
-    # finds it gone (docs/decisions/2026-11-26-capacity-block.md).
+    # A deleted fleet may stay in `deleted_terminating` for hours after its nodes have gone. The provider waits in vain,
+    # and the next destroy finds the fleet gone (docs/decisions/2026-11-26-capacity-block.md).
     delete_timeout = "10m"
 
     def check(self, findings: ProblemList, fleet: FleetKeys, beside: Beside) -> None:
@@ -57,7 +60,7 @@ class InBlock(Market):
             yield "fleet.block has no reservation: buy the block (gpufleet buys none) and write its cr-... there."
 
     def require(self, catalog: Catalog, type_: str, fleet: FleetKeys) -> None:
-        """Its fee is the file's."""
+        """The block's fee comes from the definition file."""
 
     def offer(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal | None) -> Offer:
         return Offer(price=_price(Decimal(0), "node-hour", "paid by the block's fee", catalog.as_of))
@@ -66,7 +69,7 @@ class InBlock(Market):
         return offers[self.name].price, None
 
     def fees(self, day: date) -> tuple[tuple[str, str, Price], ...]:
-        """What has been paid for the nodes, however long they run: an item that no price list has."""
+        """The fee that was paid for the nodes, however long they run. No price list has it."""
         return (("capacity block", "capacity_block", _price(self._fee, "block", "fleet.block.fee_usd", day)),)
 
     @property

@@ -1,4 +1,5 @@
-"""Spot, and on demand once spot would miss the deadline: a second fleet waits at 0 until then."""
+"""Spot first, and on demand as soon as spot would miss the deadline. Until then a second fleet waits with a size of
+0."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ from gpufleet.infra.market.market import DEADLINE, Beside, FleetKeys, ProblemLis
 from gpufleet.infra.market.spot import Spot
 from gpufleet.job.kind import batch
 
-MOST_HEARTBEAT_S = 300  # the most seconds between heartbeats: a hand-over waits only ten minutes
+MOST_HEARTBEAT_S = 300  # the most seconds between heartbeats, because a hand-over waits only ten minutes
 
 
 class SpotThenOnDemand(Spot):
-    """A fleet on spot, and one that stands by on demand. What decides is the deadline and the work that is left."""
+    """A fleet on spot, and a standby fleet on demand. The deadline and the remaining work decide when the run
+    switches."""
 
     stands_by = ("on-demand",)
     quotas = ("spot", "on-demand")
@@ -29,9 +31,9 @@ class SpotThenOnDemand(Spot):
             hint = "The fallback begins when spot alone would miss it: write a time, or `in 10 h`."
             findings.add(DEADLINE, "a deadline, with fleet.fallback: on-demand", hint)
         if config is not None and config.checkpoint.heartbeat_s > MOST_HEARTBEAT_S:
-            hint = "A node on spot hears by then that the run goes on on demand, and saves."
+            hint = "Within this time a spot node learns that the run continues on demand, and saves."
             path = f"{config.path}.checkpoint.heartbeat_s"
             findings.add(path, f"at most {MOST_HEARTBEAT_S}, with fleet.fallback: on-demand", hint)
         if config is not None and batch.is_endless(config):
             hint = f"Say how long the run is, in {config.path}.work."
-            findings.add("fleet.fallback", "none for a run of which nobody says how much work it is", hint)
+            findings.add("fleet.fallback", "none for a run without a declared amount of work", hint)

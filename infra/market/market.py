@@ -1,6 +1,6 @@
-"""What everything else asks of a way of buying nodes, answered for a fleet that keeps nodes for as long as it likes.
-
-It stands below the definition, whose values it is given, the number of nodes among them. Nothing here asks AWS.
+"""The questions that other modules ask about a way of buying nodes, with the answers for a fleet that keeps its nodes
+as long as it wants. The module does not import the definition: it gets the values that it needs, such as the number of
+nodes. It never asks AWS.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FleetKeys(Protocol):
 
 
 class ProblemList(Protocol):
-    """Where the problems of a file are collected."""
+    """The object that collects the problems of a file."""
 
     @property
     def bad(self) -> KeysView[str]: ...
@@ -45,21 +45,22 @@ class ProblemList(Protocol):
 
 
 class Beside(NamedTuple):
-    """The parts of a definition that matter beside its fleet. With `config` None the job's parameters are invalid."""
+    """The other parts of a definition that matter for its market. With `config` None the job's parameters are
+    invalid."""
 
     config: JobConfig | None
     deadline: object
     now: datetime
-    past_end: bool  # the same for a run that had begun in time
+    past_end: bool  # the time with which the deadline is compared for a run that had begun in time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """What a node of one type costs per hour in one market; `price` None: unknown."""
+    """The hourly price of a node of one type in one market; `price` None: unknown."""
 
-    price: Price | None = None  # in the dearest zone that the fleet may take
-    zones: tuple[SpotPrice, ...] = ()  # cheapest first, where zones differ
-    left_out: str = ""  # why limits.usd_per_hour keeps the type from the fleet
+    price: Price | None = None  # the price in the dearest zone that the fleet may take
+    zones: tuple[SpotPrice, ...] = ()  # prices by zone, the cheapest first, if zones differ
+    left_out: str = ""  # why limits.usd_per_hour excludes the type from the fleet
 
     @property
     def hourly(self) -> Price | None:
@@ -85,25 +86,25 @@ class Market:
     nodes: int = 1
     block: CapacityBlock | None = None
 
-    name: ClassVar[str]  # as fleet.capacity has it
+    name: ClassVar[str]  # the name in fleet.capacity
     asks_for: ClassVar[str]  # the fleet's `default_target_capacity_type`
     # the market whose rules the meter uses for the run's nodes: a key of job/contract/terms.py
     metered_as: ClassVar[str]
     by_the_hour: ClassVar[str]  # the market that sells the same nodes by the hour, for comparison
-    place: ClassVar[str]  # in a sentence: on demand
-    bought: ClassVar[str]  # in the answer of a bill: spot
-    counts: ClassVar[str] = "{number} {name} node{s}"  # in a sentence
+    place: ClassVar[str]  # the words in a sentence: on demand
+    bought: ClassVar[str]  # the word in the first line of a bill: spot
+    counts: ClassVar[str] = "{number} {name} node{s}"  # the words for a number of nodes in a sentence
     has_block: ClassVar[bool] = False  # whether the section `fleet.block` is used
     is_sold_to_all: ClassVar[bool] = True  # a comparison ranks every type in it
-    is_interrupted: ClassVar[bool] = False  # AWS takes nodes back
-    replaces: ClassVar[bool] = True  # where a node has gone, its fleet launches another
+    is_interrupted: ClassVar[bool] = False  # whether AWS takes nodes back
+    replaces: ClassVar[bool] = True  # whether the fleet launches another node in place of one that has gone
     least_share: ClassVar[Decimal] = Decimal(1)  # the least share of its uninterrupted cost that a run can cost
     stands_by: ClassVar[tuple[str, ...]] = ()  # other markets in which the run has a fleet of size 0
     quotas: ClassVar[tuple[str, ...]] = ()  # markets whose vCPU quotas its nodes use
     # the service-linked roles that its fleet needs
     roles: ClassVar[Mapping[str, str]] = {"AWSServiceRoleForEC2Fleet": "ec2fleet.amazonaws.com"}
     never: ClassVar[tuple[str, ...]] = ()  # interruptions of a rehearsal that AWS never makes in this market
-    # what ends the fleet, for messages
+    # the cause of the fleet's end, for messages
     keep_ends: ClassVar[str] = "limits.deadline, or limits.max_hours + 24 h from its start"
     delete_timeout: ClassVar[str] = "30m"  # the provider sleeps for 5 of these minutes; its default of 10 is too short
 
@@ -121,7 +122,7 @@ class Market:
         """Adds the definition's problems with this market."""
 
     def not_ready(self) -> Iterator[str]:
-        """What `pulumi up` needs before it can use this market."""
+        """The things that `pulumi up` needs before it can use this market."""
         yield from ()
 
     def require(self, catalog: Catalog, type_: str, fleet: FleetKeys) -> None:
@@ -148,7 +149,8 @@ class Market:
         return offers["on-demand"].price or spot, spot
 
     def fees(self, day: date) -> tuple[tuple[str, str, Price], ...]:
-        """Name, item and price of what is paid whatever the run does; `day` is the day of the catalog's prices."""
+        """Name, item and price of a fee that is paid whatever the run does; `day` is the day of the catalog's
+        prices."""
         return ()
 
     def begins_at(self, now: datetime) -> datetime:
@@ -161,7 +163,7 @@ class Market:
         return self.block.last if self.block else None
 
     def due_by(self, due: datetime | None) -> str:
-        """The key of the file that ends the run then."""
+        """The key of the definition file that sets this time."""
         return END if self.block and self.last == due else DEADLINE
 
     def each_hours(self, max_hours: Decimal) -> float:
@@ -183,7 +185,7 @@ class Market:
 
     def timer_hours(self, max_hours: Decimal) -> float:
         """Hours after which a node ends itself, whatever the job reports. With several nodes, some wait for the others,
-        and the limit on the hours of all is used up later: each node has half as long again.
+        so that the limit on the hours of all is used up later; each node gets half as much time in addition.
         """
         return float(max_hours) / self.nodes * (1.5 if self.nodes > 1 else 1)
 
@@ -194,7 +196,7 @@ class Market:
             yield END, stamp(self.block.end), Decimal(self.block.hours), unit
 
     def time_limit(self, max_hours: Decimal, bound_h: float | None) -> tuple[str, str, int, str]:
-        """What ends a node after `bound_h` hours: its key, its text, how many nodes share it, its unit."""
+        """The limit that ends a node after `bound_h` hours: its key, its text, how many nodes share it, its unit."""
         if self.block and bound_h == self.block.hours:
             return END, stamp(self.block.end), 1, "hours from its start to 30 minutes before it"
         return MAX_HOURS, str(max_hours), self.nodes, "node-hours"
@@ -235,7 +237,7 @@ class Market:
 
     @property
     def hours_of(self) -> str:
-        """Whose hours the bill counts."""
+        """Words for the hours that the bill counts."""
         return "node-hours" if self.nodes == 1 else "hours of each node"
 
     def at_price(self, usd: Decimal) -> str:
@@ -243,9 +245,10 @@ class Market:
         return f"at {usd} USD/h"
 
     def price_age(self, days: int) -> str:
-        """How old the price of compute is."""
+        """The age of the price of compute, in words."""
         return f"compute is {days} days old" if days >= 0 else f"compute is of {-days} days from now, which cannot be"
 
     def uninterrupted(self, hours: Decimal) -> str:
-        """What the bill says, for a run of so many hours, if there are no interruptions; else nothing."""
+        """The bill's sentence about interruptions if there are none in this market, for a run of `hours` hours; else
+        empty."""
         return f"Interruptions: none {self.place}."

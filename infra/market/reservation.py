@@ -7,7 +7,8 @@ from datetime import datetime, timedelta
 from decimal import Decimal
 
 START, END = "fleet.block.start", "fleet.block.end"
-# EC2 begins to end a block's nodes so long before its end (EC2 User Guide, work with Capacity Blocks, read 2026-11-26).
+# EC2 begins to end a block's nodes this long before the block's end (EC2 User Guide, work with Capacity Blocks, read
+# 2026-11-26).
 BLOCK_ENDING = timedelta(minutes=30)
 
 

@@ -1,1 +1,2 @@
-"""Prices read from AWS (price_list, spot_history, refresh); how old and complete the known ones are (coverage)."""
+"""Reads prices from AWS (price_list, spot_history, refresh), and shows how old and complete the known prices are
+(coverage)."""

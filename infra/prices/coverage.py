@@ -1,4 +1,4 @@
-"""How old and how complete a catalog's prices are, per region and item. The caller gives today's date."""
+"""Shows how old and how complete a catalog's prices are, per region and item. The caller gives today's date."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _region(catalog: Catalog, region: str, today: date) -> dict[str, Any]:
 
 
 def _launchable(catalog: Catalog, region: str, today: date) -> dict[str, Instance]:
-    """Types that may be launched there today: still in EC2, and offered in the region, or not known not to be."""
+    """Types that may be launched in the region today: still in EC2, and offered in the region as far as is known."""
     return {
         type_: instance
         for type_, instance in catalog.instances.items()

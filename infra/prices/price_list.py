@@ -11,7 +11,7 @@ in the SDK's own example, 2026-11):
 - A term holds from its effectiveDate on. Of several terms the newest that has begun counts; an announced
   one is reported beside it.
 
-If an answer is ambiguous, there is no price: a guess would look like a fact.
+If an answer is ambiguous, there is no price, because a guess would look like a fact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from gpufleet.infra.catalog.items import known_items
 from gpufleet.infra.catalog.regions import known_regions
 
-API_REGION = "us-east-1"  # there the Price List answers for every region
+API_REGION = "us-east-1"  # the Price List has an endpoint there that answers for every region
 
 
 class NoFigure(Exception):
@@ -118,7 +118,7 @@ def _quote(products: list[dict[str, Any]], units: Mapping[str, Decimal], region:
 def _changes(
     products: list[dict[str, Any]], units: Mapping[str, Decimal], amount: Decimal, days: Iterable[date]
 ) -> Iterator[tuple[date, Decimal]]:
-    """The future values of `amount`, each from a day on. An ambiguous change is left out."""
+    """The future values of `amount`, each from a day on. An ambiguous change is omitted."""
     for day in days:
         try:
             new = _amount(products, units, day)

@@ -1,5 +1,5 @@
-"""Makes a new dated folder of prices, read from AWS figure by figure, on the basis of the prices that bills use now: a
-figure that AWS does not answer keeps its value, date and source, and is reported.
+"""Makes a new dated folder of prices, read from AWS one by one, on the basis of the prices that bills use now. A price
+that AWS does not return keeps its value, date and source, and is reported.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def refresh(
 def _spot(
     done: Refreshed, old: Prices, types: list[str], region: str, ec2_in: Callable[[str], Any], now: datetime
 ) -> None:
-    """Asks once per region, which fails or succeeds for all types together."""
+    """Asks once per region, so that the request fails or succeeds for all types together."""
     try:
         found = spot_history.read(ec2_in(region), types, now)
     except (exceptions.ClientError, exceptions.BotoCoreError) as error:
@@ -131,7 +131,7 @@ def _spot(
         before = {zone.zone: zone for zone in old.spot.get((type_, region), ())}
         rest = [zone for name, zone in before.items() if name not in {each.zone for each in zones}]
         unnamed = found.unnamed.get(type_, ())
-        for name in unnamed:  # an unnamed zone is one of `rest`, or new: which of the two cannot be known
+        for name in unnamed:  # a zone without an id is one of `rest`, or a new zone; the two cannot be told apart
             why, oldest = "AWS gives no id for this zone", min((zone.price.as_of for zone in rest), default=None)
             done.kept.append(KeptFigure(what=f"spot price of {type_} in {name}", why=why, as_of=oldest, failed=True))
         if not zones:
@@ -156,13 +156,13 @@ def _spot_price(zone: spot_history.ZonePrice, day: date) -> SpotPrice:
 
 
 class _GivenUp(Exception):
-    """Not asked, because an earlier answer applies to this question too."""
+    """The request was not made, because an earlier answer applies to it too."""
 
 
 def _keep(done: Refreshed, what: str, error: Exception, before: Price | None) -> None:
     empty = isinstance(error, NoFigure) and error.empty
     if empty and before is None:
-        return  # not sold there, and never was
+        return  # the type is not sold in this region, and never was
     done.kept.append(
         KeptFigure(what=what, why=_reason(error), as_of=before.as_of if before else None, failed=not empty)
     )
@@ -175,7 +175,8 @@ def _note(done: Refreshed, what: str, before: Price | None, new: Decimal) -> Non
 
 
 def _hopeless(error: Exception) -> bool:
-    """Whether the next question of this kind would fail alike: rights, credentials, no connection to AWS."""
+    """Whether the next request of this kind would fail for the same reason: rights, credentials, or no connection to
+    AWS."""
     if isinstance(error, exceptions.ClientError):
         return error.response.get("Error", {}).get("Code") in _HOPELESS
     return isinstance(error, exceptions.BotoCoreError) and not isinstance(error, exceptions.HTTPClientError)
@@ -206,7 +207,7 @@ def renew(
     """
     types = [name for name, each in catalog.instances.items() if each.left_ec2 is None or each.left_ec2 >= now.date()]
     old = files.read(SHIPPED)
-    # the prices that bills use now, wherever the new prices go
+    # the prices that bills use now, even if the new prices go elsewhere
     for known in dict.fromkeys((project_prices(Path.cwd()), to)):
         if found := files.folders(known):
             old = files.newer(old, files.read(found[-1]))
@@ -232,15 +233,15 @@ def renew(
 
 
 def _report(done: Refreshed, folder: Path) -> Iterator[str]:
-    yield f"{done.read} prices read, written to {folder}. Commit it, so that everyone's bills stand on it."
+    yield f"{done.read} prices read, written to {folder}. Commit it, so that everyone's bills use it."
     if done.kept:
         yield f"\nNot read, {len(done.kept)}; each keeps its old figure with its old date and source:"
     for kept in done.kept:
         old = f"; the old one is of {kept.as_of}" if kept.as_of else "; there is no old one"
         yield f"  - {kept.what}: {kept.why}{old}"
     if done.moved:
-        yield "\nMoved by more than 3x; look before you trust:"
+        yield "\nChanged by more than a factor of 3; check these before you trust them:"
     for moved in done.moved:
         yield f"  - {moved.what}: {moved.old.amount:f} ({moved.old.as_of}) to {moved.new:f}"
     if done.gone:
-        yield f"\nWithout a spot price now, left out: {', '.join(done.gone)}"
+        yield f"\nOmitted, because they have no spot price now: {', '.join(done.gone)}"

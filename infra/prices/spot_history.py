@@ -2,7 +2,7 @@
 
 A price in the history applies until the next one of its zone; the answer includes the newest one before the window,
 which applies from the window's start. So the median is over time, not over changes. Zones are named by id: az1. A zone
-without a known id cannot be told from other zones, so its prices are left out, and its name is reported.
+without a known id cannot be distinguished from other zones, so its prices are omitted, and its name is reported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class ZoneHistory:
 
 
 def read(ec2: Any, types: Iterable[str], now: datetime) -> ZoneHistory:
-    """The prices of every given type in every zone of the client's region that has one. Raises botocore's errors.
+    """The prices of every given type in every zone of the client's region that has a price for it. Raises botocore's
+    errors.
 
     The type is a filter and not an argument: an argument that the region does not know is an error.
     """
@@ -68,7 +69,7 @@ def zone_ids(ec2: Any) -> dict[str, str]:
 def summarise(
     rows: Iterable[Mapping[str, Any]], ids: Mapping[str, str], start: datetime, end: datetime
 ) -> list[ZonePrice]:
-    """Median over time and extremes per type and zone, sorted. Local Zones and zones without an id are left out."""
+    """Median over time and extremes per type and zone, sorted. Local Zones and zones without an id are omitted."""
     changes: dict[tuple[str, str], list[tuple[datetime, Decimal]]] = defaultdict(list)
     for row in rows:
         named, usd = _ZONE_ID.fullmatch(_id(row, ids)), Decimal(row["SpotPrice"])

@@ -1,7 +1,7 @@
-"""The hash by which somebody approves a bill that was shown, before anything exists that costs money.
+"""Computes the hash by which a person approves a bill, before anything exists that costs money.
 
 `gpufleet run` asks for it and hands it to `pulumi up`, whose program computes it again from the plan that it is about
-to declare: a file, a price or data that changed in between is refused there too.
+to declare: if a file, a price or data changed in between, the program refuses too.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program.plan import Plan
 
-VARIABLE = "GPUFLEET_APPROVED"  # of the environment of `pulumi up`
+VARIABLE = "GPUFLEET_APPROVED"  # the variable in the environment of `pulumi up` that holds the hash
 DIGITS = 16
 _OF_THE_CLOCK = ("began", "valid_until")
 
 
 def approval(plan: Plan) -> str:
-    """The hash, in hexadecimal digits, of what the run begins with and of its bill in cents."""
+    """The hash, in hexadecimal digits, over everything that the run begins with and over its bill in cents."""
     bills = [plan.bill.usd, *(each.usd for each in plan.fallbacks)]
     cents = [[f"{usd:.2f}" for usd in asdict(each).values()] for each in bills]
     return _digits([_begins_with(plan), cents, plan.kept_after_destroy()])
 
 
 def of_campaign(plans: Iterable[Plan], max_usd: Decimal, at_once: int) -> str:
-    """The hash of runs under one cap: of what each begins with, and of the cap. Their bills are not in it: they move
-    with each receipt of the campaign, and the cap does not.
+    """The hash of runs under one cap: over everything that each run begins with, and over the cap. Their bills are not
+    in it: they move with each receipt of the campaign, and the cap does not.
     """
     return _digits([[_begins_with(each) for each in plans], f"{max_usd:f}", at_once])
 
@@ -44,12 +44,12 @@ def _digits(tree: Any) -> str:
 
 
 def require(plan: Plan, approved: str | None) -> None:
-    """Raises GpufleetError if the plan would begin a run that is not the `approved` one. None: nobody has been asked,
-    as in a plain `pulumi up`, which asks itself.
+    """Raises GpufleetError if the plan would begin a run that is not the `approved` one. `approved` is None in a plain
+    `pulumi up`, which asks for approval itself.
     """
     if approved is None or plan.verdict.continues or (now := approval(plan)) == approved:
         return
     raise GpufleetError(
-        f"{plan.definition.source}: {approved} was approved, and what `up` would begin now is {now}: the bill or what "
-        f"the run reads has changed. `gpufleet run {plan.definition.argument}` shows the bill again."
+        f"{plan.definition.source}: {approved} was approved, but the hash is now {now}: the bill, or a file that "
+        f"the run reads, has changed. `gpufleet run {plan.definition.argument}` shows the bill again."
     )

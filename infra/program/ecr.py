@@ -24,16 +24,16 @@ class Repository:
 
 def repository(image: str) -> Repository | None:
     """The private ECR repository of `image`; None for an image in another registry, or in ECR's public one."""
-    found = re.match(r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com/([^:@]+)", image)
-    return Repository(account=found[1], region=found[2], name=found[3]) if found else None
+    match = re.match(r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com/([^:@]+)", image)
+    return Repository(account=match[1], region=match[2], name=match[3]) if match else None
 
 
 def abroad(image: str, region: str) -> str:
     """A warning about an image that nodes of `region` pull from another region; empty for every other image."""
-    found = repository(image)
-    if found is None or found.region == region:
+    private = repository(image)
+    if private is None or private.region == region:
         return ""
     return (
-        f"job.image is in ECR of {found.region}: each node pulls it across regions, which AWS charges by the GB and "
-        f"the bill leaves out. Copy it to {region}."
+        f"job.image is in ECR of {private.region}: each node pulls it across regions, for which AWS charges by the GB; "
+        f"the bill does not count that. Copy it to {region}."
     )

@@ -1,6 +1,6 @@
-"""The exchange of a program with the engine, for this project's own program and for the component in other programs.
-
-Errors come before the first resource, the bill and its warnings into the engine's diagnostics.
+"""The exchange between a Pulumi program and the engine, for this project's own program and for the component in other
+programs. Errors are raised before the first resource; the bill and its warnings are shown among the engine's
+diagnostics.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from gpufleet.job.text import printable
 # Before 3.208 the engine ignores a replacement trigger, and a new run id would start nothing; before 3.226 one may fire
 # by itself, which ends a run (Pulumi's change log).
 ENGINE = ">=3.226.0"
-OVER = "none: the run is over"  # the output instead of a fleet's id
+OVER = "none: the run is over"  # the output's value in place of a fleet's id
 
 
 def require() -> None:
-    """Raises when the engine is too old. The SDK's mocks are not an engine."""
+    """Raises if the engine is too old. The SDK's mocks are not an engine and have no version."""
     engine = pulumi.runtime.settings.get_engine()
     if not isinstance(engine, pulumi.runtime.mocks.MockEngine) or hasattr(engine, "RequirePulumiVersion"):
         pulumi.require_pulumi_version(ENGINE)
@@ -44,27 +44,30 @@ def last_update(component: tuple[str, Sequence[str]] | None = None, definition: 
     stack = f"{pulumi.get_organization()}/{pulumi.get_project()}/{pulumi.get_stack()}"
 
     def invoke(token: str, arguments: dict[str, Any]) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = pulumi.runtime.invoke(token, arguments).value or {}
-        return found
+        answer: Mapping[str, Any] = pulumi.runtime.invoke(token, arguments).value or {}
+        return answer
 
     return previous_of_component(stack, *component, definition, invoke) if component else previous(stack, invoke)
 
 
 def planned(root: Path, name: str, was: Previous, *, scenario: str, tags: Mapping[str, str] | None = None) -> Plan:
-    """The plan for a run that begins now. Raises GpufleetError."""
+    """The plan for a run that would begin now. Raises GpufleetError."""
     preview = bool(pulumi.runtime.is_dry_run())
     say = lines()
-    with shown_by(lambda what, total, unit: Lines(what, total, unit, say)):  # for hashing, which may take minutes
+    with shown_by(
+        lambda what, total, unit: Lines(what, total, unit, say)
+    ):  # the progress of hashing, which may take minutes
         return make(root, name, now=datetime.now(UTC), previous=was, preview=preview, scenario=scenario, tags=tags)
 
 
 def begin(verdict: RunDecision, was: Previous, name: str = "run", parent: pulumi.Resource | None = None) -> None:
     """Keeps in the stack's state which run its resources are for. Raises GpufleetError for a new run if the engine
-    would leave the fleet of the run before as it is. It comes before every other resource.
+    would not replace the fleet of the previous run. It comes before every other resource.
 
     With --run-program the engine writes each new replacement trigger into the state before it compares, so that no
     trigger replaces anything, and policies change under a fleet that continues (pulumi/pulumi 20217). This resource has
-    such a trigger too, a new one at each attempt to begin a run: if it was not replaced, the fleet would not be.
+    such a trigger too, with a new value at each attempt to begin a run: if the engine did not replace this resource, it
+    would not replace the fleet.
     """
     began = f"{verdict.run.id} {verdict.run.began}"
     kept = pulumi.Stash(name, input=began, opts=pulumi.ResourceOptions(parent=parent, replacement_trigger=began))
@@ -72,8 +75,8 @@ def begin(verdict: RunDecision, was: Previous, name: str = "run", parent: pulumi
         others = " and ".join(sorted(each or "another run" for each in was.fleets))
         raise GpufleetError(
             f"Run {verdict.run.id} is new, and with --run-program or --target the engine would not replace the fleet "
-            f"of {others}, but take its rights away. Leave the option out (`pulumi refresh` and `pulumi destroy` "
-            "need no program), or put run.id back."
+            f"of {others}, but take its rights away. Omit the option (`pulumi refresh` and `pulumi destroy` need no "
+            "program), or put run.id back."
         )
 
 
@@ -83,7 +86,8 @@ def lines(resource: pulumi.Resource | None = None) -> Callable[[str], None]:
 
 
 def say(plan: Plan, resource: pulumi.Resource | None = None, *, also: Iterable[str] = ()) -> None:
-    """Shows the bill, the warnings, and what a destroy will leave (which runs no program that could show it)."""
+    """Shows the bill, the warnings, and what a destroy will leave. The destroy itself runs no program that could show
+    it."""
     pulumi.log.info(printable("\n".join(plan.shown(datetime.now(UTC).date()))), resource)
     for warning in (*plan.warnings, *also):
         pulumi.log.warn(printable(warning), resource)

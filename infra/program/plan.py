@@ -50,28 +50,29 @@ class Plan:
     definition: StackDefinition
     bill: Bill
     fallbacks: list[Fallback]  # the priced fallback, where the definition has one
-    pools: Mapping[Capacity, tuple[tuple[str, str], ...]]  # each (type, zone) that a fleet of this market may launch
+    pools: Mapping[Capacity, tuple[tuple[str, str], ...]]  # every (type, zone) that a fleet of this market may launch
     cheaper: Cheaper | None  # options that do the same work for less; None for a run that has begun
     verdict: RunDecision
     archive: archive.Archive
     dataset: DatasetManifest | None  # None for an s3:// prefix, or before it is prepared
     dataset_folder: Path | None
-    weights: WeightsManifest | None  # base weights; None without any, for an s3:// prefix, or before they are listed
+    # base weights; None if there are no base weights, for an s3:// prefix, or before they are listed
+    weights: WeightsManifest | None
     weights_folder: Path | None
     code: code.Packed | None  # a command's; None without code, or if a preview cannot have it yet
     inputs: dict[str, folders.Listed]  # the inputs of a command
     run_config: str  # the text of run.json
     warnings: tuple[str, ...]
-    stages: tuple[Plan, ...] = ()  # each of a run in stages, whose other fields are then its first stage's
-    staged: StagedBill | None = None  # of such a run
+    stages: tuple[Plan, ...] = ()  # the plans of a run's stages; the other fields are then those of its first stage
+    staged: StagedBill | None = None  # of a run in stages
 
     @property
     def parts(self) -> tuple[Plan, ...]:
-        """What has a fleet of its own."""
+        """The plans that have a fleet of their own: the stages, or this plan if it has none."""
         return self.stages or (self,)
 
     def user_data(self, bucket: str, log_group: str, schedule: str, notify: str = "") -> str:
-        """The node's script in base64. The program calls this once AWS has given the names."""
+        """The node's script in base64. The program calls this as soon as it has the names from AWS."""
         script = user_data.render(
             **user_data.known(self.definition),
             archive_sha256=self.archive.sha256,
@@ -84,7 +85,7 @@ class Plan:
         return base64.b64encode(script.encode()).decode()
 
     def kept_after_destroy(self) -> dict[str, str]:
-        """What a destroy will leave, with its price. Preview and up must say it, because a destroy runs no program."""
+        """What a destroy will leave, with its price. Preview and up must show it, because a destroy runs no program."""
         kept = [each.bill.kept for each in self.parts]
         monthly = sum((each.usd_per_month for each in kept), Decimal(0))
         return {"what": "; ".join(dict.fromkeys(each.what for each in kept)), "usd_per_month": f"${monthly:.4f}"}
@@ -128,7 +129,7 @@ class Plan:
         }
 
     def record(self) -> dict[str, Any]:
-        """The record from which the next update decides whether a run goes on."""
+        """The record by which the next update decides whether a run goes on."""
         return {"run": asdict(self.verdict.run), "runs": list(self.verdict.runs)}
 
 
@@ -148,11 +149,11 @@ def make(
     over = bool(previous.outputs.get("run"))
     try:
         path = find(name, root)
-    except GpufleetError as error:  # perhaps a Pulumi stack called dev
+    except GpufleetError as error:  # the name may be that of a Pulumi stack, such as dev
         raise GpufleetError(f"{error}\n`pulumi config set definition NAME` chooses the one to run.") from None
     definition = Selected(path=path, scenario=scenario, asked=name).load(now=now, past_deadline=over, staged=True)
     if tags:
-        definition = replace(tagged(definition, tags), stages=tuple(tagged(each, tags) for each in definition.stages))
+        definition = definition.changed(lambda each: tagged(each, tags))
     goes_on = (previous.outputs.get("run") or {}).get("id") == definition.run.id
     own = archive.build(Path(job.__file__).parent)
     given = [_gather(each, root, now, own, preview=preview, goes_on=goes_on) for each in definition.parts]
@@ -171,7 +172,7 @@ def make(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """What all parts of a plan have in common."""
+    """The values that all parts of a plan have in common."""
 
     root: Path
     now: datetime
@@ -182,9 +183,9 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobFiles:
-    """What one job is given: its files, as they lie here, and their entries in run.json."""
+    """The inputs of one job: its files, as they are on this machine, and their entries in run.json."""
 
-    missing: list[str]  # what `up` still needs
+    missing: list[str]  # inputs that `up` still needs
     dataset: DatasetManifest | None
     dataset_folder: Path | None
     weights: WeightsManifest | None
@@ -195,7 +196,7 @@ class JobFiles:
     dataset_sha256: str  # for the run's record
 
     def fields(self) -> dict[str, Any]:
-        """The fields that a plan takes as they are."""
+        """The fields that a plan takes over unchanged."""
         names = ("dataset", "dataset_folder", "weights", "weights_folder", "code", "inputs")
         return {name: getattr(self, name) for name in names}
 
@@ -203,7 +204,7 @@ class JobFiles:
 def _gather(
     definition: StackDefinition, root: Path, now: datetime, own: archive.Archive, *, preview: bool, goes_on: bool
 ) -> JobFiles:
-    """Reads what the job is given. Raises GpufleetError; in a preview what is missing only is a warning."""
+    """Reads the inputs of the job. Raises GpufleetError; in a preview a missing input is only a warning."""
     folder = definition.storage.dataset_folder(root)
     missing = not_ready(definition, root)
     if not goes_on:
@@ -213,14 +214,14 @@ def _gather(
     dataset = prepared_dataset(definition, root)
     if dataset and folder and not preview:
         try:
-            verify(folder, dataset)  # reads and hashes every byte
+            verify(folder, dataset)  # this reads and hashes every byte
         except ValueError as error:
             raise GpufleetError(str(error)) from error
     weights_folder = definition.storage.weights_folder(root)
     weights = _weights(weights_folder) if weights_folder else None
     tree = code.read(definition, root)
     packed = code.pack(tree, root) if tree else None
-    found = folders.read(definition, root)
+    inputs_read = folders.read(definition, root)
     entries: dict[str, Any] = {"archive": {"sha256": own.sha256, "bytes": len(own.content)}}
     if definition.job.parameters.dataset_kind:
         entries["dataset"] = input_entry(definition.storage.dataset, dataset)
@@ -228,11 +229,11 @@ def _gather(
         entries["base_weights"] = input_entry(definition.storage.base_weights, weights)
     if packed:
         entries["code"] = packed.input_entry()
-    left, asked = definition.left, (name for _, name in definition.job.parameters.demands.inputs)
-    handed_on = {name: _left_by(left[name]) for name in asked if name in left}
-    if found or handed_on:
-        entries["folders"] = handed_on | {name: each.input_entry() for name, each in found.items()}
-    complete = len(found) == len(definition.storage.inputs or {})
+    earlier_stages, asked = definition.left, (name for _, name in definition.job.parameters.demands.inputs)
+    handed_on = {name: _left_by(earlier_stages[name]) for name in asked if name in earlier_stages}
+    if inputs_read or handed_on:
+        entries["folders"] = handed_on | {name: each.input_entry() for name, each in inputs_read.items()}
+    complete = len(inputs_read) == len(definition.storage.inputs or {})
     return JobFiles(
         missing=missing,
         dataset=dataset,
@@ -240,14 +241,16 @@ def _gather(
         weights=weights,
         weights_folder=weights_folder,
         code=packed,
-        inputs=found,
+        inputs=inputs_read,
         entries=entries,
-        dataset_sha256=dataset.sha256 if dataset else " ".join(each.sha256 for each in found.values() if complete),
+        dataset_sha256=dataset.sha256
+        if dataset
+        else " ".join(each.sha256 for each in inputs_read.values() if complete),
     )
 
 
 def _left_by(stage: str) -> dict[str, Any]:
-    """What the stage with this folder leaves, as an input in run.json."""
+    """The outputs of the stage with this folder, as an input in run.json."""
     return {"uri": None, "sha256": None, "files": [], "stage": stage}
 
 
@@ -263,12 +266,12 @@ def _one_job(definition: StackDefinition, given: JobFiles, shared: Shared) -> Pl
         bill, cheaper = bill_and_cheaper(definition, root, catalog, now=now, rules=rules)
     wrong, late = problems(definition, bill), list[str]()
     fallbacks = price_fallbacks(definition, bill, now)
-    if not continues:  # how much work a begun run still has is not known here
+    if not continues:  # only the bucket shows how much work a run that has begun still has
         wrong += limits.deadline_problems(definition, bill, now)
         wrong += fallback_problems(definition, bill, fallbacks)
         late += limits.deadline_warnings(definition, bill, now)
         late += _unconfirmed(definition)
-    if wrong and not continues:  # a begun run keeps its limits; new prices cannot stop it
+    if wrong and not continues:  # a run that has begun keeps its limits; new prices cannot stop it
         raise DefinitionError(str(definition.source), wrong)
     late = [*map(str, wrong), *late]
     return _plan(definition, bill, given, shared, fallbacks=fallbacks, cheaper=cheaper, late=late)
@@ -298,7 +301,7 @@ def _in_stages(whole: StackDefinition, given: list[JobFiles], shared: Shared) ->
 
 def _unconfirmed(definition: StackDefinition) -> list[str]:
     email = definition.notify.email
-    return [f"{email} gets nothing before it confirms, by the link in AWS's first message."] if email else []
+    return [f"{email} gets no messages until its owner confirms by the link in AWS's first message."] if email else []
 
 
 def _plan(
@@ -312,7 +315,7 @@ def _plan(
     late: list[str],
     whole_usd: Quantiles | None = None,
 ) -> Plan:
-    """The plan of what has one fleet of its own."""
+    """The plan of a stage, or of a run without stages: each has one fleet of its own."""
     far = [ecr.abroad(image, definition.fleet.region) for image in definition.job.images]
     config = run_config.run_config(
         definition,
@@ -343,8 +346,8 @@ def _plan(
 
 
 def input_entry(place: str, manifest: InputManifest | None) -> dict[str, Any]:
-    """A dataset or base weights as in run.json. `uri` None: the files lie under inputs/<sha256>/ of the run's own
-    bucket. `files` is empty for an s3:// prefix, where a list of its own names them.
+    """A dataset or base weights as in run.json. If `uri` is None, the files are under inputs/<sha256>/ of the run's own
+    bucket. `files` is empty for an s3:// prefix, whose files a list within the prefix names.
     """
     if manifest is None:
         return {"uri": place if place.startswith("s3://") else None, "sha256": None, "files": []}

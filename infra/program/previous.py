@@ -1,7 +1,7 @@
-"""The state that the last update left of this stack, or of one component in it, as the engine reports it.
+"""Reads the state of this stack, or of one component in it, after the last update, as the engine reports it.
 
 The engine writes the state of a file backend in place while the program starts, so a read may find a truncated file.
-Then the program asks again; any other refusal is passed on.
+Then the program asks again; it passes on any other error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def previous(stack: str, invoke: Invoke, *, pause: Callable[[float], None] = tim
     """Outputs of `stack`, the runs of its fleets, its objects and its region; empty before its first update. `invoke`
     calls a function of the engine.
 
-    It calls the function of a StackReference for this very stack, and declares no resource.
+    It calls the function by which a StackReference reads a stack, for this very stack, and declares no resource.
     """
     outputs = _asked(invoke, "pulumi:pulumi:readStackOutputs", {"name": stack}, pause)
     there = _resources(stack, invoke, pause)
@@ -44,8 +44,9 @@ def previous_of_component(
     *,
     pause: Callable[[float], None] = time.sleep,
 ) -> Previous:
-    """Like `previous`, for a component in a user's stack that has, or by its aliases had, one of these `names`: its own
-    outputs give its state; its fleet and objects have tags with the name of the `definition` that it ran, or runs now.
+    """Like `previous`, but for a component in a user's stack. The component has one of these `names`, or had it and has
+    an alias for it. Its own outputs give its state; its fleet and objects have tags with the name of the `definition`
+    that it ran or runs now.
     """
     there = _resources(stack, invoke, pause)
     components = [(urn.split("::")[-1], each["outputs"]) for urn, each in there.items() if each["type"] == type_]

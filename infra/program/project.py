@@ -1,5 +1,5 @@
-"""The Pulumi project of runs, a user's or a rehearsal's: its Pulumi.yaml, and its program of two lines. The
-repository's own Pulumi.yaml is the same for `infra/`, with the questions of `pulumi new`.
+"""Makes the Pulumi project in which runs are declared, for a user or for a rehearsal: its Pulumi.yaml, and its program
+of two lines. The repository's own Pulumi.yaml does the same for `infra/`, and adds the questions of `pulumi new`.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ config:
 
 
 def files(folder: Path, name: str, options: Mapping[str, str]) -> dict[Path, str]:
-    """Both files of a project in `folder`, the program in its own folder: Python looks there first for imports, and
-    beside it a user may have an `infra` or a `gpufleet`.
+    """Both files of a project in `folder`. The program has a folder of its own, because Python looks in the program's
+    folder first for imports, and a user may have an `infra` or a `gpufleet` in `folder`.
     """
     return {folder / NAMES[0]: pulumi_yaml(name, options), folder / PROGRAM / "__main__.py": PROGRAM_TEXT}
 
 
 def name_for(folder: Path) -> str:
-    """The project's name: the folder's, without characters that Pulumi refuses."""
+    """The project's name: the name of the folder, without characters that Pulumi refuses."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.resolve().name).strip("-.")[:100] or "gpufleet"
 
 
@@ -67,7 +67,8 @@ def python_of(folder: Path, repository: Path) -> dict[str, str]:
     """
     for place in (folder, *folder.parents):
         for tool in ("uv", "poetry"):
-            if (place / f"{tool}.lock").is_file() and shutil.which(tool):  # the engine needs both for both
+            # with either tool the engine needs both the lock file and the tool
+            if (place / f"{tool}.lock").is_file() and shutil.which(tool):
                 return {"toolchain": tool}
     prefix = Path(sys.prefix).resolve()
     if sys.prefix != sys.base_prefix and prefix.is_relative_to(repository.resolve()):

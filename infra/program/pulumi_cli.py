@@ -22,8 +22,8 @@ INSTALL = "https://www.pulumi.com/docs/install/"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PulumiStack:
-    """One Pulumi stack of the project in `root`. Raises GpufleetError when a command of the engine fails; what the
-    engine said stands above then.
+    """One Pulumi stack of the project in `root`. Raises GpufleetError when a command of the engine fails; the engine's
+    own message is then on the screen above.
     """
 
     root: Path
@@ -37,7 +37,7 @@ class PulumiStack:
         self._call("stack", "select", "--create")
 
     def outputs(self) -> dict[str, Any]:
-        """The outputs of the last `up`; empty without one and after a destroy."""
+        """The outputs of the last `up`; empty before the first `up` and after a destroy."""
         words = ["pulumi", "stack", "output", "--json", "--non-interactive", "--stack", self.name]
         done = subprocess.run(words, cwd=self.root, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:
@@ -72,8 +72,9 @@ def streamed(
     say: Callable[[str], None],
     end_s: float | None = END_S,
 ) -> tuple[int, str]:
-    """Runs a command and passes each line to `say` as it comes; (exit code, everything that it printed). After a Ctrl-C
-    the engine finishes the resource that it is at; `end_s` seconds later it is killed, if that is not None.
+    """Runs a command and passes each line to `say` as it comes. Returns the exit code and everything that the command
+    printed. After a Ctrl-C the engine finishes its current resource; if `end_s` is not None, the engine is killed
+    `end_s` seconds later.
     """
     process = subprocess.Popen(
         command,

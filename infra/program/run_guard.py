@@ -1,5 +1,5 @@
-"""Decides whether this update begins a run, continues one, or finds it over, by its id. It imports no pulumi, and reads
-no clock.
+"""Decides by the run's id whether this update begins a run, continues it, or comes after its end. It imports no pulumi,
+and reads no clock.
 
 A fleet takes its settings only when it is created. So two kinds of change must not go unnoticed:
 
@@ -8,9 +8,10 @@ A fleet takes its settings only when it is created. So two kinds of change must 
 
 A digest shows whether the file has changed. It depends on the version that computed it (DIGESTS).
 
-The record of the last successful `up` is the stack's own output `run`. A run is over, its fleet no longer declared,
-when `valid_until` has passed or its fleet has gone from the stack (the run ended it, somebody deleted it, AWS expired
-it): a fleet is made once per run id. A fleet into a block, which replaces no node, is made again while the block lasts.
+The record of the last successful `up` is the stack's own output `run`. A run is over, and its fleet is no longer
+declared, when `valid_until` has passed or its fleet has gone from the stack (the run ended it, somebody deleted it, or
+AWS expired it), because a fleet is made once per run id. A fleet for a Capacity Block, which replaces no node, is made
+again while the block lasts.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from gpufleet.infra.errors import DefinitionError, Problem
 from gpufleet.job.contract.bucket import input_key
 from gpufleet.job.text import stamp
 
-# Versions with digests of their own. A digest has every key that its version knew, and each later key that is not at
-# its default. The empty one, of checkouts before 0.1.0, omits the most, and new runs use it.
+# Versions with digests of their own. A digest covers every key that its version knew, and each later key that is not at
+# its default. The empty version stands for checkouts before 0.1.0; its digest omits the most keys, and new runs use it.
 DIGESTS = ("", "0.1.0")
 
-# Added to the limit for the timer of a boot that does not know the spending yet (job/node/allowance.py).
+# This time is added to the limit for the timer of a boot, which does not know yet how much was spent
+# (job/node/allowance.py).
 TIMER_MARGIN = timedelta(minutes=2)
 
 
@@ -40,8 +42,9 @@ class RunRecord:
     """The stack output `run`: the state with which the run began."""
 
     id: str
-    digest: str  # over everything in the definition that a fleet takes only at creation
-    # sha256 of the prepared dataset; empty for an s3:// prefix. For a command, its inputs' hashes one after the other
+    digest: str  # the digest over everything in the definition that a fleet takes only at creation
+    # sha256 of the prepared dataset; empty for an s3:// prefix. For a command, the hashes of its inputs one after the
+    # other
     dataset: str
     code: str  # sha256 of the job archive, followed by that of a command's code
     weights: str  # sha256 of the base weights' list; empty without any, or for an s3:// prefix
@@ -54,11 +57,11 @@ class Previous:
     """The state of the stack after its last update."""
 
     outputs: Mapping[str, Any]  # empty before the first update
-    fleets: frozenset[str] = frozenset()  # the run in each of its fleets' tags; empty without a tag
+    fleets: frozenset[str] = frozenset()  # the run that the tags of each fleet name; empty for a fleet without the tag
     fleet_ids: frozenset[str] = frozenset()
     objects: frozenset[str] = frozenset()  # keys in the bucket, without those waiting to be deleted
-    region: str = ""  # where its resources are
-    other: str = ""  # for a component: another one of the stack, which ran this definition
+    region: str = ""  # the region of its resources
+    other: str = ""  # for a component: another component of the stack, which ran this definition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +69,8 @@ class RunDecision:
     """What this update may do."""
 
     run: RunRecord
-    runs: tuple[str, ...]  # every run id this stack has had: their objects share the bucket and each expires on its own
+    # every run id of this stack so far: their objects share the bucket, and those of each run expire separately
+    runs: tuple[str, ...]
     continues: bool  # the same run as the last `up`: its template, job archive and run config stay as they are
     over: bool  # declare no fleet
     warnings: tuple[str, ...] = ()
@@ -83,9 +87,10 @@ def judge(
 ) -> RunDecision:
     """Compare the definition with the stack as it is.
 
-    Raises DefinitionError: another file or region than the stack's; same run id with another digest, or kept for less
-    than its fleet may live, or in a stack whose fleet is another run's; the id of an earlier run, or of one that an
-    aborted `up` has begun or was about to replace; a new run past its deadline.
+    Raises DefinitionError for a file or region other than the stack's; for the same run id with another digest, with
+    fewer days of storage than its fleet may live, or in a stack whose fleet belongs to another run; for the id of an
+    earlier run, or of a run that an aborted `up` has begun or was about to replace; and for a new run after its
+    deadline.
     """
     _stays(definition, previous)
     run_id, recorded = definition.run.id, _record(previous.outputs.get("run"))
@@ -111,10 +116,10 @@ def judge(
     if run_id in earlier:
         raise _used(
             definition,
-            f"An `up` that did not finish has made run {run_id}'s fleet, and it may be training. Give run.id a new "
-            "value: its fleet takes that one's place. Or end everything with `pulumi destroy` and begin again."
+            f"An `up` that did not finish has made the fleet of run {run_id}, which may be training. Give run.id a new "
+            "value: the new run's fleet replaces that one. Or end everything with `pulumi destroy` and begin again."
             if run_id in previous.fleets
-            else f"Run {run_id} is an earlier run of this stack, and what it left is in the bucket under its id. "
+            else f"Run {run_id} is an earlier run of this stack, and its results are in the bucket under its id. "
             "Give run.id a new value to start a new run.",
         )
     deadline = definition.limits.due(now)
@@ -138,7 +143,8 @@ def _continued(
     previous: Previous,
     now: datetime,
 ) -> RunDecision:
-    """The decision for a recorded run, which continues or is over; `asked` is the file's record under the same id."""
+    """The decision for a recorded run, which continues or is over; `asked` is the record that the file would make under
+    the same id."""
     run_id = recorded.id
     if previous.fleets and not previous.fleets & {run_id, ""}:
         others = " and ".join(sorted(previous.fleets))
@@ -148,7 +154,7 @@ def _continued(
             "was cut short, or `refresh --run-program` wrote the record. Leave the stack as it is until "
             f"{others} is done, or give run.id a new value, whose fleet takes that one's place.",
         )
-    # A missing folder of inputs proves nothing about the run; `up` asks for it elsewhere.
+    # A missing folder of inputs proves nothing about the run; another check of `up` asks for it.
     other_inputs = (asked.dataset and asked.dataset != recorded.dataset) or (
         asked.weights and asked.weights != recorded.weights
     )
@@ -163,16 +169,17 @@ def _continued(
     if end <= now or (gone and definition.fleet.market.replaces):
         why = f"since {recorded.valid_until}" if end <= now else "its fleet no longer exists"
         over = (
-            f"Run {run_id} is over ({why}): no fleet is declared. What it saved stays in the bucket; "
-            "a new run.id starts a new run."
+            f"Run {run_id} is over ({why}): no fleet is declared. Its results stay in the bucket; a new run.id starts "
+            "a new run."
         )
         return RunDecision(run=recorded, runs=runs, continues=True, over=True, warnings=(over,))
     if _replaced(previous.objects, recorded):
         raise _used(
             definition,
             f"Run {run_id} goes on, but an `up` for another run has put inputs of its own into the stack and was cut "
-            "short before the fleet. What it replaced waits for its deletion: another `up` under this id would delete "
-            f"it, and the next node of {run_id} could not boot. Leave the stack as it is until {run_id} is done, or "
+            "short before the fleet. The replaced inputs wait for their deletion: another `up` under this id would "
+            f"delete them, and the next node of {run_id} could not boot. Leave the stack as it is until {run_id} is "
+            "done, or "
             f"give run.id a new value again, which ends {run_id}.",
         )
     began = datetime.fromisoformat(recorded.began or recorded.valid_until)
@@ -186,8 +193,8 @@ def _continued(
             f"Run {run_id} began at {recorded.began}, and its fleet may live until {recorded.valid_until}.",
         )
     changed = (
-        f"The job code has changed since run {run_id} began. The run keeps the code it began with; "
-        "a new run.id starts a new run with the new code."
+        f"The job code has changed since run {run_id} began. The run keeps the code with which it began; a new run.id "
+        "starts a new run with the new code."
     )
     again = (
         f"Run {run_id}'s fleet no longer exists, and its block lasts until {recorded.valid_until}: `up` launches its "
@@ -198,14 +205,14 @@ def _continued(
 
 
 def _stays(definition: StackDefinition, previous: Previous) -> None:
-    """Raises DefinitionError if a stack's file or region changed. Both are in the names and places of everything it
-    has: under another name a node would lose its bucket and role, and the provider moves nothing to another region
-    (pulumi-aws, pull request 5656: destroy, then up).
+    """Raises DefinitionError if a stack's file or region changed. Both are part of the names and places of all
+    resources: under another name a node would lose its bucket and role, and the provider moves nothing to another
+    region (pulumi-aws, pull request 5656: destroy, then up).
     """
     name, region = str(previous.outputs.get("definition") or ""), previous.region
     hint = (
-        "Put it back, then `pulumi destroy` and `gpufleet sweep` before the change; or give the new one a stack of its "
-        "own with `pulumi stack init`."
+        "Put it back, then `pulumi destroy` and `gpufleet sweep` before the change; or make a separate stack for the "
+        "new file or region by `pulumi stack init`."
     )
     if name and name != definition.name:
         raise _refused(definition, "the file's name", definition.name, f"{name}, which this stack runs", hint)
@@ -276,11 +283,11 @@ def timer_seconds(definition: StackDefinition) -> int:
 def _ended(
     definition: StackDefinition, recorded: RunRecord | None, fleets: frozenset[str], now: datetime
 ) -> tuple[str, ...]:
-    """A warning that a new run's fleet replaces another one. Whether that one still has a node is not known here."""
+    """A warning that a new run's fleet replaces another fleet, which may still have a node."""
     expired = recorded.id if recorded and datetime.fromisoformat(recorded.valid_until) <= now else ""
     return tuple(
-        f"Run {definition.run.id}'s fleet takes the place of run {each}'s. If {each} still trains, `pulumi up` ends "
-        "it: its published checkpoints stay in the bucket, what it did since the last one is lost. Whether it does: "
+        f"Run {definition.run.id}'s fleet replaces that of run {each}. If {each} still trains, `pulumi up` ends "
+        "it: its published checkpoints stay in the bucket, and its work since the last one is lost. Whether it does: "
         f"`gpufleet status {definition.argument} --run {each}`. To keep what it has trained: `gpufleet stop` with the "
         "same."
         for each in sorted(fleets - {"", expired})
@@ -294,7 +301,7 @@ def _record(output: Any) -> RunRecord | None:
 
 
 def _used(definition: StackDefinition, hint: str) -> DefinitionError:
-    return _refused(definition, "run.id", definition.run.id, "a value this stack has not used", hint)
+    return _refused(definition, "run.id", definition.run.id, "a value that this stack has not used", hint)
 
 
 def _refused(definition: StackDefinition, path: str, value: str, allowed: str, hint: str) -> DefinitionError:

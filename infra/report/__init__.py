@@ -1,1 +1,2 @@
-"""A run, or a comparison, as one self-contained HTML page: no network, no script, light and dark."""
+"""Writes a run, or a comparison, as one self-contained HTML page without network and script, for light and dark
+displays."""

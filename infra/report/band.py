@@ -1,4 +1,4 @@
-"""A bill's range as a band from p10 to p90, with a dot for the actual cost: as SVG, and in characters."""
+"""Draws a bill's range as a band from p10 to p90, with a dot for the actual cost, as SVG and in characters."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SCALE = f"0 to 2x the bill{' ' * (CHARACTERS - 16)}"  # the heading of `characte
 
 
 def svg(usd: Quantiles, actual: Decimal | None = None) -> str:
-    """The band on a scale from 0 USD, with `actual` as the receipt's dot. It needs no matplotlib, and has the colours
-    of infra.report.page, by day also on other pages.
+    """The band on a scale from 0 USD, with `actual` as the receipt's dot. It needs no matplotlib. It has the colours of
+    infra.report.page; on other pages it has the light colours.
     """
     cost = usd.p50 if actual is None else actual
     most = max(usd.p90, cost, Decimal("0.0001"))
@@ -48,8 +48,8 @@ def of_receipt(receipt: Receipt) -> Quantiles:
 
 
 def characters(receipt: Receipt) -> str:
-    """The band from nothing to twice the bill, so that rows of runs line up: `[` p10, `|` p50, `]` p90, `o` the actual
-    cost, `>` if that is larger.
+    """The band on a scale from 0 to twice the bill, so that rows of runs are aligned: `[` p10, `|` p50, `]` p90, `o`
+    the actual cost, `>` if that is larger.
     """
     usd, actual, drawn = of_receipt(receipt), receipt.actual, [" "] * CHARACTERS
 

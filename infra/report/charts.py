@@ -1,6 +1,5 @@
-"""Charts as SVG in the page's own colours: matplotlib draws, and each of its colours becomes one that the page names.
-
-It is small on purpose: at the width of a telephone the text keeps its size.
+"""Draws charts as SVG in the page's colours: matplotlib draws, and each of its colours is replaced by a named colour of
+the page. A chart is small on purpose, so that its text is readable at the width of a telephone.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from gpufleet.infra.report.page import COLOURS
 
 LACKING = "Its charts need matplotlib: pip install 'gpufleet[report]'"
 SIZE = (5.2, 2.9)  # inches at 72 points: as wide as a telephone
-POINTS = 400  # per line: more could not be distinguished
+POINTS = 400  # the most points per line; more could not be distinguished
 COLOUR_CYCLE = ("blue", "orange", "green", "purple")
 # Colours that matplotlib gets, and that are then replaced in its output.
 SENTINELS = {name: f"#0102{number:02x}" for number, name in enumerate(COLOURS)}
@@ -119,7 +118,8 @@ def unit_of(seconds: float) -> tuple[str, float]:
 def steps_to(
     start: tuple[str, float], changes: Mapping[str, float], end: tuple[str, float], *, unit: str, digits: int
 ) -> str:
-    """A waterfall: from one sum to another by the changes large enough to see. Empty if there are none."""
+    """A waterfall chart from one sum to another, with the changes that are large enough to be seen. Empty if there are
+    none."""
     changes = {name: change for name, change in changes.items() if abs(change) >= 0.005 * max(start[1], end[1])}
     if not changes or not drawable():
         return ""
@@ -172,7 +172,8 @@ KINDS = {
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """About POINTS of them, with the first and the last; of each stretch, the one with the middle height."""
+    """About POINTS of the points, with the first and the last; each stretch is represented by the point with the middle
+    height."""
     if len(points) <= POINTS:
         return list(points)
     size = -(-(len(points) - 2) // (POINTS - 2))

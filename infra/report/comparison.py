@@ -1,4 +1,4 @@
-"""A comparison as a page: dollars against hours, the frontier, and every option with its cost."""
+"""Writes a comparison as a page: dollars against hours, the frontier, and every option with its cost."""
 
 from __future__ import annotations
 

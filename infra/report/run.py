@@ -1,7 +1,6 @@
-"""A finished run as a page: its bill, its cost, and what happened.
-
-It reads the files that `gpufleet results` downloads, or a rehearsal leaves: only the receipt is required; the page
-omits whatever else is missing or damaged.
+"""Writes a finished run as a page: its bill, its cost and its events. It reads the files that `gpufleet results`
+downloads or that a rehearsal leaves. Only the receipt is required; the page omits everything else that is missing or
+damaged.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from gpufleet.job.contract.workdir import METRICS, RECEIPT, RUN
 from gpufleet.job.text import counted
 
 NAME = "report.html"
-SHORT_S = 0.1  # saves that delay training for less get no chart
+SHORT_S = 0.1  # seconds of delay by a save below which there is no chart of saves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,13 +147,13 @@ def _money(run: RunResults) -> str:
 
 def _rehearsed_money(run: RunResults) -> str:
     return page.charts([("As the meter would count", _spent(run))]) + paragraph(
-        "Nothing was paid. The meter counts this machine's time at the price of the type: it shows that the count goes"
-        " on over interruptions, and says nothing of what the run will cost. `gpufleet cost` does."
+        "Nothing was paid. The meter counts this machine's time at the price of the type: it shows that the count "
+        "continues over interruptions, and says nothing about the cost of the real run. `gpufleet cost` does."
     )
 
 
 def _spent(run: RunResults) -> str:
-    """The meter's dollars over the run, with the cap if it is near."""
+    """The meter's dollars over the run, with the cap if the dollars come near it."""
     begin, (unit, size) = run.began, charts.unit_of(run.lasted_s)
     counted_usd = sorted(
         ((at - begin) / size, float(beat.spent_usd))
@@ -162,7 +161,7 @@ def _spent(run: RunResults) -> str:
         for at, beat in beats
         if beat.spent_usd is not None
     )
-    # a node may know of less spending than another reported before
+    # a node may know less spending than another node has reported before
     most = itertools.accumulate((usd for _, usd in counted_usd), max)
     points = [(at, usd) for (at, _), usd in zip(counted_usd, most, strict=True)]
     cap = (run.bill.get("cap") or {}).get("max_usd")
@@ -182,7 +181,7 @@ def _lines_table(receipt: Receipt) -> str:
 
 
 def _training(run: RunResults) -> Iterator[str]:
-    """Loss, speed and memory over the steps, a line per phase, with what interrupted them."""
+    """Loss, speed and memory over the steps, with a line per phase and marks for the interruptions."""
     phases = list(dict.fromkeys(str(record["phase"]) for record in run.records))
     marks = [
         Mark(at=node.last_step, name=name, colour=colour)

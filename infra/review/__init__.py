@@ -1,1 +1,1 @@
-"""The cost review of a change: two commits' stacks priced side by side, without credentials or network."""
+"""Reviews the cost of a change: prices two commits' stacks side by side, without credentials or network."""

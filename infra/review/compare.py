@@ -1,9 +1,10 @@
-"""The changes between two commits, in dollars and by setting; also as an object for programs.
+"""Computes the changes between two commits, in dollars and by setting, also as an object for programs.
 
 The running code prices both sides, each with its own commit's prices and measurements. The difference of a stack is
 split up from BASE to HEAD: first the prices, then the measurements, then each changed key in the file's order, applied
-on top of those before. A key that cannot be applied alone waits for the next ones; keys that never can form one step
-together. So the steps of a stack sum to its difference exactly, and a key's dollars depend on the keys above it.
+on top of those before. A key that cannot be applied alone is applied together with the next ones. Keys that can never
+be applied separately form one step. So the steps of a stack sum to its difference exactly, and a key's dollars depend
+on the keys above it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from gpufleet.infra.review.policy import Broken, Policy, broken, facts, held_to
 from gpufleet.infra.risk.hazard import Hazards
 from gpufleet.infra.show.sheet import plain
 
-ASIDE = ("rehearsal", "scenarios")  # sections that the stack's own bill does not use
+ASIDE = ("rehearsal", "scenarios")  # sections of the file that do not affect the stack's bill
 Path_ = tuple[str, ...]
 
 
@@ -50,7 +51,7 @@ class Known:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackAtCommit:
-    """One stack at one commit. `errors`: why it has no bill."""
+    """One stack at one commit. `errors`: the reasons why it has no bill."""
 
     tree: Mapping | None = None
     definition: StackDefinition | None = None
@@ -76,7 +77,7 @@ class CostStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackReview:
-    """One stack on both sides. With `base` or `head` None, the commit does not have the stack."""
+    """One stack at BASE and at HEAD. If `base` or `head` is None, that commit does not have the stack."""
 
     name: str
     base: StackAtCommit | None
@@ -101,17 +102,17 @@ class StackReview:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Review:
-    """Everything that a review contains. It reads no clock."""
+    """The content of a review. It does not depend on the clock."""
 
     base: str  # hashes
     head: str
     base_prices: str
     head_prices: str
     stacks: tuple[StackReview, ...]
-    folder: str = ""  # the project's, in its repository
+    folder: str = ""  # the folder of the project in its repository
     notes: tuple[str, ...] = ()
     rules: bool = False  # whether there is a policy
-    policy_uncommitted: bool = False  # HEAD has none, but the working folder does
+    policy_uncommitted: bool = False  # HEAD has no policy.yaml, but the working folder has one
 
     @property
     def exit_code(self) -> int:
@@ -123,7 +124,8 @@ class Review:
 
 @dataclass(slots=True)
 class Pricer:
-    """Prices definition texts as files of its own folder. Loading needs a moment: HEAD's."""
+    """Prices the texts of definitions, which it writes as files into a folder of its own. Loading needs a moment:
+    HEAD's."""
 
     now: datetime
     folder: Path
@@ -205,7 +207,7 @@ def _attribute(
     assert head.bill is not None
     old, new = known
     tree, now, bill = base.tree, old, base.bill
-    waits: list[str] = []  # the stack of BASE cannot be priced with these
+    waits: list[str] = []  # the stack of BASE cannot be priced with these prices
     for key, step, before, after in (
         ("prices", replace(old, catalog=new.catalog), _named(old.catalog), _named(new.catalog)),
         ("measurements", new, "", ""),
@@ -244,8 +246,8 @@ def _step(keys: tuple[str, ...], before: str, after: str, old: Bill, new: Bill) 
 
 def _changes(base: Mapping, head: Mapping) -> list[tuple[Path_, Node | None, Node | None]]:
     """(path, before, after) of every value that differs: in HEAD's order, then values that HEAD lacks. A section
-    without keys (`estimate:`) does not count if the other side has keys in it, because these are added or removed
-    instead.
+    without keys (`estimate:`) does not count if the other side has keys in it, because then the keys are added or
+    removed.
     """
     old, new = dict(_leaves(base)), dict(_leaves(head))
     found = [
@@ -259,7 +261,7 @@ def _changes(base: Mapping, head: Mapping) -> list[tuple[Path_, Node | None, Nod
 
 
 def _has_descendant(path: Path_, others: Iterable[Path_]) -> bool:
-    """Whether one of them lies below `path`."""
+    """Whether one of the paths is below `path`."""
     return any(len(other) > len(path) and other[: len(path)] == path for other in others)
 
 

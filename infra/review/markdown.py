@@ -1,4 +1,4 @@
-"""A review as Markdown for a pull-request comment: equal reviews give equal bytes.
+"""Writes a review as Markdown for a pull-request comment; equal reviews give equal bytes.
 
 All text from files is written as code, so that a value can neither break the table nor mention anybody.
 """
@@ -15,15 +15,14 @@ from gpufleet.infra.review.compare import Review, StackAtCommit, StackReview
 from gpufleet.infra.show.sheet import Column, Sheet
 
 MARKER = "<!-- gpufleet-cost-review{} -->"  # a workflow finds its own comment by this line, with the project's folder
-_LONGEST = 80  # characters of a value
+_LONGEST = 80  # the most characters of a value that are shown
 LIMIT = 65_536  # characters of a comment, GitHub's REST API (2026-11)
-_KEPT = 512  # of them for the sentence about what was cut
+_KEPT = 512  # the part of these characters for the sentence about the cut
 
 
 def render(review: Review) -> str:
-    """The whole comment, its marker first; one that is too long for GitHub is cut at a line, and says so.
-
-    The verdict and the table of stacks precede everything that grows with the number of changed settings.
+    """The whole comment, with its marker first. A comment that is too long for GitHub is cut at a line and says so. The
+    verdict and the table of stacks come before everything that grows with the number of changed settings.
     """
     lines = list(_lines(review))
     if sum(len(line) + 1 for line in lines) <= LIMIT:
@@ -79,9 +78,8 @@ def _lines(review: Review) -> Iterator[str]:
 
 
 def _totals(stacks: Sequence[StackReview]) -> tuple[Decimal, Decimal, list[str]]:
-    """Sums of p50 at BASE and at HEAD, and the stacks left out because a commit has no bill of them.
-
-    Otherwise a broken stack would look like saved money.
+    """The sums of p50 at BASE and at HEAD, and the stacks that the sums omit because a commit has no bill for them. If
+    a sum counted them, a broken stack would look like saved money.
     """
     unknown = [stack.name for stack in stacks if any(side and not side.bill for side in (stack.base, stack.head))]
     known = [stack for stack in stacks if stack.name not in unknown]

@@ -1,7 +1,6 @@
-"""The rules of an organisation for every run: `policy.yaml`, and which of them a run breaks.
-
-Two judges use this one source: `gpufleet diff` takes the facts from definition and bill, the Pulumi policy pack in
-`policy/` takes them from the resources that are about to be declared. It uses no pulumi, no boto3 and no clock.
+"""Reads the rules of an organisation for every run from `policy.yaml`, and finds those that a run breaks. Two checks
+use this module: `gpufleet diff` takes the facts from definition and bill, the Pulumi policy pack in `policy/` takes
+them from the resources that are about to be declared. The module uses no pulumi, no boto3 and no clock.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from gpufleet.infra.definition.model import StackDefinition
 
 OBJECT = "aws:s3/bucketObjectv2:BucketObjectv2"
-RUN_CONFIG = "run-config"  # the name of run.json's resource, or how it ends where a program declares several runs
+RUN_CONFIG = "run-config"  # the name of run.json's resource; if a program declares several runs, the end of this name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +48,7 @@ class Policy:
 class Facts:
     """The facts about a run that the rules use.
 
-    With `usd_p90` None there is no bill to judge, because the run is over.
+    If `usd_p90` is None, there is no bill to check, because the run is over.
     """
 
     region: str
@@ -68,7 +67,7 @@ class Broken:
     message: str
 
 
-RULES = {  # rule -> what it demands, for people; the policy pack shows it
+RULES = {  # what each rule demands, in words that the policy pack shows
     "max_usd_per_run": "The 90th percentile of a run's bill is at most this many dollars.",
     "max_usd_per_hour": "A node costs at most this many dollars an hour: zones and types above it are left out.",
     "allowed_types": "Every instance type that the fleet may pick is on the list.",
@@ -96,7 +95,7 @@ def facts(definition: StackDefinition, bill: Bill | None, fallbacks: Iterable[Fa
 def held_to(definition: StackDefinition, rules: Policy | None) -> StackDefinition:
     """The definition with the lower of two limits per hour: its own and the rules'.
 
-    A definition that is only priced gets neither limit.
+    A definition that can only be priced gets neither of the two limits.
     """
     own, theirs = definition.limits.usd_per_hour, None if rules is None else rules.max_usd_per_hour
     if theirs is None or definition.variant.only_priced:
@@ -193,16 +192,17 @@ def parse(raw: bytes, source: str) -> Policy:
     for key, node in tree.entries.items():
         if key not in names:
             findings.add(key, ", ".join(names), nearest(key, names), value=key or "''", node=node, unknown_key=True)
-        elif isinstance(node, Scalar) and node.is_null:  # a rule whose value was deleted must not be taken for none
-            findings.add(key, "a value", "Leave the key out for no such rule.", node=node)
+        # a rule whose value was deleted must not count as a missing rule
+        elif isinstance(node, Scalar) and node.is_null:
+            findings.add(key, "a value", "Omit the key if there should be no such rule.", node=node)
     owner = tree.entries.get("required_owner")
-    if isinstance(owner, Scalar) and not owner.is_null:  # one pattern needs no brackets
+    if isinstance(owner, Scalar) and not owner.is_null:  # a single pattern needs no brackets
         alone = Items(path=owner.path, line=owner.line, items=[owner])
         tree = replace(tree, entries={**tree.entries, "required_owner": alone})
     policy: Policy = build(Policy, tree, "", findings)
     for name in ("allowed_types", "allowed_regions", "required_owner"):
         if getattr(policy, name) == () and not findings.problems:
-            findings.add(f".{name}", "at least one name or pattern", "Leave the key out for no such rule.")
+            findings.add(f".{name}", "at least one name or pattern", "Omit the key if there should be no such rule.")
     if findings.problems:
         raise DefinitionError(source, findings.problems)
     return policy

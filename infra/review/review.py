@@ -1,4 +1,4 @@
-"""The review of two commits of a project: each one's data, its stacks, and the changes between them.
+"""Reviews two commits of a project: the data and stacks of each, and the changes between them.
 
 It reads only what a bill uses, from git's own store, and touches no checkout: stacks, policy, prices and measurements
 (calibrations, receipts, traces).
@@ -31,11 +31,11 @@ def review_commits(project: Path, base: str, head: str, rules: Path | None = Non
     with tempfile.TemporaryDirectory(prefix="gpufleet-diff-") as scratch:
         folders = [Path(scratch) / side for side in ("BASE", "HEAD")]
         links = [_extract(project, commit, folder) for commit, folder in zip(hashes, folders, strict=True)]
-        if links[1]:  # git would follow the link and run its target, which no review shows
+        if links[1]:  # git would follow the link and run its target, which the review does not show
             raise GpufleetError(
                 f"HEAD has {links[1][0]} as a link, which a review does not follow: commit the file itself"
             )
-        if not any(map(_texts, folders)):  # a check in the wrong folder would always pass
+        if not any(map(_texts, folders)):  # otherwise a check in the wrong folder would always pass
             raise GpufleetError(
                 f"neither commit has a definition file in stacks/ of {project}: run this inside the project"
             )
@@ -142,7 +142,7 @@ def _place(project: Path) -> tuple[Path, str]:
 
 def _extract(project: Path, commit: str, folder: Path) -> list[str]:
     """Writes the commit's files behind a bill into `folder`, laid out as in the project. Returns the paths that are
-    links there: they are not followed.
+    links there: these links are not followed.
     """
     top, prefix = _place(project)
     listed = git.answer(top, "ls-tree", "-r", "-z", "--full-tree", commit).decode("utf-8", "backslashreplace")
@@ -167,7 +167,7 @@ def _extract(project: Path, commit: str, folder: Path) -> list[str]:
 
 
 def _catalog_of(folder: Path, day: date) -> tuple[Catalog, str]:
-    """The prices of an extracted commit in force on that day, and a sentence if they are not exactly those.
+    """The prices of an extracted commit that are in force on that day, and a sentence if other prices had to be used.
 
     A commit's own shipped catalog counts if this version can read it, else this version's. Raises GpufleetError for a
     broken prices/ folder.

@@ -1,4 +1,4 @@
-"""The review of pull requests as a GitHub workflow: fills in gpufleet-review.yml for one project."""
+"""Writes the GitHub workflow that reviews pull requests: fills in gpufleet-review.yml for one project."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ CHECK = "  # CHECK: gpufleet came from a file here; name where CI can get it"
 
 
 def workflow(folder: str, install: str) -> str:
-    """The workflow's text. `folder` is the project's in its repository, or `.`; `install` is pip's argument."""
+    """The workflow's text. `folder` is the folder of the project in its repository, or `.`; `install` is pip's
+    argument."""
     own = (*READ, *(CODE if install.endswith(" -e .") else ()))
     paths = ", ".join(json.dumps(each if folder == "." else f"{folder}/{each}") for each in own)
     values = {"PATHS": paths, "FOLDER": folder, "GPUFLEET": install}

@@ -1,1 +1,1 @@
-"""What interruptions do to a run: how often they come, and what they cost."""
+"""Models the interruptions of a run: how often they come, and what they cost."""

@@ -1,9 +1,10 @@
-"""The checkpoint interval that costs least on average: saving often stalls the steps, saving rarely loses more of them.
+"""Finds the checkpoint interval that costs least on average. Frequent saves stall the steps, and rare saves lose more
+of them.
 
-Only interruptions that lose work count: a notice handled in time saves everything whatever the interval. The interval
+Only interruptions that lose work count: a notice that is handled in time loses nothing, with any interval. The interval
 comes from the closed form of the simulation (infra/risk/closed_form.py), averaged over the hazard's distribution; where
-nodes live much longer than the interval, it is Young's (CACM 17(9), 1974): sqrt(2 x save / rate of losses). What the
-interval saves comes from the simulation itself, in which both intervals meet the same luck.
+nodes live much longer than the interval, it is Young's (CACM 17(9), 1974): sqrt(2 x save / rate of losses). The saving
+of the interval comes from the simulation itself, in which both intervals have the same random draws.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from gpufleet.infra.risk.closed_form import expected_hours
 from gpufleet.infra.risk.simulation import Exposure, simulate_each
 
 SHORTEST_S = 1.0
-LONGEST_S = 86_400.0  # as a run config allows
+LONGEST_S = 86_400.0  # the interval in seconds that a run config allows
 _SHARES = 16  # number of quantiles that represent the hazard's distribution
 _RUNS, _ATTEMPTS = 1_000, 64  # simulated runs from which the saving is computed, and the fewest nodes of each run
-_CARRIED_ON = 0.01  # if more runs are unfinished after _ATTEMPTS nodes, their extrapolated dollars mean nothing
+_CARRIED_ON = 0.01  # share of runs unfinished after _ATTEMPTS nodes above which their extrapolated dollars mean nothing
 _NARROWINGS = 24  # each narrowing leaves 62 % of the bracket
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -47,9 +48,9 @@ class BestInterval:
 def optimal(exposure: Exposure, save_cost_s: float) -> BestInterval | None:
     """The interval with the least expected dollars, for a save that stalls the steps by `save_cost_s`.
 
-    The exposure's hours of work contain the stalls of its present interval; the exposure's limits do not matter. Never
-    longer than the work itself, which is then saved once. None for a run that gets nowhere, at its present interval or
-    at any. Raises ValueError for a negative or infinite cost.
+    The exposure's hours of work contain the stalls of its present interval; the exposure's limits do not matter. The
+    interval is never longer than the work itself, which is then saved once. None for a run that never finishes, at its
+    present interval or at any other. Raises ValueError for a negative or infinite cost.
     """
     if not (0 <= save_cost_s < math.inf):
         raise ValueError(f"save_cost_s is {save_cost_s}; allowed: seconds, 0 or more")
@@ -63,7 +64,7 @@ def optimal(exposure: Exposure, save_cost_s: float) -> BestInterval | None:
     both = [_with_interval(alone, each, save_cost_s) for each in (present_s, best_s)]
     present, best = simulate_each(both, runs=_RUNS, attempts=_ATTEMPTS, unfinished=_CARRIED_ON)
     saved_usd = float(present.usd.mean() - best.usd.mean())
-    if saved_usd <= 0:  # equal to the last digit, or there is nothing to gain
+    if saved_usd <= 0:  # the intervals are equal to the last digit, or another interval saves nothing
         best_s, saved_usd, best = present_s, 0.0, present
     return BestInterval(
         interval_s=best_s,

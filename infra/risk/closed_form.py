@@ -1,4 +1,5 @@
-"""The closed form of the simulation: mean hours at a fixed hazard, and the hazard from which spot does not pay."""
+"""Computes in closed form, without simulation, the mean hours at a fixed hazard, and the hazard above which spot does
+not pay."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from gpufleet.infra.risk.gathering import mean_billed_h
 from gpufleet.infra.risk.hazard import gang, left_share
 from gpufleet.infra.risk.simulation import NOTICE_H, Exposure
 
-KEEPS_NOTHING = 100  # without checkpoints a run counts as if its interval were this many times its work
+KEEPS_NOTHING = 100  # number of times its work that stands for the interval of a run without checkpoints
 FINEST, HIGHEST = 1e-4, 10.0  # interruptions per node-hour: the finest step and the highest rate of the search
 
 
@@ -24,13 +25,13 @@ def expected_hours(exposure: Exposure, hazard: float) -> float:
     work_h = exposure.phase_ends_h[-1]
     if not hazard:
         return exposure.uninterrupted_h
-    hazard *= gang(exposure.nodes)  # any of the nodes interrupts the run
+    hazard *= gang(exposure.nodes)  # the loss of any node interrupts the run
     starts = (0.0, *exposure.phase_ends_h[:-1])
     shares = [(end - start) / work_h for start, end in zip(starts, exposure.phase_ends_h, strict=True)]
     missed = sum(
         s * (exposure.notice_missed if fit else 1.0) for s, fit in zip(shares, exposure.saves_fit, strict=True)
     )
-    torn = hazard * missed * exposure.interval_h / 2  # per hour of work
+    torn = hazard * missed * exposure.interval_h / 2  # losses per hour of work
     exponent = hazard * (exposure.restart_h + NOTICE_H)
     wait_h = mean_billed_h(exposure.wait_h, exposure.wait_sigma, exposure.gather_h, exposure.restart_h)
     if exposure.interval_h > KEEPS_NOTHING * work_h:
@@ -42,7 +43,7 @@ def expected_hours(exposure: Exposure, hazard: float) -> float:
     grown_h = work_h / (1 - torn)
     stretch_h = math.expm1(exponent) / hazard
     own_h = (1 + hazard * grown_h) * stretch_h + grown_h - NOTICE_H + exposure.setup_h - exposure.restart_h
-    return own_h * (1 + hazard * wait_h * left_share(exposure.nodes))  # who is left waits, billed
+    return own_h * (1 + hazard * wait_h * left_share(exposure.nodes))  # the remaining nodes wait, and are billed
 
 
 def break_even(exposure: Exposure, on_demand_usd: float) -> float | None:
@@ -62,4 +63,5 @@ def break_even(exposure: Exposure, on_demand_usd: float) -> float | None:
     while high - low > FINEST:
         middle = (low + high) / 2
         low, high = (low, middle) if dearer(middle) else (middle, high)
-    return 0.0 if high <= FINEST else high  # the lines' amounts may differ by rounding, so this is no hazard
+    # the lines' amounts may differ by rounding, so this small value does not count as a hazard
+    return 0.0 if high <= FINEST else high

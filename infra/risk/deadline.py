@@ -1,10 +1,11 @@
-"""The policy 'spot until slack runs out, then on-demand': at what hour to switch, and what it costs.
+"""Computes the policy 'spot until slack runs out, then on-demand': the hour of the switch, and the cost.
 
-Slack is the time left to the deadline beyond what the rest of the work takes on demand, restart included. It shrinks
-while the run waits for capacity, starts up, or repeats lost work; when slack is down to a margin, the run is ended with
-a checkpoint and goes on on demand, where the model assumes that a node is there at once. The margin is the least with
-which enough runs are on time. A run is on time if it is done before the job, which knows the deadline too, begins to
-stop. With `fleet.fallback: on-demand` a second fleet takes over, at a margin of its own (infra/bill/fallback.py).
+Slack is the time until the deadline minus the time that the rest of the work takes on demand, restart included. It
+shrinks while the run waits for capacity, starts up, or repeats lost work; when slack is down to a margin, the run is
+ended with a checkpoint and goes on on demand, where the model assumes that a node is there at once. The margin is the
+least with which enough runs are on time. A run is on time if it is done before the job, which knows the deadline too,
+begins to stop. With `fleet.fallback: on-demand` a second fleet takes over, at a margin of its own
+(infra/bill/fallback.py).
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _MARGINS = 16
 class DeadlinePlan:
     """When to switch to on demand, and the outcome. Hours are by the wall, from the run's start."""
 
-    hours_left: float  # to the deadline
-    stop_h: float  # how long before the deadline the job begins to stop
-    switch_h: float | None  # when a run that has done nothing switches; None: spot alone is on time; 0: at once
+    hours_left: float  # hours to the deadline
+    stop_h: float  # hours before the deadline at which the job begins to stop
+    # hours after which a run that has done nothing switches; None: spot alone is on time; 0: at once
+    switch_h: float | None
     typical_switch_h: float | None  # the median over the runs that switch; None: no run does
     margin_h: float  # the slack at which to switch
     on_time: float  # probability of being on time with the switch
@@ -84,13 +86,13 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
 
         sure = leaving(0.0)
         most = min(on_time, float((sure[2] <= by_h + 1e-6).mean()))  # a slow job may miss the deadline even on demand
-        # Small margins have finer steps, because a run mostly has to make up for one lost checkpoint interval.
+        # Small margins have finer steps, because a margin mostly has to cover one lost checkpoint interval.
         for margin_h in max(slack_h, 0.0) * np.linspace(0, 1, _MARGINS) ** 2:
             switch_h = max(0.0, slack_h - margin_h)
             begun, usd, wall = leaving(switch_h)
             if (wall <= by_h + 1e-6).mean() >= most:
                 break
-        # With too little slack a spot node gets nothing done, and is paid in vain.
+        # With too little slack a spot node gets nothing done, and its price is wasted.
         if sure[1].mean() < usd.mean() - 1e-9:
             margin_h, switch_h, (begun, usd, wall) = max(slack_h, 0.0), 0.0, sure
         met = float((wall <= by_h + 1e-6).mean())
@@ -111,7 +113,8 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
 
 def finished(begun: SimulatedRuns, spot: Exposure, on_demand: Exposure) -> tuple[Floats, Floats]:
     """(USD, hours by the wall) of runs that left spot and finish on demand."""
-    left_share = (begun.work_h - begun.done_h) / spot.phase_ends_h[-1]  # of the bill's work, what is still to do
+    # the part of the bill's work that is not done yet
+    left_share = (begun.work_h - begun.done_h) / spot.phase_ends_h[-1]
     start_h = np.where(begun.done_h > 0, on_demand.restart_h, on_demand.setup_h)
     rest_h = np.maximum(start_h + left_share * on_demand.phase_ends_h[-1], MINIMUM_H)
     more_h = np.where(begun.stopped, rest_h, 0.0)

@@ -1,6 +1,6 @@
-"""What it costs to gather several nodes. Nodes that are there wait for the missing nodes, and are billed. After a while
-the waiting nodes end, and AWS is asked for all nodes again from time to time. job/contract/gathering.py has the rule
-for how long nodes wait and how long the pauses between two requests are.
+"""Computes what it costs to gather several nodes. Nodes that exist wait for the missing nodes, and are billed. After a
+while the waiting nodes end, and AWS is asked for all nodes again from time to time. job/contract/gathering.py has the
+rule for how long nodes wait and how long the pauses between two requests are.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _POINTS = 2000  # equally likely values of a log-normal, from which its mean is 
 
 def gathered(wait_h: Floats, gather_h: Floats | float, boot_h: Floats | float) -> tuple[Floats, Floats]:
     """(hours until all nodes train again, hours billed for each waiting node), for waits that would have been `wait_h`
-    if no node had ended. `gather_h` is how long nodes wait, inf for ever. `boot_h` is a node's start. Each time that
-    AWS is asked in vain, the start and the wait after it are billed.
+    if no node had ended. `gather_h` is how long nodes wait, inf for ever. `boot_h` is a node's start. After each
+    request to AWS that does not bring all nodes, their start and their wait are billed.
     """
     if not (wait_h > gather_h).any():
         return wait_h, wait_h

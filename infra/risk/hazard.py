@@ -1,13 +1,13 @@
-"""How often AWS takes a spot node away, as a distribution: nobody knows next week's hazard of a zone.
+"""Models how often AWS takes a spot node away, as a distribution, because nobody knows next week's hazard of a zone.
 
 Three ways to know it, each a `Hazard`:
 
-- nothing known: a log-normal of public traces, by the number of GPUs of a node (`prior`);
+- nothing is known: a log-normal from public traces, by the number of GPUs of a node (`prior`);
 - a figure of the definition (`estimate.hazard_per_hour`): that figure, exactly;
 - learned (`learn`) from node-hours and interruptions that were seen, in traces or in the user's own receipts.
 
 Learning is a two-level model on ln hazard, solved on a grid: a type has a median, its zones spread around it, and each
-zone's interruptions are Poisson in its node-hours. So a zone's own history rules once it is long, a zone without
+zone's interruptions are Poisson in its node-hours. So a zone's own history decides once it is long, a zone without
 history gets the hazard of its type, and a type without history gets the prior. Three constants describe what real
 traces do beyond that: interruptions come in clusters, so a history says less than its count (`DISPERSION`); next week
 is not last month (`DRIFT`); and some nodes live for days and others for minutes in the same zone (`UNEVENNESS`).
@@ -34,7 +34,7 @@ from gpufleet.job.text import counted
 
 # Losses per hour of a node with one GPU, as zones of public traces have them: nine of 2023 (p3.2xlarge) 0.10 to 1.39,
 # geometric mean 0.31, sigma 0.88; thirteen of 2025 (one H100, GCP) 0.00 to 1.78, 0.14, 1.5; eight others of 2022 and
-# 2023 0.23 to 0.74. What this covers, each trace left out: bench/results/risk.md. Sources:
+# 2023 0.23 to 0.74. How well the prior covers each trace if that trace is left out: bench/results/risk.md. Sources:
 # github.com/skypilot-org/spot-traces at 221da1a, github.com/andylizf/skynomad-artifact at 62b9aaa (read 2026-11).
 # The power of a node's GPUs is an assumption until a second source stands behind it: nodes with 8 (p3.16xlarge,
 # p2.16xlarge, 2022, the first source) lost 0.64 to 1.32 where such with one lost 0.23 to 0.62, a factor of 2.7; 4 x L4
@@ -42,17 +42,17 @@ from gpufleet.job.text import counted
 HAZARD_MEDIAN, SIZE_POWER = 0.3, 0.5
 HAZARD_SIGMA = 1.2
 TRACES = "log-normal of public traces of 2022 to 2025"
-MOST_SIGMAS = 2.0  # hazards are cut here: beyond, where nothing was measured, runs never end and dominate every mean
+MOST_SIGMAS = 2.0  # highest hazard: above it nothing was measured, and runs that never end would dominate every mean
 HAZARD_WORDS = (("calm", 0.05), ("usual", 0.2), ("rough", 0.5))
 
 # Zones of one type spread by 0.9 to 1.5 in ln hazard, nearly all of the spread; the rest is left to types.
 ZONE_SIGMA = 1.0
-TYPE_SIGMA = 0.66  # with ZONE_SIGMA, HAZARD_SIGMA in all
+TYPE_SIGMA = 0.66  # together with ZONE_SIGMA it gives HAZARD_SIGMA
 
 # Three constants from the same authors' eight traces of 2022-10-26 (two zones, K80 and V100, 27 days), none of them
 # among the nine zones on which the result is measured: bench/results/risk.md.
 DISPERSION = 5.0  # variance over mean of interruptions per day
-DRIFT = 0.7  # of ln hazard between the halves of a trace, the noise of counting taken off
+DRIFT = 0.7  # standard deviation of ln hazard between the halves of a trace, minus the noise of counting
 # Sigma of ln hazard between nodes, log-normal factors assumed: 1.3 is the most likely value for the lives of those
 # nodes; 1.2 covers newer traces better.
 UNEVENNESS = 1.2
@@ -71,7 +71,7 @@ ZONE_WAIT_H, ZONE_WAIT_SIGMA = 0.45, 1.3
 ZONES_WAIT_H, ZONES_WAIT_SIGMA = 0.38, 1.2
 GANG_WAIT_H, GANG_WAIT_SIGMA = 0.5, 1.4
 
-# Two fifths of the median: what takes longer than that is mostly far longer, and billed for every node that is there.
+# Two fifths of the median: a wait that is longer than this is mostly far longer, and billed for every waiting node.
 GATHER_SHARE, LEAST_GATHER_H, MOST_GATHER_H = 0.4, 1 / 12, 0.5
 
 Floats = NDArray[np.float64]
@@ -160,7 +160,8 @@ def word(per_hour: float) -> str:
 
 
 class Key(NamedTuple):
-    """What a learned hazard is for. `zone` None: any other zone of the type."""
+    """The type and zone to which a learned hazard applies. `zone` is None for every zone of the type without
+    history."""
 
     type: str
     zone: str | None

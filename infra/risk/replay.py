@@ -1,8 +1,8 @@
-"""What a run would have cost in the hours of an availability trace, against the interval that the bill states.
+"""Computes what a run would have cost in the hours of an availability trace, beside the interval that the bill states.
 
 A replay begins the run at many hours of the trace. The run waits for the next stretch with capacity, keeps its node
-until the stretch ends, and pays by the rules of the simulation (`risk.account`); the trace takes the place of random
-numbers. A run that reaches the end of the trace goes on at its beginning, so that long runs are not left out.
+until the stretch ends, and pays by the rules of the simulation (`risk.account`); the trace replaces the random numbers.
+A run that reaches the end of the trace goes on at its beginning, so that long runs are included.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Replayed:
     p90_usd: float
     interruptions: float  # mean per run
     windows: int  # number of runs begun
-    independent: float  # how many runs fit into the trace one after another: the effective sample size
+    independent: float  # number of runs that fit into the trace one after another: the effective sample size
     scores: tuple[Score, ...]  # the bill's own forecast first
 
 

@@ -52,7 +52,7 @@ RUNS = 10_000
 SEED = 7
 _EDGE_H = 1e-9
 _CHUNK = 50_000  # runs simulated together: as many as fit the processor's cache
-_TOGETHER = 4_096  # how many numbers of a kind are drawn at once for late attempts
+_TOGETHER = 4_096  # count of random numbers of a kind that are drawn at once for late attempts
 MAX_ATTEMPTS = 200
 _NOWHERE = 1e4  # a run that needs more than this many times its finished work never ends
 
@@ -110,7 +110,7 @@ class Exposure:
     max_usd: float | None = None
     max_hours: float | None = None
     reserve_h: float = 0.0  # hours before a limit at which the job begins to stop, to save, upload and export
-    leave: PlannedEnd | None = None  # when the owner ends the run, with everything saved
+    leave: PlannedEnd | None = None  # the time at which the owner ends the run, with everything saved
     idle_h: float = 0.0  # hours that the node is held idle at the end; work that takes longer shortens these hours
     unknown: Unknown = NOTHING
 
@@ -182,7 +182,7 @@ class SimulatedRuns:
     """One value per simulated run."""
 
     usd: Floats
-    metered_usd: Floats  # as the job's meter counts, with interrupted first hours
+    metered_usd: Floats  # USD as the job's meter counts them, with interrupted first hours
     hours: Floats  # node-hours as `limits.max_hours` counts them, with free first hours
     wall_hours: Floats  # hours by the wall, with the waits for capacity
     idle_hours: Floats  # hours that each of several nodes is billed while it waits for the others
@@ -299,7 +299,8 @@ class _Nodes:
     ) -> None:
         self._luck, self._hazard, self._unevenness = luck, hazard, unevenness
         self._is_uneven, self._wait_h, self._wait_sigma = bool(np.any(unevenness)), wait_h, wait_sigma
-        self._ahead: tuple[int, Indices, NextNode] | None = None  # from which attempt, of which runs
+        # the attempt and the runs for which numbers were drawn ahead
+        self._ahead: tuple[int, Indices, NextNode] | None = None
 
     def __call__(self, active: Indices, attempt: int, wall_h: Floats) -> NextNode:
         """The nodes of the runs `active`. From attempt ATTEMPTS_IN_STEP on, `active` shrinks with each attempt."""
@@ -566,7 +567,7 @@ class Luck:
         mixed = (np.arange(5)[:, None, None] + 5 * of_run).astype(np.uint64)
         mixed *= _WEYL
         mixed += self._late
-        for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, np.uint64(1))):  # in place: half the time
+        for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, np.uint64(1))):  # in place, which takes half the time
             mixed ^= mixed >> np.uint64(shift)
             mixed *= factor
         life, far, turn, missed, lost = (mixed >> np.uint64(11)) * 2.0**-53
@@ -583,4 +584,4 @@ def _new_luck(seed: int, part: int, runs: int) -> Luck:
     return Luck(runs, np.random.SeedSequence(seed, spawn_key=(part,)))
 
 
-_kept_luck = lru_cache(maxsize=4)(_new_luck)  # of 10,000 runs: 13 MB
+_kept_luck = lru_cache(maxsize=4)(_new_luck)  # the random draws of 10,000 runs take 13 MB

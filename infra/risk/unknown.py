@@ -30,7 +30,7 @@ PAGE = 0.45  # if a web page says it: two of five published pairs of figures lay
 # on two nodes of 8 H100s (NVIDIA NeMo AutoModel, 2026-06), 15 % from one A100 to two, and 2 % from two to four
 # (vectorlm, 2024-05).
 PER_DOUBLING = 0.1
-SETUP = 0.3  # of ln set-up time, if assumed by family: assumption
+SETUP = 0.3  # sigma of ln set-up time, if that is assumed by family; itself an assumption
 SETUP_MEASURED = 0.1  # if a receipt's nodes were timed: assumption
 # Sigma of ln spot price: it grows as the root of the price's age. Nine zones of p3 spot over 45 days in 2023: 0.015
 # after a day, 0.046 after 7, 0.070 after 30, 0.098 after 44 (github.com/andylizf/skynomad-artifact, read 2026-11).
@@ -42,13 +42,13 @@ P90 = NormalDist().inv_cdf(0.9)  # p10 and p90 of a normal distribution lie this
 class Unknown:
     """Sigmas of the logarithms. By default everything is known."""
 
-    faster: float = 0.0  # of the hours of work, where they are below the median
-    slower: float = 0.0  # of the hours of work, where they are above the median
+    faster: float = 0.0  # sigma of the hours of work, where they are below the median
+    slower: float = 0.0  # sigma of the hours of work, where they are above the median
     shared: float = 0.0  # the part of `faster` and `slower` that one job has on every GPU alike
     device: str = ""  # the GPU whose draw the rest of the hours' factor uses: options on the same GPUs share the draw
-    price: float = 0.0  # of the node's price
+    price: float = 0.0  # sigma of the node's price
     offer: str = ""  # the offer whose draw the price uses
-    setup: float = 0.0  # of set-up and restart
+    setup: float = 0.0  # sigma of set-up and restart
 
     @property
     def is_drawn(self) -> bool:

@@ -1,4 +1,4 @@
-"""A sheet as a table of HTML; every text is escaped."""
+"""Writes a sheet as an HTML table; every text is escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A table whose columns are defined once: text for a terminal, HTML, Markdown and JSON use the same ones."""
+"""A table whose columns are defined once. Text for a terminal, HTML, Markdown and JSON use the same columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpufleet.infra import text
 class Column(NamedTuple):
     """One column: a figure of a row's object, or a key for programs."""
 
-    key: str  # its name for programs, by which a table selects it
+    key: str  # the column's name for programs, by which a table selects it
     head: str | None = None  # the heading for people; None: the key
     unit: str = ""  # for a number, which is right-aligned; empty: text
     digits: int | Callable[[Any], str] = str  # decimals, or a function that formats the value for people

@@ -1,8 +1,9 @@
 """A command's checkpoints: the host finds whole ones, copies and commits them, and puts one back before a start.
 
 A checkpoint counts as whole when all of its files are there, none is open for writing, two looks a second apart see the
-same, and no file's format shows a cut. A thread then copies it into ckpt/ and looks at it again. It is committed only
-if it has not changed: if the command has pruned or overwritten it meanwhile, the copy is thrown away.
+same, and no file's format shows a cut. A thread then copies it into ckpt/ and looks at it again. The thread commits the
+copy only if the checkpoint has not changed: if the command has deleted or overwritten it meanwhile, the thread discards
+the copy.
 
 The step of a checkpoint is the number in its name, if names count what the run counts. Otherwise it is the step that
 the command's lines had shown when the checkpoint was written. A commit keeps both, the name's and the lines'
@@ -34,13 +35,14 @@ from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.kind.command import PHASE, CommandConfig
 
 FILES = "files"  # folder below ckpt/step_N/ for the command's files, so that their names cannot clash with gpufleet's
-LOOK_S = 1.0  # seconds between two looks that must be equal
-LEAVING_S = 0.1  # the same after a stop was sent: the command may end as soon as it has saved
-FIRST_QUIET_S = 60.0  # how long the first checkpoint must be unchanged when nothing else shows that it is complete
-UNKNOWN_QUIET_S = 5.0  # how long a file must be unchanged when nobody can tell whether it is open
+LOOK_S = 1.0  # seconds between two looks, which must see the same
+LEAVING_S = 0.1  # these seconds after a stop was sent, because the command may end as soon as it has saved
+# seconds for which the first checkpoint must be unchanged if nothing else shows that it is complete
+FIRST_QUIET_S = 60.0
+UNKNOWN_QUIET_S = 5.0  # seconds for which a file must be unchanged if it is not known whether it is open
 SAVING_S = 5.0  # the longest pause between two files of one checkpoint
 AGAIN_S = 30.0  # seconds from a failed copy to the next try
-LEADER_S = 30.0  # how long a node at its end waits for the leader to announce its last checkpoint
+LEADER_S = 30.0  # seconds that a node at its end waits for the leader to announce its last checkpoint
 ARRIVAL_S = 0.02  # seconds that a line takes from the command to the host
 
 File = tuple[int, int]  # device and inode
@@ -48,8 +50,8 @@ File = tuple[int, int]  # device and inode
 
 @dataclass(slots=True)
 class Watched:
-    """A checkpoint that has begun: how it looked last, and since when. `still`: no process has it open. `doubtful`: a
-    process that may have had it open has ended.
+    """A checkpoint that the command has begun: its files at the last look, and since when they are unchanged. `still`:
+    no process has them open. `doubtful`: a process that may have had one open has ended.
     """
 
     found: FoundCheckpoint
@@ -61,7 +63,7 @@ class Watched:
 
 
 class LineReader(Protocol):
-    """What the checkpoints need to know from the command's output."""
+    """The facts from the command's output that the checkpoints need."""
 
     @property
     def val(self) -> Mapping[int, float]: ...
@@ -116,22 +118,23 @@ class CommandCheckpoints:
         self._before: set[int] = set()  # the command's processes at the last look
         self._say, self._clock = say, clock
         self._watched: dict[Key, Watched] = {}
-        self._put_back: dict[Key, FoundCheckpoint] = {}  # with their files before the start
-        # with their files when committed or put back, and the step
+        self._put_back: dict[Key, FoundCheckpoint] = {}  # restored checkpoints, with their files before the start
+        # committed or restored checkpoints, with their files at that time, and the step
         self._done: dict[Key, tuple[FoundCheckpoint, int]] = {}
-        self._number, self._offset = -1, 0  # of the newest; added to a name's number it gives the step
-        self._counts_else = False  # names were seen to count something else than the run's steps
+        self._number, self._offset = -1, 0  # of the newest checkpoint; added to the number in a name it gives the step
+        self._counts_else = False  # whether names were seen to count something other than the run's steps
         self._told: set[str] = set()
         self._evaluated = {-1}  # steps whose evaluation is in their commit
         self._looked_at = 0.0
         self._copying: tuple[Watched, Future[None]] | None = None
         self._pool = ThreadPoolExecutor(1, "snapshot")
-        self.reason: Reason = "timed"  # for what is committed from now on
-        self._signalled_at = math.inf  # by the disk's clock, which moves in steps of some ms; inf: no signal was sent
-        self._begun_before: set[Key] = set()  # those that were not committed at the signal
+        self.reason: Reason = "timed"  # for commits from now on
+        # the time by the disk's clock, which moves in steps of some ms; inf: no signal was sent
+        self._signalled_at = math.inf
+        self._begun_before: set[Key] = set()  # checkpoints that were not committed at the signal
 
     def restore(self) -> Commit | None:
-        """Puts the newest commit into the command's folder, and nothing else. Returns None if there is no commit; the
+        """Empties the command's folder and puts the newest commit into it. Returns None if there is no commit; the
         folder is then empty. Raises OSError.
         """
         self._settle()
@@ -159,8 +162,8 @@ class CommandCheckpoints:
         return newest
 
     def _newest(self) -> Commit | None:
-        found = [each for path in sorted(self._kept.glob(STEPS)) if (each := commit.read(path)) is not None]
-        return max(found, key=lambda each: each.step, default=None)
+        commits = [each for path in sorted(self._kept.glob(STEPS)) if (each := commit.read(path)) is not None]
+        return max(commits, key=lambda each: each.step, default=None)
 
     def copy_newest(self, target: Path) -> None:
         """Copies the files of the newest commit, if any, under the command's own names. Raises OSError."""
@@ -195,14 +198,14 @@ class CommandCheckpoints:
 
     @property
     def _is_settled(self) -> bool:
-        """Whether it is known which files a whole checkpoint has."""
+        """Whether gpufleet knows which files a whole checkpoint has."""
         return self.names.are_known or bool(self.names.learned) or (self._node > 0 and self._knows_parts)
 
     def _lacks(self, found: FoundCheckpoint) -> str:
         return self.names.lacks(found, is_part=self._node > 0)
 
     def find(self) -> list[FoundCheckpoint]:
-        """Every checkpoint that has begun, the newest last. Warns of those that can never be published."""
+        """Every checkpoint that has begun, the newest last. Warns of checkpoints that can never be published."""
         found = self.names.find(self.folder, self._user)
         for what, why in self.names.unfit.items():
             self._say_once(f"warning: {what} does not count, and is never published: {why}")
@@ -261,7 +264,8 @@ class CommandCheckpoints:
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, True))
 
     def end(self, *, by_itself: bool) -> None:
-        """Commits what the command has left whole, after all of its processes have ended. Waits until that is done.
+        """Commits the whole checkpoints that the command has left, after all of its processes have ended. Waits until
+        that is done.
 
         `by_itself`: the command ended well, so no file is cut. Otherwise a file that was not closed in two looks counts
         only if its format would show a cut.
@@ -283,20 +287,21 @@ class CommandCheckpoints:
             found = watched.found
             if self._lacks(found) or not (by_itself or self._node or self._is_settled or found is not there[-1]):
                 continue
-            # The writer of one that was looked at once may have ended before.
+            # The writer of a checkpoint that was looked at only once may have ended before that look.
             was_closed = watched.still and watched.since < self._looked_at
             if by_itself or was_closed or self._shows_a_cut(found):
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, False))
                 self._settle()
                 if not self._is_new(found):
-                    return  # older ones are not needed any more
+                    return  # older checkpoints are not needed any more
 
     def signalled(self) -> None:
-        """Notes that a signal is about to be sent: a save that has begun or is whole by now is not an answer to it."""
+        """Notes that a signal is about to be sent. A save that has begun or is whole by now is not an answer to this
+        signal."""
         self._begun_before = {each.key for each in self.find() if self._done.get(each.key, (None,))[0] != each}
         self._signalled_at, mark = 0.0, self._kept.parent / ".signalled"
         with suppress(OSError):  # if the disk is full, only the files' names show what they are
-            mark.touch()  # it comes last, because the command goes on saving during this look
+            mark.touch()  # this assignment comes last, because the command goes on saving during the look
             self._signalled_at = mark.stat().st_mtime_ns / 1e9
 
     def unanswered(self) -> None:
@@ -315,7 +320,7 @@ class CommandCheckpoints:
                 for name in each.files:
                     self._own.remove(self.folder / name)
                 for name in each.files:
-                    with suppress(OSError):  # removes only empty ones
+                    with suppress(OSError):  # removes only empty folders
                         self._own.remove_empty((self.folder / name).parent)
 
     def close(self) -> None:
@@ -429,7 +434,7 @@ class CommandCheckpoints:
             )
             unfinished.mkdir(parents=True, exist_ok=True)
             atomic.write_json(unfinished / COMMIT, record.to_json())
-            if folder.exists():  # an earlier start's, which will not be resumed
+            if folder.exists():  # a copy of an earlier start, which will not be resumed
                 shutil.rmtree(folder)
             unfinished.replace(folder)
         except BaseException:
@@ -442,7 +447,7 @@ class CommandCheckpoints:
         self._number, self.count = max(self._number, found.number or 0), self.count + 1
         self.counted = step if is_counted else self.counted
         self._done[found.key] = found, step
-        blocked_s = max(0.0, written - watched.begun)  # while it was written, as far as that was seen
+        blocked_s = max(0.0, written - watched.begun)  # the time in which it was written, as far as that was seen
         took = time.monotonic() - started
         took_s = round(blocked_s + took, 3)
         save = Save(step=step, reason=reason, bytes=record.bytes, blocked_s=round(blocked_s, 3), took_s=took_s)
@@ -460,17 +465,17 @@ class CommandCheckpoints:
 
     def _step(self, found: FoundCheckpoint, by_lines: int | None) -> tuple[int, bool]:
         """The checkpoint's step in the run, and whether a name or line gives it; without either it is the previous step
-        plus one. `told` is the step that lines had shown when its first file was whole.
+        plus one. `told` is the step that lines had shown when the checkpoint's first file was whole.
         """
         if self._node:
             return self._leaders_step[found.key], True
         number, counts_epochs = self._in_unit(found), "step" not in found.counts
         if counts_epochs and found.number == 0 and not self.count and not self._put_back:
-            # A name's 0 is the first epoch.
+            # The number 0 in a name stands for the first epoch.
             self._offset = 1 if self._config.unit == "epoch" else self._config.work.steps_per_epoch or 0
         if number is not None:
             number += self._offset
-            # A number in a name is no step if that step lies far after the one at which the checkpoint was begun.
+            # A number in a name is not a step if it is far above the step at which the checkpoint was begun.
             is_far = by_lines is not None and by_lines >= 2 * number and by_lines - number > 2 * self._lines.spread
             self._counts_else = self._counts_else or is_far
         known = by_lines if number is None or (self._counts_else and by_lines is not None) else number
@@ -491,12 +496,12 @@ class CommandCheckpoints:
         return any((look.device, look.inode) in (writing or ()) for look in found.files.values())
 
     def _settle(self) -> None:
-        """Waits for the copy that is being made."""
+        """Waits until the current copy is finished."""
         if self._copying is None:
             return
         (watched, copying), self._copying = self._copying, None
         error = copying.exception()
-        if error is None:  # a later overwrite begins now
+        if error is None:  # an overwrite after this counts as later
             self._watched.pop(watched.found.key, None)
         else:
             watched.since = self._clock()

@@ -18,9 +18,9 @@ FIRST_S, LONGEST_S = 2.0, 60.0  # seconds between two searches: each pause is tw
 SKIPPED = {".git", "__pycache__", ".venv", "venv", "node_modules", "wandb", "tb", "runs.tb"}
 KEPT_AS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".npz", ".npy", ".pkl", ".h5", ".keras", ".msgpack", ".tar")
 SHOWN = 3
-MOST = 10_000  # a search looks at so many new files of a folder
+MOST = 10_000  # the most new files of a folder at which a search looks
 TEMPORARY = re.compile(r"tmp|temp|part|lock|^\.", re.IGNORECASE)
-NO_CHECKPOINT = re.compile(  # what trainings write beside their checkpoints, by its path
+NO_CHECKPOINT = re.compile(  # files that trainings write beside their checkpoints, by a pattern for their paths
     r"(^|/)(__pycache__|\.git|wandb|\.cache|mlruns|\.ipynb_checkpoints)/|\.pyc$|tfevents|\.lock$|\.log$|\.csv$|\.txt$|\.md$"
     r"|\.(ya?ml|html|png|jpe?g|gif|svg|pdf|mp4|wav)$|metrics|history|\.tmp$|~$|\.part$"
     r"|(^|[/_.-])(config|args|arguments|hparams|hyperparam\w*|options|settings)\.\w+$"
@@ -58,7 +58,7 @@ class Search:
         written = list(dict.fromkeys(self._written()))
         for path in written:
             if (place := self._matching(path)) is not None:
-                return f"{_shown(path, self._folders.user)} was written, where nobody looks: {self._cure(place)}"
+                return f"{_shown(path, self._folders.user)} was written where nobody looks: {self._cure(place)}"
         written = [path for path in written if not NO_CHECKPOINT.search(_shown(path, self._folders.user))]
         inside = [path.relative_to(self._folder).as_posix() for path in written if path.is_relative_to(self._folder)]
         if inside:
@@ -77,7 +77,8 @@ class Search:
         return ""
 
     def _cure(self, place: str) -> str:
-        """What the definition needs for checkpoints in this folder; an empty `place` is the folder of the code."""
+        """The value that the definition needs for checkpoints in this folder; an empty `place` is the folder of the
+        code."""
         if not place:
             return "write job.workdir: '{checkpoints}', and {code}/ before the script's name in job.command"
         option = re.search(rf"(--?[\w.-]+[= ])(?:\./)?{re.escape(place.partition('/')[0])}\b", self._config.command)

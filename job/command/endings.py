@@ -1,4 +1,4 @@
-"""Judges the end of a command, from its exit code, how far it came and what it printed. Pure functions.
+"""Judges the end of a command by its exit code, its last step and its output. Pure functions.
 
 | Exit code | No stop was sent | After a stop |
 |---|---|---|
@@ -24,7 +24,7 @@ from typing import Literal
 
 from gpufleet.job.kind.command import CommandConfig
 
-REACHED = 0.99  # of the declared steps: the last ones may be logged nowhere
+REACHED = 0.99  # share of the declared steps that counts as all, because the last ones may be logged nowhere
 REASONS = {  # texts that many programs print
     "out of memory": re.compile(
         r"out of memory|outofmemory|cublas_status_alloc_failed|failed to cuda malloc|cannot allocate memory"
@@ -42,14 +42,14 @@ class End:
 
     code: int
     step: int  # the newest step that is known
-    is_told: bool = True  # whether a line or a checkpoint of this start showed that step
-    is_read: bool = True  # whether a printed line showed it
+    is_told: bool = True  # whether a line or a checkpoint of this start showed the newest step
+    is_read: bool = True  # whether a printed line showed the newest step
     spread: int = 1  # steps that may have been done after the newest known one
     saved: int = -1  # the step of the newest whole checkpoint
-    is_saved: bool = False  # this start has left a whole checkpoint
-    is_delivered: bool = False  # a file was written to the outputs after the last step was reported
-    restored: int | None = None  # the step of the checkpoint that the start was given
-    is_idle: bool = False  # the start reported no step, and wrote neither checkpoints nor outputs
+    is_saved: bool = False  # whether this start has left a whole checkpoint
+    is_delivered: bool = False  # whether a file was written to the outputs after the last step was reported
+    restored: int | None = None  # the step of the checkpoint that was restored for this start
+    is_idle: bool = False  # whether the start reported no step, and wrote neither checkpoints nor outputs
     follows: bool = False  # this node is not the first of several, which alone has to print and save
     lines: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()  # lines with numbers that job.progress.stdout does not match
@@ -82,7 +82,7 @@ class End:
 
 
 def _plain(text: str) -> str:
-    """The text without what differs between starts: process ids, addresses, sizes, times."""
+    """The text without the parts that differ between starts: process ids, addresses, sizes, times."""
     return re.sub(r"0x[0-9a-f]+|[0-9]+", "#", text)
 
 
@@ -129,7 +129,7 @@ def _contradiction(config: CommandConfig, end: End) -> str:
         )
     if total is None or config.work.early or is_reached or end.is_delivered:
         return ""
-    if not end.is_told and end.is_saved:  # no line shows how far it came, but it has saved
+    if not end.is_told and end.is_saved:  # no line shows the last step, but the command has saved
         return ""
     if not end.is_told:
         hint = _unread(end) or ", and no line told a step: job.progress says which lines do"

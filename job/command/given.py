@@ -1,4 +1,4 @@
-"""What a command gets: folders, placeholders, environment and secrets; and how secrets are blanked in its output."""
+"""Prepares the folders, placeholders, environment and secrets of a command, and blanks secrets in its output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpufleet.job.contract.workdir import CODE, KEPT, NAMED, OUTPUTS, STATE, STO
 from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.kind.command import CommandConfig, filled
 
-PROGRESS = "progress.jsonl"  # below the user's folder, where the command names no file of its own
+PROGRESS = "progress.jsonl"  # file for JSON lines below the user's folder, if the definition names no other
 HIDDEN = 8  # secrets shorter than this many characters are not blanked in the output
 BLANK = b"***"
 ALONE = {"nodes": "1", "node_rank": "0", "master": "127.0.0.1", "port": "29400"}  # values for a run on one node
@@ -34,7 +34,8 @@ class Folders:
 
     @property
     def own(self) -> ForeignFolder:
-        """All of these folders, opened so that the running command cannot redirect whoever works in them."""
+        """All of these folders, opened in such a way that the running command cannot redirect a process that works in
+        them."""
         return ForeignFolder(self.user)
 
     @property
@@ -91,7 +92,7 @@ class Folders:
 def variables(
     config: CommandConfig, folders: Folders, values: Mapping[str, str | int], *, stack: str, attempt: int
 ) -> dict[str, str]:
-    """The environment of each start, without secrets and without what a resume adds."""
+    """The environment of each start, without secrets and without the variables that a resume adds."""
     facts = {
         **{name: str(values[name]) for name in ("run", "gpus", "checkpoints", "outputs", "state", "ranks", *ALONE)},
         "attempt": str(attempt),
@@ -105,7 +106,7 @@ def variables(
     }
     some_gpus = config.device == "cuda" and config.gpus is not None
     return {
-        "PYTHONUNBUFFERED": "1",  # else its output into a pipe comes in blocks of 8 KB
+        "PYTHONUNBUFFERED": "1",  # otherwise Python writes its output into a pipe in blocks of 8 KB
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(config.stop.grace_s)),  # torchrun's default is 30 s
         "WANDB_RUN_ID": f"{stack}-{values['run']}",
         "WANDB_RESUME": "allow",
@@ -122,19 +123,19 @@ def progress_file(config: CommandConfig, folders: Folders, values: Mapping[str, 
 
 
 def secrets(references: Mapping[str, str], ask: Callable[[str, str], str] | None = None) -> dict[str, str]:
-    """The secrets' values, from where the definition says, in a rehearsal from the environment. Raises ValueError,
-    which never contains a value, for a secret that does not exist or cannot be read; any other error is a fault of
-    this node.
+    """The secrets' values, from the places that the definition names; in a rehearsal from the environment. Raises
+    ValueError, which never contains a value, for a secret that does not exist or cannot be read; any other error is a
+    fault of this node.
     """
-    found = {}
+    values = {}
     for name, reference in references.items():
         kind, _, place = reference.partition(":")
         rehearsed = os.environ.get(environment.SECRET + name)
         try:
-            found[name] = rehearsed if rehearsed is not None else (ask or _asked)(kind, place)
+            values[name] = rehearsed if rehearsed is not None else (ask or _asked)(kind, place)
         except LookupError as error:
             raise ValueError(f"job.secrets.{name}: {reference} cannot be read: {error}") from None
-    return found
+    return values
 
 
 def _asked(kind: str, place: str) -> str:
@@ -168,7 +169,7 @@ class Mask:
 
 
 def _parts(value: str) -> Iterator[str]:
-    """The parts of a secret that must be hidden by themselves."""
+    """The parts of a secret that must be hidden even where they appear alone."""
     yield from (value, *value.splitlines())
     with suppress(ValueError, RecursionError):
         waiting = [json.loads(value)]

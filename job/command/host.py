@@ -39,10 +39,11 @@ from gpufleet.job.text import counted, printable
 
 TICK_S = 0.1
 CALM_S = 1.0  # between two looks at processes and watchdogs
-LEFTOVER_S = 10.0  # for processes that are left after the command has ended
+LEFTOVER_S = 10.0  # seconds for processes that still run after the command has ended
 HOLD_S = 60.0  # between two messages of a node that is held
 SETUP, NETWORK, COMMAND = "setup", "network", "command"
-SETUP_BEGINS, SETUP_ENDS = "the set-up begins", "the set-up has ended"  # a rehearsal shows the lines between
+# a rehearsal shows the lines between these two texts
+SETUP_BEGINS, SETUP_ENDS = "the set-up begins", "the set-up has ended"
 WHAT = {SETUP: "the set-up", NETWORK: "the pre-flight", COMMAND: "the command"}
 CODES: dict[Verdict, int] = {
     "finished": TrainerExit.FINISHED,
@@ -110,7 +111,7 @@ class Host:
             clock=self.clock,
             moment=self.clock.moment,
         )
-        self.is_there = False  # whether its first process exists
+        self.is_there = False  # whether the first process of the place exists
         self.is_set_up = not self.config.setup.strip()
         self.asks_network = nodes > 1 and self.config.device == "cuda"
         self.place: Place | None = None
@@ -167,13 +168,15 @@ class Host:
                 self._leave_place()
             if name == NETWORK and self.place is not None:
                 self.asks_network = False
-                found = network.read(end.code, end.lines, float(os.environ.get(environment.GBPS, 0)), say)
-                self._note(found)
-                if not found.problems:
+                measured = network.read(end.code, end.lines, float(os.environ.get(environment.GBPS, 0)), say)
+                self._note(measured)
+                if not measured.problems:
                     continue
                 if not (self.workdir / ACCEPT).exists():
-                    return "refused", "; ".join(found.problems), end, None
-                self.warn(f"nodes before it were refused for this, and this one goes on: {'; '.join(found.problems)}")
+                    return "refused", "; ".join(measured.problems), end, None
+                self.warn(
+                    f"nodes before it were refused for this, and this one goes on: {'; '.join(measured.problems)}"
+                )
                 continue
             if name == SETUP:
                 say(SETUP_ENDS)
@@ -184,7 +187,7 @@ class Host:
         return *start.judge(end, before), end, Stop.read(self.workdir)
 
     def _command(self, restored: Commit | None) -> str:
-        """The command line, with what a resume adds to it."""
+        """The command line, with the words that a resume adds."""
         values = dict(self.values)
         text = filled(self.config.command, values).rstrip()
         if restored is not None and self.config.resume.args:
@@ -203,7 +206,7 @@ class Host:
         return {**environ, **self.secrets}
 
     def _run(self, start: CommandStart, what: str, command: str, name: str) -> End:
-        """Runs set-up or command until no process of it is left. Raises GoneError."""
+        """Runs the set-up or the command until none of its processes is left. Raises GoneError."""
         own = self.folders.own
         own.remove(self.folders.stop_file)
         if self.place is None:
@@ -221,12 +224,12 @@ class Host:
         while True:
             now = self.clock()
             self.is_there = self.place.poll()
-            if self.is_there:  # start nothing that nobody could watch
+            if self.is_there:  # do not start a command that nobody could watch
                 self.scripts.offer()
             self.progress.poll()
             code = self.scripts.code(name) if code is None else code
             refusal = ""
-            if what == COMMAND:  # once the command has ended, `end` commits
+            if what == COMMAND:  # after the command has ended, `end` commits
                 refusal = start.look(commit=code is None or left_at is not None)
             if why == "":
                 why = self._why_not(start, what, watch, refusal)
@@ -318,12 +321,12 @@ class Host:
         return count * step_s if count is not None and step_s else None
 
     def _spent(self) -> float | None:
-        found = Spent.read(self.workdir)
-        return None if found is None else float(found.spent_usd)
+        spent = Spent.read(self.workdir)
+        return None if spent is None else float(spent.spent_usd)
 
     def _prune(self) -> None:
-        if self.config.checkpoint.keep_on_disk is not None and (found := Spent.read(self.workdir)) is not None:
-            self.checkpoints.prune(found.published)
+        if self.config.checkpoint.keep_on_disk is not None and (spent := Spent.read(self.workdir)) is not None:
+            self.checkpoints.prune(spent.published)
 
     def _ask_to_save(self) -> None:
         """Asks for a save because the machine may go away soon, if the command has a signal for that."""
@@ -341,7 +344,7 @@ class Host:
             self.checkpoints.unanswered()
 
     def _send(self, name: str) -> bool:
-        """Sends a signal to the command; whether a process survives it."""
+        """Sends a signal to the command. Returns whether a process survives it."""
         if self.place is None or not self.is_there:
             return False
         count, is_survived = self.place.send(name)
@@ -401,7 +404,7 @@ class Host:
             say(f"warning: outputs {text}: {counted(len(left), 'file')} left on the node, the first {left[0]}")
 
     def _summarise(self, end: End) -> None:
-        """Writes results.json, which every finished run leaves."""
+        """Writes results.json, which every finished run has."""
         newest = self.checkpoints.newest
         tree = {
             "schema": 1,
@@ -414,7 +417,7 @@ class Host:
             atomic.write_json(self.workdir / RESULTS, {**tree, "val_loss": self.progress.val.get(newest)})
 
     def _leave_place(self) -> None:
-        """Removes the container, and with it what the set-up did."""
+        """Removes the container, and with it the changes that the set-up made."""
         if self.place is not None:
             self.place.close()
         self.place, self.is_there, self.is_set_up = None, False, not self.config.setup.strip()

@@ -19,7 +19,7 @@ CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?
 COUNTS, TOTALS, LOSSES = ("step", "epoch", "batch"), ("total", "batches"), ("loss", "val")
 _THOUSANDS = r"[0-9]{1,3}(?:[,_'’][0-9]{3})+(?![0-9])"
 _BAR = re.compile(r"(?P<words>[^|]*?)[0-9]+(?:\.[0-9]+)?%\|")  # as tqdm draws it
-# Words before a bar. A bar with words of the second kind is not the training's.
+# Words before a progress bar. A bar with words of the second kind does not belong to the training.
 _TRAINS = re.compile(r"\b(steps?|epochs?|iter(ation)?s?|train\w*|batch(es)?|updates?|fine-?tun\w*)\b", re.IGNORECASE)
 _ELSE = re.compile(
     r"\b(map|filter|load|download|fetch|tokeni[sz]|resolv|generat|extract|prepar|process|cach|shard|upload|sav|check|data"
@@ -56,10 +56,10 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counting:
-    """What the lines have shown about how the run counts; kept with each checkpoint."""
+    """The way in which the run counts, as far as the lines have shown it. It is kept with each checkpoint."""
 
     unit: Unit
-    batches: int | None = None  # in a whole epoch
+    batches: int | None = None  # steps in a whole epoch
     base: int | None = None  # the number of the first epoch, 0 or 1
     first: Position | None = None  # the first position in a start without a checkpoint
     newest: Position | None = None  # the last position before the checkpoint
@@ -70,7 +70,8 @@ class Counting:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any], unit: Unit, batches: int | None) -> Counting:
-        """The counting that a checkpoint has kept. `batches` are those of an epoch, as the definition states them."""
+        """The counting that a checkpoint has kept. `batches` is the number of batches in an epoch that the definition
+        states."""
         numbers = ("batches", "base", "interval")
         kept = {key: value if type(value := tree.get(key)) is int else None for key in numbers}
         return cls(
@@ -97,14 +98,14 @@ class Counting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputLine:
-    """The content of a line. `total` is that of its counter; `words` stand before its bar."""
+    """The content of a line. `total` is the total of its counter; `words` are the words before its progress bar."""
 
     text: str
     place: Position | None
     total: int | None
     figures: Mapping[str, float]
-    is_other: bool = False  # the bar counts something other than training
-    is_doubtful: bool = False  # the words before the bar do not tell what it counts
+    is_other: bool = False  # whether the bar counts something other than training
+    is_doubtful: bool = False  # whether the words before the bar do not tell what the bar counts
 
     @classmethod
     def from_groups(cls, groups: Mapping[str, Any], text: str = "") -> OutputLine:

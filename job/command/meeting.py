@@ -7,7 +7,7 @@ from collections.abc import Callable
 from gpufleet.job.kind.command import STATIC
 from gpufleet.job.text import counted
 
-STABLE_S = 10.0  # when the numbers have been the same for so long, all ranks of a node have started
+STABLE_S = 10.0  # seconds after which unchanged numbers mean that all ranks of a node have started
 FLAGS = (
     f"With torchrun write {STATIC}; with accelerate, --num_machines {{nodes}} --machine_rank {{node_rank}}"
     " --main_process_ip {master} --main_process_port {port} --num_processes {ranks} (it starts none on a CPU: rehearse"
@@ -24,7 +24,7 @@ class Meeting:
         self._nodes, self._gpus, self._clock = nodes, gpus, clock
         self._size, self._here, self._since = 0, 0, 0.0
         self.is_open = nodes > 1
-        self.has_first = False  # rank 0 is one of this node's, by its number
+        self.has_first = False  # whether rank 0 is on this node, by its number
         self.why = ""  # why the command is refused
 
     def look(self, seen: tuple[int, int, bool] | None) -> None:
@@ -40,7 +40,7 @@ class Meeting:
             self.settle()
 
     def settle(self) -> None:
-        """Takes the numbers that were seen last as final."""
+        """Takes the last seen numbers as final."""
         if self.is_open and self._size:
             self.is_open = False
             if not self._meets:
@@ -57,6 +57,6 @@ class Meeting:
 
     @property
     def _meets(self) -> bool:
-        """Whether there are ranks on the other nodes too. A node may have more or fewer ranks than GPUs."""
+        """Whether ranks on the other nodes take part too. A node may have more or fewer ranks than GPUs."""
         least = self._nodes * self._here
         return self._size == least or self._size >= max(least, self._nodes * self._gpus)

@@ -28,13 +28,14 @@ ZIPPED = (".pt", ".pth", ".ckpt", ".bin", ".npz", ".zip")  # torch.save's files,
 PICKLED = ".metadata"  # the name of torch.distributed.checkpoint's
 MOST_STEPS = 10**8  # names in ckpt/ have eight digits
 MOST_JSON = 64 * 1024 * 1024
-MOST_HEADER = 100_000_000  # of a .safetensors file, as in its library, and of a .metadata that is parsed
+# bytes of the header of a .safetensors file, as in its library, and of a .metadata that is parsed
+MOST_HEADER = 100_000_000
 Key = tuple[str, int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file as it was seen. `renamed`: its inode changed after its last write, as by a rename."""
+    """A file at one look. `renamed`: its inode changed after its last write, as it does when a file is renamed."""
 
     inode: int
     device: int
@@ -50,8 +51,8 @@ class FileState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundCheckpoint:
-    """The files of one checkpoint, by their names below the folder of checkpoints. `inner`: their names below its own
-    folder; `places`: its files, or the folders that they are in where the definition names a folder.
+    """The files of one checkpoint, by their names below the folder of checkpoints. `inner`: the names below the
+    checkpoint's own folder. `places`: the files, or the folders in which they are if the definition names a folder.
     """
 
     counts: Mapping[str, int]  # the numbers in its names, by `step` and `epoch`; may be empty
@@ -67,17 +68,17 @@ class FoundCheckpoint:
 
     @property
     def key(self) -> Key:
-        """The key that distinguishes it from other checkpoints of its folder."""
+        """The key that distinguishes the checkpoint from others in its folder."""
         return self.folder, self.number
 
     @property
     def series(self) -> str:
-        """The kind of its folder: exp and exp2 are of the same kind, pretrain and tune are not."""
+        """The kind of the checkpoint's folder: exp and exp2 are of the same kind, pretrain and tune are not."""
         return re.sub(r"[-_.]?\d+", "", self.folder)
 
     @property
     def title(self) -> str:
-        """Its name for use in a sentence."""
+        """The checkpoint's name for use in a sentence."""
         return _title(self.counts)
 
     @property
@@ -101,13 +102,14 @@ class FoundCheckpoint:
         return replace(self, files=files, inner={name: self.inner[name] for name in files}, places=outer)
 
     def is_anew(self, before: FoundCheckpoint) -> bool:
-        """Whether it was written again after `before` was seen. A file added to its folder does not count."""
+        """Whether the checkpoint was written again after `before` was seen. A file added to its folder does not
+        count."""
         changed = any(name in before.files and before.files[name] != look for name, look in self.files.items())
         return changed or bool(self.places - before.places)
 
 
 class Names:
-    """The names that a definition gives, and what was learned about them from the first whole checkpoint."""
+    """The names that a definition gives, and facts about them that the first whole checkpoint has shown."""
 
     def __init__(self, config: CommandConfig, prefix: str = "") -> None:
         """`prefix`: the part of a file's key before its name in the bucket."""
@@ -138,8 +140,8 @@ class Names:
 
     def find(self, folder: Path, allowed: Path) -> list[FoundCheckpoint]:
         """Every checkpoint that has begun, the newest last: by the numbers in its names, else by the time of writing.
-        Those that could never be published, because no store or reader would take them, are left out: `unfit` has
-        these. A link's target must lie below `allowed`.
+        Checkpoints that could never be published, because no store or reader would accept them, are omitted: `unfit`
+        has these. A link's target must lie below `allowed`.
         """
         made: dict[tuple[str, tuple[tuple[str, int], ...]], list[tuple[str, str, str, FileState]]] = {}
         unfit: dict[tuple[str, tuple[tuple[str, int], ...]], str] = {}
@@ -182,12 +184,12 @@ class Names:
 
     def companions(self, folder: Path, allowed: Path) -> dict[str, int]:
         """Sizes in bytes of the files that are kept with each checkpoint, by their names below the folder."""
-        found = {}
+        sizes = {}
         for name, look in ForeignFolder(allowed).files(folder):
             if any(pattern.fullmatch(name) for pattern in self._also) and not self._problem(name, {}):
                 with suppress(OSError):
-                    found[name] = look().st_size
-        return found
+                    sizes[name] = look().st_size
+        return sizes
 
     def _problem(self, name: str, counts: Mapping[str, int]) -> str:
         """Why a checkpoint with a file of this name cannot be published; empty when it can."""
@@ -204,8 +206,8 @@ class Names:
 
     def lacks(self, found: FoundCheckpoint, *, is_part: bool = False) -> str:
         """What is missing from the checkpoint, in words; empty when it is complete. For the part of a node that follows
-        another one, earlier parts show what belongs to it, because the file that completes a checkpoint is the
-        leader's.
+        another, earlier parts show which files belong to it, because only the leader has the file that completes a
+        checkpoint.
         """
         if is_part:
             return self._unlike_learned(found)
@@ -322,7 +324,7 @@ def _tells_itself(opened: Callable[[str], BinaryIO], name: str) -> bool:
 
 
 def _checked(file: BinaryIO, name: str) -> tuple[str, bool]:
-    """Why the file cannot be whole, and whether its format tells."""
+    """Why the file cannot be whole, and whether its format would show a cut at all."""
     size, head = os.fstat(file.fileno()).st_size, file.read(8)
     suffix = PurePath(name).suffix
     if suffix in ZIPPED:
@@ -344,7 +346,7 @@ def _checked(file: BinaryIO, name: str) -> tuple[str, bool]:
         return ("" if whole else "it is another length than its header says"), True
     if name == PICKLED and head.startswith(b"\x80") and size < MOST_HEADER:
         try:
-            for _ in pickletools.genops(head + file.read()):  # parses without making objects
+            for _ in pickletools.genops(head + file.read()):  # parses the pickle without making objects
                 pass
         except ValueError:
             return "its pickle has no end", True

@@ -14,7 +14,7 @@ from gpufleet.job.contract.messages import Preflight
 
 PROGRAM = "between.py"
 NO_TORCHRUN = 3
-FURTHER = 500  # added to the command's port, so that its ranks never meet those of a pre-flight
+FURTHER = 500  # the difference to the command's port, so that the command's ranks never meet those of a pre-flight
 
 
 def command(scripts: Scripts, values: Mapping[str, str | int]) -> str:

@@ -1,7 +1,7 @@
 """A command's output: splits its bytes into lines, and finds the cause of the command's end.
 
-The cause is the first of the command's exceptions that nothing followed. A launcher's exception is about the process
-that it started, and other ranks' are about the rank that was gone.
+The cause is the first of the command's exceptions after which training did not go on. A launcher's exception is about
+the process that it started, and exceptions of other ranks are about the rank that was lost.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from gpufleet.job.command.lines import CONTROL
 
 LAST = 20  # lines in the message about an end
 LONGEST = 32 * 1024  # longer lines are cut
-FINISH_S = 10.0  # the longest time to read what is left in the pipe
+FINISH_S = 10.0  # seconds for reading the rest of the pipe
 BAR_S = 10.0  # seconds between two states of a progress bar in the log
-SAMPLES = 3  # how many unread lines with numbers are kept as samples
+SAMPLES = 3  # number of unread lines with numbers that are kept as samples
 SURVIVED = 3  # an exception with this many steps after it did not end the command
 
 EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?::|$)")
@@ -43,7 +43,7 @@ class CauseOfEnd:
         self._is_traced = self._is_chained = False
 
     def take(self, line: str, *, tells_step: bool) -> None:
-        """Takes the next line. `tells_step` says whether the line shows that training goes on."""
+        """Takes the next line. `tells_step` says whether the line reports a step, so that training goes on."""
         self._steps += tells_step
         if self.text and self._steps >= SURVIVED:
             self.text, self._weight = "", 0

@@ -1,9 +1,10 @@
 """Where a command runs: in a container that the node starts (docs/own-training.md), or as processes of this machine.
 
-In both cases the first process is `sh first.sh`, which outlives what it starts. It reads the name of a script from a
-pipe, runs the script, and writes its exit code to a file. So each start has what the set-up installed, and the end of
-the command ends no process that still saves. Host and container talk through small files in WORKDIR/control/job, the
-only folder of gpufleet that the container sees; requests to the node are in the folder above it.
+In both cases the first process is `sh first.sh`, which outlives the processes that it starts. It reads the name of a
+script from a pipe, runs the script, and writes its exit code to a file. So each start has the packages that the set-up
+installed, and the end of the command does not end a process that still saves. Host and container talk through small
+files in WORKDIR/control/job, the only folder of gpufleet that the container sees; requests to the node are in the
+folder above it.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class Scripts:
     def __init__(self, workdir: Path) -> None:
         self.folder = workdir / CONTROL / SCRIPTS
         self._waiting: list[tuple[Path, bytes]] = []
-        self._pipe: int | None = None  # to the first process that waits, while it is written
-        self.began = False  # names of scripts asked for
+        self._pipe: int | None = None  # text for the first process, which waits for it, while it is written
+        self.began = False  # names of scripts that were requested
         self.folder.mkdir(parents=True, exist_ok=True)
         self._own = ForeignFolder(self.folder)
         self._own.empty(self.folder)
@@ -90,7 +91,7 @@ class Scripts:
         self._waiting = [(self.folder / NEXT, f"{name}\n".encode()), (self.folder / f"{name}.env", exports.encode())]
 
     def put(self, name: str, content: bytes) -> Path:
-        """Writes a file for the scripts; its path is the same for them."""
+        """Writes a file for the scripts; the scripts see it at the same path."""
         self._own.write(self.folder / name, content)
         return self.folder / name
 
@@ -123,7 +124,8 @@ class Scripts:
         with suppress(OSError), self._own.open(self.folder / f"{name}.code") as file:
             digits = file.read(16)
             if digits.endswith(b"\n"):
-                return int(digits) % 256 if digits.strip().isdigit() else 1  # any other content comes from the command
+                # any other content was written by the command
+                return int(digits) % 256 if digits.strip().isdigit() else 1
         return None
 
     def close(self) -> None:
@@ -174,8 +176,8 @@ class WatchedContainer(NodeContainer):
         return self._watcher is not None
 
     def alive(self) -> list[int]:
-        found: list[int] = self._ask("alive")
-        return found
+        pids: list[int] = self._ask("alive")
+        return pids
 
     def send(self, signal: str) -> tuple[int, bool]:
         count, is_survived = self._ask(f"send {signal}")

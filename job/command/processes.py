@@ -3,7 +3,7 @@
 As a program, `python -I processes.py PARENT WORD...` is the guard of a command without a container: what it starts
 stays below it and ends when PARENT ends. `python -I processes.py watch FOLDER` runs where the command's processes are
 visible and answers questions about them at a socket in FOLDER. The file uses only the standard library, so that it can
-be started by its path. Without /proc (macOS, in rehearsals) less is known.
+be started by its path. Without /proc (macOS, in rehearsals) these functions know less.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROC = Path("/proc")
 KNOWN = (PROC / "self" / "stat").exists()
 ADOPT, DIE_WITH_PARENT = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG: linux/prctl.h; kept across execve
 EXITING = 0x4  # PF_EXITING in a process's flags: linux/sched.h
-GONE_S = 10.0  # for killed processes to be gone; one that waits for a lost GPU stays
+GONE_S = 10.0  # seconds for killed processes to end; a process that waits for a lost GPU does not end
 KILLED = 137
 SOCKET = "socket"  # a socket in this folder answers questions
 ANSWER_S = 60.0
@@ -49,14 +49,15 @@ def descendants(first: int) -> list[int]:
 
 
 def alive(first: int) -> list[int]:
-    """Processes below `first` that have not begun to exit. One that exits closes its files before it is gone, so a file
-    that is closed says nothing about the save of a process that was there.
+    """Processes below `first` that have not begun to exit. A process that exits closes its files before it is gone. So
+    a closed file does not prove that a process which ended meanwhile has finished its save.
     """
     return [pid for pid in descendants(first) if not _is_exiting(pid)]
 
 
 def _is_exiting(pid: int) -> bool:
-    fields = _read(pid, "stat").rpartition(b")")[2].split()  # from the process's state on; flags are the seventh
+    # the fields from the process's state on; flags are the seventh
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
     return len(fields) > 6 and bool(int(fields[6]) & EXITING)
 
 
@@ -65,31 +66,31 @@ def _walk(first: int) -> list[int]:
     below: dict[int, list[int]] = {}
     for pid, parent in parents.items():
         below.setdefault(parent, []).append(pid)
-    found, waiting = [], [first]
+    pids, waiting = [], [first]
     while waiting:
         for pid in sorted(below.get(waiting.pop(0), [])):
-            found.append(pid)
+            pids.append(pid)
             waiting.append(pid)
-    return found
+    return pids
 
 
 def _parents() -> dict[int, int]:
     """The parent of every living process, by id."""
-    found = {}
+    parents = {}
     if not KNOWN:
         listed = subprocess.run(["ps", "-axo", "pid=,ppid=,stat="], capture_output=True, text=True, check=False).stdout
         for line in listed.splitlines():
             pid, parent, state = line.split()
             if not state.startswith("Z"):
-                found[int(pid)] = int(parent)
-        return found
+                parents[int(pid)] = int(parent)
+        return parents
     for name in os.listdir(PROC):  # noqa: PTH208 - names alone, ten times a second
         if name.isdigit():
             with suppress(OSError, ValueError):
                 state, parent = (PROC / name / "stat").read_text().rpartition(")")[2].split()[:2]
                 if state != "Z":
-                    found[int(name)] = int(parent)
-    return found
+                    parents[int(name)] = int(parent)
+    return parents
 
 
 def catches(pid: int, number: int) -> bool:
@@ -141,8 +142,8 @@ def addressees(first: int, number: int) -> list[int]:
 
 def _rank(pid: int) -> bytes | None:
     """The process's rank from its launcher; None without one."""
-    found = [each for each in _read(pid, "environ").split(b"\0") if each.startswith((b"LOCAL_RANK=", b"RANK="))]
-    return b" ".join(sorted(found)) or None
+    variables = [each for each in _read(pid, "environ").split(b"\0") if each.startswith((b"LOCAL_RANK=", b"RANK="))]
+    return b" ".join(sorted(variables)) or None
 
 
 def world(first: int) -> tuple[int, int, bool] | None:
@@ -153,12 +154,12 @@ def world(first: int) -> tuple[int, int, bool] | None:
     Numbers in the environment of a shell or launcher do not count: it replaces them for the ranks that it starts.
     """
     parents, replaced = _parents(), set[int]()
-    numbers = {pid: found for pid in descendants(first) if (found := _numbers(pid)) is not None}
+    numbers = {pid: numbers_of_rank for pid in descendants(first) if (numbers_of_rank := _numbers(pid)) is not None}
     for pid in reversed(numbers):
         parent = parents.get(pid, 0)
         if pid in replaced or numbers.get(parent) != numbers[pid]:
             replaced.add(parent)
-    ranks = {found for pid, found in numbers.items() if pid not in replaced}
+    ranks = {numbers_of_rank for pid, numbers_of_rank in numbers.items() if pid not in replaced}
     size = max((each[0] for each in ranks), default=0)
     if not size:
         return None
@@ -191,8 +192,8 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def send(first: int, name: str) -> tuple[int, bool]:
-    """Sends a signal (TERM, INT, USR1, USR2) to its addressees below `first`; returns how many there are, and whether
-    one of them survives it.
+    """Sends a signal (TERM, INT, USR1, USR2) to its addressees below `first`; returns the number of addressees, and
+    whether one of them survives the signal.
     """
     number = int(signal.Signals[f"SIG{name}"])
     to = addressees(first, number)
@@ -209,7 +210,7 @@ def _send(pids: Iterable[int], number: int) -> None:
 
 
 def kill(first: int) -> bool:
-    """Kills all processes below `first`, also those that fork meanwhile.
+    """Kills all processes below `first`, including those that are forked meanwhile.
 
     Returns False if one of them cannot be killed.
     """
@@ -262,8 +263,8 @@ def watch(folder: Path, first: int) -> NoReturn:
             connection, _ = listening.accept()
             with connection, connection.makefile("rwb") as lines, suppress(OSError):
                 for line in lines:
-                    what, *words = line.decode().split()
-                    lines.write(json.dumps(answers[what](first, *words)).encode() + b"\n")
+                    question, *words = line.decode().split()
+                    lines.write(json.dumps(answers[question](first, *words)).encode() + b"\n")
                     lines.flush()
 
 

@@ -1,8 +1,8 @@
 """Reads a command's progress: from lines to steps, and from steps to metrics.jsonl.
 
-Not every line with a step is the training's. It ignores lines of another progress bar (by its words or its total),
-lines that go back or jump, and all lines once steps have passed the declared last one. If no line remains, the names of
-whole checkpoints give the steps.
+Not every line with a step belongs to the training. It ignores lines of another progress bar (by its words or its
+total), lines that go back or jump, and all lines once steps have passed the declared last one. If no line remains, the
+names of whole checkpoints give the steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLUSH_S = 1.0  # seconds between two lines of metrics.jsonl
 MOST_READ = 4 * 1024 * 1024  # bytes of the progress file that are read at once; a longer line is ignored
 JUMP = 100  # a step that is further ahead than this many logging intervals is not believed at once
 REMEMBERED = 2000
-SLACK = 0.02  # by which totals and last steps may differ from the declared ones
+SLACK = 0.02  # share by which totals and last steps may differ from the declared ones
 
 
 class Metrics:
@@ -63,7 +63,7 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToldProgress:
-    """What lines had shown of the progress by a moment. `step` is the run's; None if no line has given one."""
+    """The progress that lines had shown by a moment. `step` is the run's; None if no line has given one."""
 
     step: int | None
     counting: Counting
@@ -106,10 +106,10 @@ class StepReader:
         self._pending: dict[str, Any] = {}
         self._flushed = 0.0
         self._events: list[str] = []
-        self._saves: list[tuple[Save, float]] = []  # with the time of its last file
+        self._saves: list[tuple[Save, float]] = []  # each save with the time of its last file
         self._blocked_s: float | None = None  # for the newest save with a known duration
         self._timed: tuple[float, int] | None = None  # up to where metrics.jsonl has step times
-        self._told_at: tuple[float, int] | None = None  # of the newest line
+        self._told_at: tuple[float, int] | None = None  # time and step of the newest line
         self._doubted: int | None = None
         self._beyond: set[int] = set()
         self._told: set[str] = set()
@@ -195,10 +195,10 @@ class StepReader:
         return line is not None and self._take(line, at)
 
     def poll(self) -> None:
-        """Reads new lines of the progress file, and writes the records that are due."""
+        """Reads new lines of the progress file, and writes the due records."""
         if self._file is not None:
             with suppress(OSError), self._opened(self._file) as file:
-                if file.seek(0, os.SEEK_END) < self._offset_of_file:  # the file was written anew
+                if file.seek(0, os.SEEK_END) < self._offset_of_file:  # the command has begun the file again
                     self._offset_of_file = 0
                 file.seek(self._offset_of_file)
                 new = file.read(MOST_READ)
@@ -249,7 +249,7 @@ class StepReader:
         position = self.counting.position(place)
         if place.is_beginning and (position or 0) <= 0:
             return False
-        if position is None:  # only later lines can show whether it is right
+        if position is None:  # only later lines can show whether this step is right
             self._remember(place, at, is_newest=True)
             return False
         if self._config.resume.check == "none" and self.first is None and position < self._began - self.spread:
@@ -275,7 +275,8 @@ class StepReader:
             self._history.append((at, self.step if self._is_told else None, self.counting))
 
     def _is_of_training(self, line: OutputLine) -> bool:
-        """Whether the bar is the training's, by its words and by its total: the declared one, else the longest."""
+        """Whether the bar belongs to the training, by its words and by its total, which must be the declared total,
+        else the largest."""
         if line.is_other:
             return False
         tells_steps = line.place is not None and line.place.step is not None
@@ -378,7 +379,7 @@ class StepReader:
         return {} if "val_loss" in self._pending else {"step_ms": round((at - since) * 1000 / (step - known), 3)}
 
     def _told_save(self, save: Save, written: float) -> dict[str, Any]:
-        """The save as in a line of metrics.jsonl. It has blocked training for the time between the steps around it that
+        """The save in the form of metrics.jsonl. It has blocked training for the time between the steps around it that
         the steps themselves do not explain. The last save of a stop is assumed to take as long as an earlier one.
         """
         blocked_s, pace = save.blocked_s if self._blocked_s is None else self._blocked_s, self._pace()

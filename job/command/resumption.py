@@ -4,9 +4,9 @@
 |---|---|
 | written a checkpoint with a lower number than the restored one | begins anew |
 | written the restored checkpoint again, and no line shows that it goes on | begins anew |
-| told a position before the one that was told when the checkpoint was begun | begins anew |
-| told a position after it that no start without a checkpoint tells first | goes on |
-| written the next checkpoint by `checkpoint.every`, and none before it | goes on |
+| shown a position before the one that lines showed when the checkpoint was begun | begins anew |
+| shown a position after it that no start without a checkpoint shows first | goes on |
+| written the checkpoint that `checkpoint.every` makes the next one, and none before it | goes on |
 | done none of these | not shown |
 
 Names are compared with names, lines with lines; neither is converted into the other. A sign of beginning anew counts
@@ -38,14 +38,15 @@ class ResumeCheck:
         self.why = "it has printed no step and saved nothing yet"
         self._config, self._restored, self._checkpoint, self._counting = config, restored, checkpoint, counting
         self._interval, total = counting.interval or 1, config.total
-        # A count from 0 ends one lower. No line comes after the last one due.
+        # A count from 0 ends one lower. After the last due line no other comes.
         last = total - (config.unit == "step") if total is not None else None
         self.is_done = last is not None and (restored.step >= last or restored.step + self._interval > last + 1)
         self._reads_lines = not self.is_done and config.stages < 2
 
     @property
     def expects_lines(self) -> bool:
-        """Whether a line had told a position when the checkpoint was begun, to compare a later one with."""
+        """Whether a line had shown a position when the checkpoint was begun, with which a later position can be
+        compared."""
         return self._counting.newest is not None and self._reads_lines
 
     @property
@@ -73,7 +74,7 @@ class ResumeCheck:
         elif by_lines == "goes on":
             self._settle("goes on", f"its first line tells {told}")
         elif again and again.number and self._reads_lines and (is_over or first or not self.expects_lines):
-            # A start that continues with its epoch writes number 0 again too.
+            # A start that continues within its epoch writes number 0 again too.
             self._settle("begins anew", f"the command wrote {place(again)} again")
         elif again is None and after is not None:
             self._settle("goes on", f"its first checkpoint is {place(after)}")
@@ -83,7 +84,8 @@ class ResumeCheck:
     def _files(
         self, anew: list[FoundCheckpoint]
     ) -> tuple[FoundCheckpoint | None, FoundCheckpoint | None, FoundCheckpoint | None]:
-        """An earlier checkpoint, the restored one, and the next one that this start has written, or None each."""
+        """Three checkpoints that this start has written, or None for each: one with a lower number than the restored
+        one, the restored one again, and the next one."""
         kept = self._checkpoint
         if kept is None or kept.number is None:
             return None, None, None
@@ -116,10 +118,10 @@ class ResumeCheck:
     def _settle(self, verdict: Verdict, fact: str) -> None:
         self.verdict = verdict
         kept = f" ({place(self._checkpoint)})" if self._checkpoint is not None and self._checkpoint.counts else ""
-        what = f"checkpoint of {self._config.unit} {self._restored.step:,}{kept} was restored"
+        restored = f"checkpoint of {self._config.unit} {self._restored.step:,}{kept} was restored"
         or_anew = "; if it goes on and counts anew, write job.resume.check: none"
         does = f": it does not resume{or_anew}" if verdict == "begins anew" else ""
-        self.why = f"{what} and {fact}{does}"
+        self.why = f"{restored} and {fact}{does}"
 
     def _what_would_show(self, lines: str) -> str:
         names = " or names with {step} or {epoch}, and checkpoint.every in the same" if self._checkpoint else ""

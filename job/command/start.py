@@ -38,7 +38,7 @@ class CommandStart:
         output: Output,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Puts the newest checkpoint back. Raises OSError."""
+        """Restores the newest checkpoint. Raises OSError."""
         self.leaving: Leaving | None = None
         self._config, self._folders, self._values, self._clock = config, folders, values, clock
         self._checkpoints, self._progress, self._output = checkpoints, progress, output
@@ -55,7 +55,7 @@ class CommandStart:
         self._observed, self._observed_at, self._looked_at = Observed(), 0.0, 0.0
 
     def begin(self) -> None:
-        """Notes that the command is about to be started: what the set-up has written is not the command's."""
+        """Notes that the command is about to be started: files that the set-up has written are not the command's."""
         self._output.begin()
         self.began, saved = self._clock(), self._checkpoints
         self._search = Search(self._config, saved.names, self._folders, saved.folder, self.began, saved.moment)
@@ -63,7 +63,7 @@ class CommandStart:
     @property
     def refusal(self) -> str:
         """Why no further start can help: the command does not go on from the checkpoint, or each node trains alone. It
-        is empty if neither has been shown.
+        is empty as long as neither has been shown.
         """
         found = self._resumption
         return self.meeting.why or (found.why if found is not None and found.verdict == "begins anew" else "")
@@ -83,8 +83,8 @@ class CommandStart:
 
     def _counts(self, *, is_over: bool = False) -> bool:
         """Whether a save now belongs to this run. It does not if the start begins anew. If only lines give the step of
-        a file that is overwritten, it does not before they have shown that the start goes on. `is_over` says whether
-        the command has ended well, so that no more lines come.
+        a file that is overwritten, the save does not belong to the run before lines have shown that the start goes on.
+        `is_over` says whether the command has ended well, so that no more lines come.
         """
         found = self._resumption
         if found is None or not self._config.checkpoint.rewritten or self._config.resume.check == "none":
@@ -93,7 +93,7 @@ class CommandStart:
         return not self.refusal and not waits
 
     def end(self, code: int, why: str, what: str) -> End:
-        """Commits what the command has left whole, and returns how it ended."""
+        """Commits the whole checkpoints that the command has left, and returns how the command ended."""
         self._progress.poll()
         self._progress.flush()
         is_own = code == 0 and not why
@@ -136,7 +136,7 @@ class CommandStart:
         return ("stopped" if leaving is not None and verdict != "finished" else verdict), why
 
     def _delivers_after(self, moment: float) -> bool:
-        """Whether an output was written after `moment`, apart from files that a training writes all along."""
+        """Whether an output was written after `moment`, apart from files that a training writes all the time."""
         own = self._folders.own
         for text in self._config.outputs:
             with suppress(ValueError):

@@ -8,7 +8,7 @@ from gpufleet.job.contract import done as ends
 from gpufleet.job.contract.messages import Stop
 from gpufleet.job.kind.command import CommandConfig
 
-LAST_S = 3.0  # an unfinished save is given up so long before the machine goes away
+LAST_S = 3.0  # seconds before the machine goes away at which an unfinished save is given up
 BY_HAND_S = 1740.0  # a minute less than the supervisor waits when there is no hurry
 
 
@@ -33,9 +33,11 @@ class Leaving:
 
     @property
     def plan(self) -> str:
-        """What will happen, as a line for the log."""
-        what = "no signal: it would save nothing in time" if self._waits else f"SIG{self._config.stop.signal}"
-        return f"stop ({self._stop.reason}): {what}, until {self._until - self._asked_at:.0f} s from now"
+        """The plan for the stop, as a line for the log."""
+        request = (
+            "no signal: the command would save nothing in time" if self._waits else f"SIG{self._config.stop.signal}"
+        )
+        return f"stop ({self._stop.reason}): {request}, until {self._until - self._asked_at:.0f} s from now"
 
     def look(
         self,

@@ -10,8 +10,8 @@ from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.gpus import Sampler
 
 ASK_S = 60.0  # seconds between two looks at GPUs and folders
-ALIVE_S = 300.0  # after so much silence the host tells the supervisor that it is watching
-IDLE_S = 1800.0  # after so long without use, a warning says what the idle GPUs have cost
+ALIVE_S = 300.0  # seconds of silence after which the host tells the supervisor that it is watching
+IDLE_S = 1800.0  # seconds without use after which a warning says what the idle GPUs have cost
 LATE = 3  # a checkpoint is late after this many times its interval
 FIRST_LATE_S = 1800.0  # the same when the interval is in steps and their time is not known
 
@@ -61,7 +61,7 @@ class StartWatch:
         return ""
 
     def look(self, committed_at: float, step_at: float) -> None:
-        """Warns of what costs money but is no reason to end the command."""
+        """Warns of states that cost money but are no reason to end the command."""
         now, gpus = self._clock(), self._gpus
         if gpus is not None and self._busy() == 0:
             if self._idle_from is None or self._idle_from[0] != gpus.used_at:

@@ -34,7 +34,7 @@ def _key(value: Any) -> str | None:
 
 Time = Annotated[str, _time]  # UTC, ISO
 Market = Annotated[str, reading.choice("spot", "on-demand")]
-Key = Annotated[str, _key]  # of the bucket
+Key = Annotated[str, _key]  # a key of the bucket
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Node:
     type: str
     zone: str
     launched_at: float
-    pulled_s: str = ""  # how long the node took to pull its images; empty: not known
+    pulled_s: str = ""  # seconds that the node took to pull its images; empty: not known
     address: str = ""  # the address at which the run's other nodes reach this one; empty: there are no others
     capacity: str = ""  # spot or on-demand; empty: the run's
 
@@ -66,7 +66,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat: the training's position, and the cost of attempt and run by then. None means not known then."""
+    """A heartbeat: the training's position, and the cost of attempt and run by then. None means that the figure was not
+    known then."""
 
     ts: str = ""  # UTC, ISO
     step: Step = 0
@@ -80,10 +81,10 @@ class Beat:
     lived_s: Decimal | None = None
     compute_usd: Decimal | None = None
     usd_per_hour: Decimal | None = None  # for compute
-    ceiling_s: Decimal | None = None  # seconds at the ceiling of a spot price
+    ceiling_s: Decimal | None = None  # seconds billed at the highest possible spot price
     gpu_util: float | None = None  # percent, of the least busy GPU
-    gpu_mem_gb: float | None = None  # of the fullest GPU
-    gpu_temp_c: float | None = None  # of the hottest GPU
+    gpu_mem_gb: float | None = None  # memory used on the fullest GPU
+    gpu_temp_c: float | None = None  # temperature of the hottest GPU
     xids: tuple[int, ...] = ()  # the driver's errors on this node
 
     def to_json(self) -> dict[str, Any]:
@@ -131,7 +132,7 @@ class Hardware:
 
     gpu: str | None = None
     gpu_count: int = 0
-    gpu_memory_gb: float | None = None  # of the smallest GPU
+    gpu_memory_gb: float | None = None  # memory of the smallest GPU
     driver: str | None = None
     cpus: int | None = None
     python: str | None = None
@@ -150,17 +151,18 @@ class AttemptRecord:
     launched_at: Time = ""
     booted_at: str = ""
     manifest_at_boot: Key | None = None  # key of the newest manifest at boot
-    # Other nodes' ends in epoch seconds, kept because AWS forgets them. A node without a record also has its launch.
+    # The ends of other nodes in epoch seconds, kept because AWS forgets them. For a node without a record the launch is
+    # kept too.
     ended: Mapping[str, Moment] = field(default_factory=dict)
     untold: Mapping[str, Moment] = field(default_factory=dict)
     # Fields of the supervisor.
     attempt: int | None = None  # the attempt's number in the run, from 1
     supervised_at: str = ""
-    pulled_s: Decimal | None = None  # how long pulling the images took
+    pulled_s: Decimal | None = None  # seconds for pulling the images
     ranks: int | None = None  # training processes
     machine: Hardware | None = None
     resumed_step: Step | None = None
-    started_s: Decimal | None = None  # from launch to the trainer's first step
+    started_s: Decimal | None = None  # seconds from launch to the trainer's first step
     rung: int | None = None
     floor: int | None = None  # the rung to begin at: memory ran out on the one above
     results: bool = False  # a later stage has left results
@@ -168,7 +170,7 @@ class AttemptRecord:
     preflight: Mapping[str, Any] | None = None  # as in messages.Preflight
     compiled: Mapping[str, Any] | None = None  # by phase
     alarm: str = ""  # the newest messages.Alarm
-    # Field of whichever of the two ends first.
+    # Field of the node or the supervisor, whichever ends first.
     exit: Exit | None = None
 
     @property
@@ -188,7 +190,7 @@ class AttemptRecord:
             if value is not None and value is not False and value not in ("", {})
         }
         if self.booted_at:
-            entries["manifest_at_boot"] = self.manifest_at_boot  # null: there was none
+            entries["manifest_at_boot"] = self.manifest_at_boot  # null: there was no heartbeat
         return {**entries, **(asdict(self.machine) if self.machine else {})}
 
     @classmethod

@@ -5,15 +5,15 @@ comparison.
 from __future__ import annotations
 
 FREE_S = 3600  # AWS does not charge compute when it takes a spot instance back in its first hour (EC2 User Guide)
-MINIMUM_S = 60  # the least that each start is billed
-NOTICE_S = 120  # from AWS's notice to a node's end: best effort
-NOTICE_PATH = "meta-data/spot/instance-action"  # in the metadata service
+MINIMUM_S = 60  # the least number of seconds that AWS bills for each start
+NOTICE_S = 120  # seconds from AWS's notice to a node's end; AWS does not guarantee them
+NOTICE_PATH = "meta-data/spot/instance-action"  # paths in the metadata service
 OWN_TAGS = (
     "gpufleet:stack",
     "gpufleet:run",
     "gpufleet:owner",
-)  # on everything that a run owns (infra: tags.py)
-FLEET_TAG = "aws:ec2:fleet-id"  # which AWS gives a fleet's instances
+)  # the tags on everything that a run owns (infra: tags.py)
+FLEET_TAG = "aws:ec2:fleet-id"  # a tag that AWS puts on a fleet's instances
 THERE = ("pending", "running", "shutting-down", "stopping", "stopped")  # states of an instance that has not ended
 LAUNCHED, ENDED = "launched", "terminated"  # a node's events in a fleet's history (EC2 API, EventInformation)
 # The switch to on demand comes one interval between checkpoints and this margin before the last possible moment: for

@@ -11,12 +11,13 @@ from typing import NamedTuple
 from gpufleet.job.contract import workdir
 
 # Below the run's prefix.
-DONE = workdir.DONE  # written last of all: the run is over
+DONE = workdir.DONE  # the object that is written last: the run is over
 ASKED = workdir.STOP  # `gpufleet stop` asks the run to end
 FALLBACK = "fallback.json"  # the first node on demand takes the run over: spot nodes save and leave
-MANIFEST, REJECTED = "manifest.json", "rejected.txt"  # of a published checkpoint; of one that does not verify
+# names of the manifest of a published checkpoint, and of one that does not verify
+MANIFEST, REJECTED = "manifest.json", "rejected.txt"
 ATTEMPTS, HEARTBEATS, BOOT_LOGS = "attempts/", "heartbeat/", "boot/"
-GANG = "gang/"  # for a run on several nodes: which exist, and which train together
+GANG = "gang/"  # for a run on several nodes: which nodes exist, and which train together
 FLEETS = "known_fleet/"  # written once the program has made the fleet, which the stack's state then names
 CHECKPOINTS, EXPORTS, FINAL, STAGES, SCALARS = (
     f"{folder}/" for folder in (workdir.CHECKPOINTS, workdir.EXPORTS, workdir.FINAL, workdir.STAGES, workdir.SCALARS)

@@ -16,9 +16,9 @@ class TrainerExit:
 
 
 class AttemptExit:
-    """Exit codes of `python -m gpufleet.job`, in the `exit` of attempts/<instance>.json. Any other is a crash."""
+    """Exit codes of `python -m gpufleet.job`, in the `exit` of attempts/<instance>.json. Any other code is a crash."""
 
-    FINISHED = 0  # or at a limit of the run: done.json names it
+    FINISHED = 0  # or the run has reached a limit, which done.json names
     CRASHED = 1  # the next attempt resumes from the newest checkpoint
     FAILED = 70  # for good
     REFUSED = 71  # this node is refused: another may continue

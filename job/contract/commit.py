@@ -22,7 +22,7 @@ Reason = Literal["timed", "best", "stop", "boundary", "final"]
 COMMIT, BEST = "commit.json", "best.json"
 HELD = ".uploading"  # the supervisor's mark in a checkpoint's folder while this uploads: the trainer leaves it alone
 SCHEMA = 1
-OF_COMMANDS = ("lines", "node", "borrowed", "named_by")  # left out if empty
+OF_COMMANDS = ("lines", "node", "borrowed", "named_by")  # omitted if empty
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,14 +43,14 @@ class Commit:
     files: tuple[tuple[str, int], ...] = ()  # names below the checkpoint's folder, with bytes
     reason: Reason = "timed"
     phase: str = ""
-    goes_on_from: int  # the same step, or, if the phase ended early, the last step that the phase could have had
+    goes_on_from: int  # the same as `step`, or, if the phase ended early, the last step that the phase could have had
     tokens: int = 0
     val_loss: float | None = None
     determinism: dict[str, Any] = field(default_factory=dict)
     dataset: dict[str, str] = field(default_factory=dict)  # sha256, source
     requires: tuple[Name, ...] = ()  # exports to upload before this counts
     base_weights: str | None = None
-    retries: tuple[Retry, ...] = ()  # in the run so far, oldest first
+    retries: tuple[Retry, ...] = ()  # divergences in the run so far, oldest first
     torch: str = ""
     world_size: int = 1
     # for a command: what its output had shown, job/command/lines.py

@@ -1,4 +1,4 @@
-"""done.json: that the run is over, and why. The supervisor writes this document last; the node writes it if no job
+"""done.json says that the run is over, and why. The supervisor writes this document last; the node writes it if no job
 could. Before that, `gpufleet stop` may write stop.json, which asks the run to end.
 
 The node's own Python reads this file: nothing newer than 3.9 here.
@@ -24,13 +24,13 @@ STOPPED = "stopped"  # by hand
 BOOT_LOOP = "boot-loop"  # boots in a row without progress
 TIMER = "timer"  # the node's own timer, whatever job and supervisor do
 # Concluded by commands if nobody wrote done.json:
-FLEET_GONE = "fleet-gone"  # nothing launches a node any more
+FLEET_GONE = "fleet-gone"  # no fleet launches a node any more
 
 FAILURES = (FAILED, BOOT_LOOP)
 NODE_ENDED = (BOOT_LOOP, TIMER)
 LIMITS = (MAX_USD, MAX_HOURS, DEADLINE, EXPIRY)
-EARLY = (*LIMITS, STOPPED, FLEET_GONE)  # ends before the planned one that are no failure
-GRADED = (FINISHED, MAX_USD, MAX_HOURS)  # ends to which the bill's p10 and p90 apply
+EARLY = (*LIMITS, STOPPED, FLEET_GONE)  # reasons for an end before the planned one that are no failure
+GRADED = (FINISHED, MAX_USD, MAX_HOURS)  # reasons for an end to which the bill's p10 and p90 apply
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Done:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Done:
-        """The document; doubtful fields are empty: that the object exists is enough."""
+        """The document; doubtful fields are empty: the run is over if the object exists."""
         return cls(*_texts(tree, "reason", "detail", "instance", "at"))
 
 

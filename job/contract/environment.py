@@ -12,7 +12,7 @@ LAUNCHED_AT = "GPUFLEET_LAUNCHED_AT"  # UTC, ISO
 NODE_UPTIME = "GPUFLEET_NODE_UPTIME"  # the machine's uptime in seconds when the node's program began
 # from the supervisor to its children: the machine's boot in epoch seconds, by the machine's clock
 BOOTED_AT = "GPUFLEET_BOOTED_AT"
-PULLED_S = "GPUFLEET_PULLED_S"  # how long the node took to pull the images
+PULLED_S = "GPUFLEET_PULLED_S"  # seconds that the node took to pull the images
 GBPS = "GPUFLEET_GBPS"  # rate of the cards between nodes
 ADDRESS = "GPUFLEET_ADDRESS"  # with several nodes: the address at which the others reach this node
 JOB_CONTAINER = "GPUFLEET_JOB_CONTAINER"  # 1: the node starts a container for the training process on request
@@ -35,7 +35,7 @@ COMMAND = {  # for a command, each value as GPUFLEET_<name>
     "port": "GPUFLEET_PORT",
 }
 INPUT = "GPUFLEET_INPUT_"  # followed by the input's name in capitals
-ENDPOINT = "AWS_ENDPOINT_URL"  # where AWS's services are asked, as every SDK reads it
+ENDPOINT = "AWS_ENDPOINT_URL"  # the address of AWS's services, which every SDK reads
 SECRET = "GPUFLEET_SECRET_"  # in a rehearsal, followed by a secret's name: its value
 
 

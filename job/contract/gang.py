@@ -27,8 +27,8 @@ class Presence:
     launched_at: float  # epoch seconds
     state: State = "ready"
     since: float = 0.0  # epoch seconds by the node's own clock, like the next two
-    at: float = 0.0  # when the node wrote this state
-    notice: float | None = None  # when AWS ends the node
+    at: float = 0.0  # the time at which the node wrote this state
+    notice: float | None = None  # the time at which AWS ends the node
     generation: int = 0
     ended: Integer | None = None
     said: str = ""  # the reason, if the node's end is the end of the run
@@ -36,7 +36,7 @@ class Presence:
     rung: int = 0  # the rung of the ladder to begin at
     saved: Integer = -1  # the newest step whose checkpoint, or part of it, is whole on the node's disk, to be published
     named_by: str = ""  # Commit.named_by of that checkpoint, if this node leads
-    own_s: Seconds = 0.0  # the usual time that a step takes before it needs the other nodes; 0: not known
+    own_s: Seconds = 0.0  # the usual seconds that a step takes before it needs the other nodes; 0: not known
     look_s: Seconds = 0.0  # the shortest of the node's last looks at the others
     first_in: int = 0  # the newest generation in which this node had rank 0
 
@@ -53,10 +53,10 @@ class Presence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GangGeneration:
-    """Nodes that train together, by rank: the first node leads. All begin from the checkpoint of `step` that the
-    generation `source` published (0: in the step's own folder), or from nothing if `step` is -1. `tries`: how often the
-    same nodes have failed at this step. With `is_last` they have failed once too often, so the members leave instead of
-    training.
+    """A generation: nodes that train together, by rank. The first node leads. All begin from the checkpoint of `step`
+    that the generation `source` published (0: in the step's own folder), or without a checkpoint if `step` is -1.
+    `tries`: how often the same nodes have failed at this step. With `is_last` they have failed once too often, so the
+    members leave instead of training.
     """
 
     number: Several
@@ -70,7 +70,7 @@ class GangGeneration:
 
     @property
     def origin(self) -> CheckpointPlace | None:
-        """The place of the checkpoint from which the nodes begin; None to begin from nothing."""
+        """The place of the checkpoint from which the nodes begin; None if they begin without a checkpoint."""
         return None if self.step < 0 else CheckpointPlace(self.step, self.source)
 
     @property

@@ -1,4 +1,4 @@
-"""What a run was meant to cost, take and reach, and whether it did: the section `goal` of a definition, graded.
+"""Grades the section `goal` of a definition: what a run was meant to cost, take and reach, and whether it did.
 
 A result is a figure that the run leaves: in results.json by its path (`generated/pass@1`, `phases/0/val_loss`), else
 the last value of that name in metrics.jsonl.
@@ -26,7 +26,7 @@ Results = Callable[[str], Decimal | None]  # a figure by its name; None: the run
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grade:
-    """One goal, and what became of it. `reached` None: the run left no such figure."""
+    """One goal and its result. `reached` is None if the run left no such figure."""
 
     name: str
     wanted: Amount
@@ -87,7 +87,7 @@ def shown(figure: Decimal) -> str:
 
 
 def results_in(folder: Path) -> Results:
-    """What the files of a work folder, or of downloaded results, say."""
+    """The figures in the files of a work folder, or of downloaded results."""
 
     def content(name: str) -> bytes:
         path = folder / name

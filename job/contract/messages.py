@@ -188,7 +188,8 @@ class Preflight(Message):
     FILE = workdir.PREFLIGHT
     ranks: tuple[Any, ...] = ()
     problems: tuple[str, ...] = ()
-    between_gb_s: float | None = None  # from a node to the others; None: there are no others, or this was not measured
+    # GB/s from a node to the others; None: there are no others, or this was not measured
+    between_gb_s: float | None = None
     transport: str | None = None  # NCCL's name for the transport; None: not measured
 
     def write(self, folder: Path) -> None:

@@ -18,7 +18,7 @@ KEYS = (
 )  # fmt: skip
 _NUMBERS = (
     "ts", "tokens", "loss", "val_loss", "lr", "step_ms", "tok_s", "mfu", "mem_gb", "grad_norm", "gpu_util",
-    "gpu_mem_gb", "gpu_temp_c", "gpu_xid",  # only with a driver
+    "gpu_mem_gb", "gpu_temp_c", "gpu_xid",  # only on a machine with NVIDIA's driver
 )  # fmt: skip
 
 
@@ -29,7 +29,7 @@ class Save:
     step: Step
     reason: Reason
     bytes: int
-    blocked_s: Seconds  # how long training waited for the save
+    blocked_s: Seconds  # seconds for which training waited for the save
     took_s: Seconds | None = None  # seconds until the save was on the disk
 
 
@@ -45,7 +45,7 @@ def write(record: Mapping[str, Any]) -> bytes:
 
 
 def line(content: bytes) -> dict[str, Any] | None:
-    """The object of a line, with every key of KEYS; None for a line that is torn or has an invalid figure."""
+    """The object of a line, with every key of KEYS; None for a line that was cut or has an invalid figure."""
     try:
         fields = Fields(reading.parse(content))
         fields.need("step", reading.step)

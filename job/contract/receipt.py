@@ -50,12 +50,12 @@ class AttemptCost:
     capacity: str = ""  # spot or on-demand; empty: the run's
     seconds: Decimal  # billed seconds
     lived_s: Decimal
-    started_s: Decimal | None = None  # from launch to the trainer's first step; None: no step came
+    started_s: Decimal | None = None  # seconds from launch to the trainer's first step; None: no step came
     pulled_s: Decimal | None = None  # the part of `started_s` for pulling images; None: not known
     interrupted: bool = False
     reclaimed: bool | None = None  # AWS took the node; False: its owner took it; None: no notice, or not known
     usd: Decimal = Decimal(0)
-    ceiling_s: Decimal = Decimal(0)  # seconds at the ceiling of a spot price, because AWS gave no price
+    ceiling_s: Decimal = Decimal(0)  # seconds billed at the highest possible spot price, because AWS gave no price
     free_usd: Decimal = Decimal(0)  # compute that AWS does not charge
     resumed_step: Step = 0
     last_step: Step = 0
@@ -102,9 +102,9 @@ class Receipt:
     stack: str
     reason: str  # why the run ended: job/contract/done.py
     detail: str = ""
-    at: str  # until when costs count: UTC, ISO
+    at: str  # the time until which costs count: UTC, ISO
     device: str
-    rehearsal: bool = False  # on the embedded AWS, so that it says nothing about AWS
+    rehearsal: bool = False  # whether the run was on the embedded AWS, so that it says nothing about AWS
     capacity: str
     estimate: Decimal  # the bill's p50
     actual: Decimal
@@ -114,13 +114,24 @@ class Receipt:
     actual_h: Decimal = Decimal(0)
     lines: tuple[ReceiptLine, ...]
     causes: Mapping[str, Decimal]
-    free_usd: Decimal = Decimal(0)  # of first hours, which AWS does not charge
+    free_usd: Decimal = Decimal(0)  # USD of first hours, which AWS does not charge
     expected: float | None = None  # number of interruptions
     with_notice: int = 0
     without_notice: int = 0
     attempts: tuple[AttemptCost, ...]  # oldest first
     goals: tuple[Grade, ...] = ()  # the definition's
     measured: Mapping[str, Any] | None = field(default=None, compare=False)  # the run's own speed: job/measured.py
+
+    @property
+    def trained_h(self) -> Decimal | None:
+        """Node-hours of the optimizer steps, each counted once; None without a measured speed."""
+        try:
+            known = self.measured or {}
+            ranks, gpus = known["device"]["ranks"] or 1, known["device"]["count"] or 1
+            step_ms = sum(phase["steps"] * phase["step_ms"]["median"] for phase in known["phases"])
+        except (KeyError, TypeError):  # no measurement, or one of another form
+            return None
+        return Decimal(f"{max(1, ranks // gpus) * step_ms / 3_600_000:.4f}")
 
     @property
     def difference(self) -> Decimal:
@@ -219,21 +230,21 @@ def parse(content: bytes) -> Receipt:
 
 
 def network(preflight: Mapping[str, Any] | None) -> str:
-    """What a node's record has of the network between nodes; empty: nothing was measured."""
+    """The network between nodes in a node's record, as text; empty: it was not measured."""
     gb_s, transport = ((preflight or {}).get(key) for key in ("between_gb_s", "transport"))
     over = f" over {printable(transport)}" if transport and isinstance(transport, str) else ""
     return f"{gb_s:.1f} GB/s to the other nodes{over}" if isinstance(gb_s, int | float) else ""
 
 
 def start_up(started_s: Decimal | None, pulled_s: Decimal | None) -> str:
-    """How long a node took to its first step, as text; empty: not known."""
+    """The time from a node's launch to its first step, as text; empty: not known."""
     parts = [f"set-up {started_s / 60:.1f} min"] if started_s is not None else []
     return ", ".join([*parts, *([f"image pull {pulled_s / 60:.1f} min"] if pulled_s is not None else [])])
 
 
 def money(amount: Decimal) -> str:
     """USD as in the receipt."""
-    return f"{amount.quantize(CENT_100) + 0:f}"  # + 0: no minus zero
+    return f"{amount.quantize(CENT_100) + 0:f}"  # + 0 turns a minus zero into zero
 
 
 def seconds(amount: Decimal) -> str:

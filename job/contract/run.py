@@ -59,7 +59,7 @@ class BillLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseEstimate:
-    """A phase at the bill's pace. `steps` None: as in the job's parameters."""
+    """A phase at the bill's pace. If `steps` is None, they are in the job's parameters."""
 
     phase: str
     step_ms: float
@@ -77,7 +77,7 @@ class NoticeEstimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BillEstimate:
-    """What forecast and receipt use of the bill; money in USD."""
+    """The figures of the bill that forecast and receipt use; money in USD."""
 
     p10: Decimal
     p50: Decimal
@@ -85,7 +85,7 @@ class BillEstimate:
     hours: Decimal  # p50
     interruptions: float | None = None  # the expected number
     lines: tuple[BillLine, ...] = ()
-    kept_days: int = 0  # how long the bill stores objects; 0: objects are deleted with the stack
+    kept_days: int = 0  # days for which the bill stores objects; 0: objects are deleted with the stack
     phases: tuple[PhaseEstimate, ...] = ()
     notice: tuple[NoticeEstimate, ...] = ()
 
@@ -128,13 +128,13 @@ class RunFile(Terms):
     image: str | None  # a command's image
     config_sha256: str
     dataset: InputData | None  # None for a command
-    weights: InputData | None  # base weights; None for a job that starts from nothing
+    weights: InputData | None  # base weights; None for a job that starts without weights
     code: InputData | None  # the archive of a command's code; None: the command's image has all code
     folders: dict[str, InputData]  # a command's inputs, by name
     code_sha256: str | None  # hash of the job's archive, which every node unpacks; None: not named
     estimate: BillEstimate
     goal: dict[str, Decimal]  # by name
-    whole_usd: tuple[Decimal, Decimal] | None  # p10 and p90 of the run that this is a stage of
+    whole_usd: tuple[Decimal, Decimal] | None  # p10 and p90 of the run whose stage this is
 
     def gpus(self, instance_type: str) -> int:
         """The GPUs of a node of this type, from the bill; 0: unknown."""

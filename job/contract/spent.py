@@ -1,5 +1,5 @@
-"""Computes each node's cost, the total, and the moment at which nothing is left, from the nodes' records and from what
-AWS says of their ends. Pure functions.
+"""Computes each node's cost, the total, and the moment at which nothing is left, from the nodes' records and from AWS's
+answers about their ends. Pure functions.
 
 A node never counts for less than it cost. A killed node writes nothing after its last heartbeat; the fleet's history
 has the time at which AWS ended it. Until AWS answers, a node counts until the next node's launch, because a fleet of
@@ -26,9 +26,9 @@ CENT_100 = Decimal("0.0001")
 MINIMUM_S = Decimal(aws.MINIMUM_S)
 HOUR_S = Decimal(3600)
 GONE_S = 120.0  # two heartbeats: one was due, and another may have been on its way
-BOOT_S = 480.0  # for the newest node, before its first heartbeat: the bill's set-up of a small node
+BOOT_S = 480.0  # for the newest node before its first heartbeat: the set-up time of a small node in the bill
 KEPT_S = 48 * 3600.0  # AWS keeps a fleet's events for two days (EC2 API reference, DescribeFleetHistory)
-LATE_S = 300.0  # a later event never comes
+LATE_S = 300.0  # after this time AWS reports no further event
 
 
 def hours(seconds: Decimal) -> Decimal:
@@ -40,7 +40,7 @@ def hours(seconds: Decimal) -> Decimal:
 class History:
     """One answer of AWS. Times are epoch seconds. `there`: nodes that have not ended; None if not known."""
 
-    changes: tuple[float, ...] = ()  # when the fleet's owner changed the fleet
+    changes: tuple[float, ...] = ()  # the times at which the fleet's owner changed the fleet
     launched: Mapping[str, float] = field(default_factory=dict)
     ended: Mapping[str, float] = field(default_factory=dict)
     there: Collection[str] | None = None
@@ -68,7 +68,7 @@ class Attempt:
     lived_s: Decimal
     usd: Decimal
     compute_usd: Decimal
-    ceiling_s: Decimal = Decimal(0)  # seconds at the ceiling of a spot price, because AWS gave no price
+    ceiling_s: Decimal = Decimal(0)  # seconds billed at the highest possible spot price, because AWS gave no price
     reclaimed: bool | None = None  # whether AWS, and not the owner, took the node; None: no notice, or not known
 
     @property
@@ -170,7 +170,7 @@ class OtherNodes:
         self.ended: dict[str, float] = {}  # as `_launched`, replaced as a whole: another thread may read it
         self._launched: dict[str, float] = {}
         self._seen: dict[str, float] = {}
-        self._missing: dict[str, float] = {}  # since when each node has been without an end
+        self._missing: dict[str, float] = {}  # the time since which each node has been without an end
         self._is_asked, self._asked_at = False, 0.0  # whether AWS was asked, and has answered
         self.before = Decimal(0), Decimal(0)  # USD and seconds of the stages before this one
         self.hear(nodes)
@@ -247,10 +247,10 @@ class OtherNodes:
 
 @dataclass(frozen=True)
 class Means:
-    """The run's terms, and the most that its nodes can cost; `before`: all that was spent at this node's launch. The
-    job's meter knows what was spent. If the meter falls silent, this class bounds the spending: after the last report
-    every hour counts at the highest price. So the moment at which nothing is left moves on while the meter reports, and
-    stays once it is silent.
+    """The run's terms, and the most that its nodes can cost; `before`: everything that was spent before this node's
+    launch. The job's meter knows what was spent. If the meter falls silent, this class bounds the spending: after the
+    last report every hour counts at the highest price. So the moment at which nothing is left moves on while the meter
+    reports, and stays once it is silent.
     """
 
     terms: Terms

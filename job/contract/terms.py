@@ -12,16 +12,15 @@ from decimal import Decimal
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import DoubtError, Fields, Moment, Seconds
 
-MOST_NODES = 16  # in one run
+MOST_NODES = 16  # the most nodes in one run
 
 
 @dataclass(frozen=True)
 class CapacityTerms:
-    """How nodes behave that were bought in one market; the defaults are for a market that BY_CAPACITY lacks.
-
-    `moves`: the price of an hour is that of its start, which AWS tells. `replaces`: the market's fleet launches another
-    node in place of one that has gone. `gives_way`: a node of the market ends when a node of the fallback's market
-    takes the run over.
+    """How nodes behave that were bought in one market; the defaults are for a market that BY_CAPACITY lacks. `moves`:
+    the price changes, and an hour costs the price at its start, which AWS publishes. `replaces`: the market's fleet
+    launches another node in place of one that has gone. `gives_way`: a node of the market ends when a node of the
+    fallback's market takes the run over.
     """
 
     moves: bool = False
@@ -53,7 +52,7 @@ class Rates:
     capacity: str
     on_demand: Decimal
     spot: Decimal | None
-    hourly: Mapping[str, Decimal]  # without compute, by line of the bill
+    hourly: Mapping[str, Decimal]  # hourly prices other than compute, by line of the bill
 
     @property
     def ceiling(self) -> Decimal:
@@ -62,12 +61,12 @@ class Rates:
 
     @property
     def moves(self) -> bool:
-        """Whether the price of an hour is that of its start, which AWS tells."""
+        """Whether an hour costs the price at its start, which AWS publishes."""
         return BY_CAPACITY.get(self.capacity, CapacityTerms()).moves
 
     @property
     def extras(self) -> Decimal:
-        """What a node-hour costs besides compute."""
+        """The cost of a node-hour besides compute."""
         return sum(self.hourly.values(), Decimal(0))
 
 
@@ -86,8 +85,8 @@ class TypePrices:
 
 @dataclass(frozen=True)
 class FallbackTerms:
-    """For a run that continues on demand once spot would be late, in seconds: all of its work on demand, the training
-    in it, a node's start, and the time between its switch and the last possible moment.
+    """For a run that continues on demand when spot would be late. In seconds: all of its work on demand, the training
+    part of this work, a node's start, and the time between the switch and the last possible moment.
     """
 
     work_s: Seconds
@@ -105,10 +104,10 @@ class Terms:
     prices: Mapping[str, TypePrices]
     hourly: Mapping[str, Decimal]  # USD per node-hour without compute, by line of the bill
     fixed_usd: Decimal
-    nodes: int = 1  # that train together
-    gather_s: float | None = None  # how long nodes wait for others before all leave; None: for ever
+    nodes: int = 1  # number of nodes that train together
+    gather_s: float | None = None  # seconds that nodes wait for others before all leave; None: for ever
     fallback: FallbackTerms | None = None
-    before: tuple[str, ...] = ()  # of a run that is a stage of another: the stages before it, whose money counts too
+    before: tuple[str, ...] = ()  # of a run that is a stage: the stages before it, whose money counts too
 
     @property
     def is_gang(self) -> bool:

@@ -26,10 +26,10 @@ COMPILED = "compiled.json"
 # with several nodes, from each node's first rank: steps done, seconds per step before it needs other nodes
 STEPPED = "stepped"
 ASK_AGAIN = "ask_again.json"  # with several nodes, for the node: all waiting nodes leave, and AWS is asked later
-LEFT = "left.json"  # how a command ended
-OBSERVED = "observed.json"  # what was seen of a command's start
+LEFT = "left.json"  # the end of a command
+OBSERVED = "observed.json"  # the observations of a command's start
 ALARM = "alarm.json"  # a warning for people
-LOCK = "lock"  # held by the working trainer
+LOCK = "lock"  # the lock that the working trainer holds
 
 # Results of the run.
 METRICS = "metrics.jsonl"
@@ -47,7 +47,7 @@ STAGES = "stages"  # *.jsonl, one line per finished piece of work
 EXPORTS, FINAL = "exports", "final"  # models: those at each phase's start and end; the final model
 SCALARS = "tb"  # for TensorBoard
 GRAPHS = "compile_cache"
-PACKAGES = "packages"  # that the image lacks
+PACKAGES = "packages"  # packages that the image lacks
 USER = "user"  # a command's folders, all that the command's container sees: CODE, KEPT, OUTPUTS, STATE, NAMED
 CODE, KEPT, OUTPUTS, STATE, NAMED = "code", "checkpoints", "outputs", "state", "inputs"
 CONTROL = "control"  # requests of the supervisor's container and the node's answers, which the training process reads

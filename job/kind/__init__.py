@@ -1,8 +1,8 @@
-"""What a kind of job is before it runs. It imports no torch, AWS or infra, so that the bill can use it.
+"""The kinds of jobs, as they are before a run. The package imports no torch, AWS or infra, so that the bill can use it.
 
-`job` has the questions that each kind answers, `common` what kinds share, `command` the kind for a user's own script.
-The ready-made jobs lie in job/experiments/, whose own table names them; everything else works without that folder. User
-mistakes raise ValueError with the choice to make.
+`job` has the questions that each kind answers, `common` the parts that kinds share, `command` the kind for a user's own
+script. The ready-made jobs are in job/experiments/, which has its own table of their names; everything else works
+without that folder. User mistakes raise ValueError with the choice to make.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from gpufleet.job.kind.job import JobConfig, named
 
 __all__ = ["COMMAND", "EXPERIMENTS", "KINDS", "Checkpoint", "Guard", "JobConfig", "Log", "bounded", "from_json"]
 
-COMMAND = "command"  # in run.json, where a ready-made job has its experiment's name
-_READY_MADE = "gpufleet.job.experiments:CONFIGS"  # the only reference to them
+COMMAND = "command"  # the kind's name in run.json, where a ready-made job has the name of its experiment
+_READY_MADE = "gpufleet.job.experiments:CONFIGS"  # the only reference to the ready-made jobs
 
 
 class Kinds(Mapping[str, type[JobConfig]]):
-    """The config of each kind, by its name. A config is imported when it is asked for, because a bill has one kind."""
+    """The config of each kind, by its name. A config is imported only when it is used, because a bill has one kind."""
 
     def __init__(self, places: Mapping[str, str]) -> None:
         self.places = places
 
     def __getitem__(self, name: str) -> type[JobConfig]:
-        found: type[JobConfig] = named(self.places[name])
-        return found
+        config: type[JobConfig] = named(self.places[name])
+        return config
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)
@@ -38,7 +38,8 @@ class Kinds(Mapping[str, type[JobConfig]]):
 
 
 def _ready_made() -> Mapping[str, str]:
-    """The place of each ready-made job's config, by its name; empty without their folder."""
+    """The place (`module:Class`) of each ready-made job's config, by the job's name; empty if job/experiments/ is
+    missing."""
     try:
         places: Mapping[str, str] = named(_READY_MADE)
     except ModuleNotFoundError as error:
@@ -49,7 +50,9 @@ def _ready_made() -> Mapping[str, str]:
 
 
 EXPERIMENTS = Kinds(_ready_made())
-KINDS = Kinds({**EXPERIMENTS.places, COMMAND: "gpufleet.job.kind.command:CommandConfig"})  # by their names in run.json
+KINDS = Kinds(
+    {**EXPERIMENTS.places, COMMAND: "gpufleet.job.kind.command:CommandConfig"}
+)  # places of configs by the names of their kinds in run.json
 
 
 def from_json(experiment: str, tree: dict[str, Any]) -> JobConfig:

@@ -12,13 +12,14 @@ def total_steps(config: JobConfig) -> int:
 
 
 def is_endless(config: JobConfig) -> bool:
-    """Whether the job has no declared length: it trains until a limit."""
+    """Whether the job has no declared length, so that it trains until a limit."""
     last = config.phases()[-1]
     return last.counts == "seconds" and last.steps == ENDLESS_S
 
 
 def launched(config: JobConfig, ranks: int) -> int:
-    """The processes that the supervisor starts for `ranks`: a user's own program is started by its host."""
+    """The number of processes that the supervisor starts for `ranks`: one for a user's own program, whose host starts
+    the ranks."""
     return 1 if config.processes == "own" else ranks
 
 
@@ -46,7 +47,7 @@ def peak_gb(config: JobConfig, phase_index: int, rung: Rung, ranks: int = 1) -> 
 
 @remembered
 def choose_rung(config: JobConfig, gpu_memory_gb: float, phase_index: int | None = None, ranks: int = 1) -> Rung | None:
-    """The highest rung predicted to fit (in every phase when `phase_index` is None). None if nothing fits."""
+    """The highest rung that is predicted to fit (in every phase when `phase_index` is None). None if no rung fits."""
     chosen = range(len(config.phases())) if phase_index is None else (phase_index,)
     for rung in config.ladder(ranks):
         if all(peak_gb(config, index, rung, ranks) <= gpu_memory_gb for index in chosen):
@@ -55,8 +56,8 @@ def choose_rung(config: JobConfig, gpu_memory_gb: float, phase_index: int | None
 
 
 def lower_rung(config: JobConfig, rung: Rung, phase_index: int, ranks: int = 1) -> Rung | None:
-    """The rung after a real out-of-memory: the next one predicted to need less, so that it skips a split that starts to
-    accumulate, and therefore keeps gradients beside activations. None if there is none.
+    """The rung to try after a real out-of-memory error: the next one that is predicted to need less. This skips a split
+    that begins to accumulate gradients, because it keeps them beside the activations. None if there is none.
     """
     rungs = config.ladder(ranks)
     now = peak_gb(config, phase_index, rung, ranks)

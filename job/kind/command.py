@@ -1,8 +1,9 @@
 """command: a user's own training script, in any container image, under the same promises as the ready-made jobs.
 
-Only the file tells what the script is: how it is started, what one of its checkpoints is, how it reports its step. It
-has one phase and no shapes or FLOP: its speed is measured or declared, its memory declared or not predicted. FORMATS
-has what each format fills in, with what its framework does (docs/own-training.md).
+Only the definition file describes the script: how it is started, what one of its checkpoints is, how it reports its
+step. A command has one phase and no shapes or FLOP. Its speed is measured or declared; its memory is declared or not
+predicted. FORMATS has the settings that each checkpoint format fills in, which follow what its framework does
+(docs/own-training.md).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from gpufleet.job.kind.common import (
 from gpufleet.job.kind.job import JobConfig, Probed, Processes, changed
 
 PHASE = "train"
-PROBE_SAVE_S = 600.0  # how long a probe waits after its steps for the command to save by itself
+PROBE_SAVE_S = 600.0  # seconds that a probe waits after its steps for the command to save by itself
 STEP, EPOCH, RANK = "{step}", "{epoch}", "{rank}"
 MINUTE_MS = 60_000.0
 GPUS_NAMED = re.compile(r"(?P<gpus>[1-9][0-9]{0,2}) ?x ?(?P<gpu>\S.*)")
@@ -49,11 +50,11 @@ Signal = Literal["TERM", "INT", "USR1", "USR2"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """What a framework's checkpoints and output look like. Taken from the frameworks' sources, 2026-11."""
+    """The form of a framework's checkpoints and output, from the frameworks' sources of 2026-11."""
 
     each: tuple[str, ...] = ()  # names of one checkpoint below {checkpoints}; a folder ends in /
     complete: str = ""  # the file that is written last
-    unless: str = ""  # a file whose presence means unfinished
+    unless: str = ""  # a file that exists while the checkpoint is unfinished
     progress: tuple[str, ...] = ()  # regular expressions with the groups that Progress names
     also: tuple[str, ...] = ()  # kept with each checkpoint
     is_sharded: bool = False  # whether each rank writes its own files
@@ -63,10 +64,11 @@ class Format:
 FORMATS: dict[str, Format] = {
     "hf-trainer": Format(
         each=("checkpoint-{step}/",),
-        complete="trainer_state.json",  # rank 0 writes it after weights and optimizer
+        complete="trainer_state.json",  # rank 0 writes this file after weights and optimizer
         unless="checkpoint-is-incomplete.txt",
         progress=(
-            r"^\s*\d+%\|[^|]*\| *(?P<step>\d+)/(?P<total>\d+) \[",  # only the training's bar has no words before it
+            # only the progress bar of the training has no words before it
+            r"^\s*\d+%\|[^|]*\| *(?P<step>\d+)/(?P<total>\d+) \[",
             r"'loss': '?(?P<loss>[\d.]+(e[+-]?\d+)?)",
             r"'eval_loss': '?(?P<val>[\d.]+)",
         ),
@@ -91,12 +93,12 @@ FORMATS: dict[str, Format] = {
     "deepspeed": Format(
         each=("global_step{step}/",),
         progress=(r"\[Rank 0\] step=(?P<step>\d+),",),
-        also=("latest",),  # it names the newest checkpoint
+        also=("latest",),  # this file names the newest checkpoint
         is_sharded=True,
         of_rank=r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_.*\.pt",
     ),
     "file": Format(),
-    "none": Format(),  # it saves nothing
+    "none": Format(),  # a command that saves nothing
 }
 COUNTED = re.compile(r"\{(step|epoch)(?::[0-9a-z]+)?\}")  # the counts in a checkpoint's names
 GROUPS = ("step", "loss", "val", "step_ms", "total", "epoch", "batch", "batches")
@@ -104,16 +106,16 @@ GROUPS = ("step", "loss", "val", "step_ms", "total", "epoch", "batch", "batches"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resume:
-    """What the command gets if a checkpoint was restored, and only then."""
+    """Words and variables that the command gets only if a checkpoint was restored."""
 
-    args: str = ""  # with {checkpoint}, {step} and {epoch}
+    args: str = ""  # words with {checkpoint}, {step} and {epoch}
     env: dict[str, str] | None = None
-    check: Literal["step", "none"] = "step"  # none: whether it resumes is not checked
+    check: Literal["step", "none"] = "step"  # none: gpufleet does not check whether the command resumes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Every:
-    """How often the command saves by itself: a loss repeats at most that."""
+    """How often the command saves by itself. After a loss at most this much work is repeated."""
 
     steps: int | None = bounded(None, 1, 100_000_000)
     minutes: float | None = bounded(None, 0.01, 10_000.0)
@@ -122,8 +124,8 @@ class Every:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandCheckpoint:
-    """What one checkpoint of the command is, below {checkpoints}. The word none stands for a command that saves
-    nothing.
+    """The files that make one checkpoint of the command, below {checkpoints}. The word none stands for a command that
+    saves nothing.
     """
 
     WORDS: ClassVar[dict[str, dict[str, str]]] = {"none": {"format": "none"}}  # texts that stand for a whole section
@@ -133,12 +135,13 @@ class CommandCheckpoint:
     each: tuple[str, ...] = one_or_more()
     complete: str | None = None
     unless: str | None = None
-    rewritten: bool = False  # one file that is overwritten: the progress gives its step
+    rewritten: bool = False  # whether one file is overwritten again and again; its step then comes from the progress
     also: tuple[str, ...] = ()  # kept with each checkpoint: a tokenizer, for example
     every: Every = Every()
     size_gb: float | None = bounded(None, 0.0001, 10_000.0)
-    same_gpus: bool = True  # what 8 GPUs wrote needs 8 again
-    keep_on_disk: int | None = bounded(None, 1, 10_000)  # of the command's own files; None: it removes them itself
+    same_gpus: bool = True  # whether a checkpoint that 8 GPUs wrote can only be read by 8 GPUs
+    # number of checkpoints kept among the command's own files; None: the command removes them itself
+    keep_on_disk: int | None = bounded(None, 1, 10_000)
     heartbeat_s: float = bounded(60.0, 0.5, 3600.0)
 
 
@@ -169,10 +172,10 @@ class CommandWork:
 
     steps: int | None = bounded(None, 1, 1_000_000_000)
     epochs: int | None = added_later(None, 1, 1_000_000)
-    steps_per_epoch: int | None = added_later(None, 1, 1_000_000_000)  # with it, epochs are counted in steps
+    steps_per_epoch: int | None = added_later(None, 1, 1_000_000_000)  # if it is given, epochs are counted in steps
     # By GPU as the catalog names it, or by `8 x H100`; declared, not measured.
     step_ms: dict[str, float] | None = None
-    epoch_minutes: dict[str, float] | None = added_later(None)  # the same for an epoch
+    epoch_minutes: dict[str, float] | None = added_later(None)  # minutes of an epoch, by GPU in the same way
     from_: Literal["own", "page"] = added_later("own")  # the figure's source: the user, or a web page
     hours: Hours | None = None
     early: bool = False  # whether it may end by itself before its last step
@@ -180,22 +183,23 @@ class CommandWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopRules:
-    """How the command is asked to end."""
+    """How gpufleet asks the command to end."""
 
     signal: Signal = "TERM"
-    saves: Literal["true", "false", "unknown"] = "unknown"  # on that signal
+    saves: Literal["true", "false", "unknown"] = "unknown"  # whether the command saves on that signal
     grace_s: float = bounded(90.0, 0.1, 3600.0)
     request: Signal | None = None  # the signal on which it saves and continues
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExitRules:
-    """What the command's exit codes mean, beyond 0."""
+    """The meaning of the command's exit codes other than 0."""
 
     fatal: tuple[int, ...] = ()  # no node can succeed
     again: tuple[int, ...] = ()  # another node may succeed
-    restarts: int = bounded(2, 0, 100)  # on the node, from the last whole checkpoint
-    hold_minutes: float = added_later(0.0, 0.0, 1440.0)  # how long a node stays after a failure, for `gpufleet shell`
+    restarts: int = bounded(2, 0, 100)  # restarts on the same node, from the last whole checkpoint
+    # minutes that a node stays after a failure, for `gpufleet shell`
+    hold_minutes: float = added_later(0.0, 0.0, 1440.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,8 +215,8 @@ class CommandConfig(JobConfig):
     )  # fmt: skip
 
     command: str = ""  # for sh -ec
-    setup: str = ""  # runs once per node, before it
-    workdir: str = added_later("{code}")  # the folder that it starts in, below the code's
+    setup: str = ""  # runs once per node, before the command
+    workdir: str = added_later("{code}")  # the folder in which the command starts, below that of the code
     code: Code | None = None
     registry: str | None = None  # ssm:/name of user:password, for a private image that is not in ECR
     resume: Resume = Resume()
@@ -231,7 +235,7 @@ class CommandConfig(JobConfig):
     log: Log = Log()
 
     def __hash__(self) -> int:
-        return hash(repr(self))  # it holds maps, which cannot be hashed
+        return hash(repr(self))  # the config has maps, which cannot be hashed
 
     @property
     def format(self) -> Format:
@@ -240,7 +244,7 @@ class CommandConfig(JobConfig):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One checkpoint's names below `checkpoint.folder`, with {step} or {epoch}."""
+        """The names of one checkpoint's files below `checkpoint.folder`, with {step} or {epoch}."""
         return self.checkpoint.each or self.format.each
 
     @property
@@ -255,14 +259,15 @@ class CommandConfig(JobConfig):
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Regular expressions for its output."""
+        """Regular expressions for the command's output."""
         if self.progress.stdout or self.progress.file:
             return self.progress.stdout
         return FORMATS[self.progress.format or self.checkpoint.format or "file"].progress
 
     @property
     def parts(self) -> NodeParts:  # type: ignore[override]
-        """Which parts of a checkpoint nodes write: each its own, but of an overwritten file only the leader."""
+        """Which parts of a checkpoint the nodes write: each node writes its own part, but only the leader writes a file
+        that is overwritten."""
         own = [re.sub(r"\\\{.*?\\\}|\\\*", "[^/]*", re.escape(each)) for each in self.names if RANK in each]
         of_rank = (self.format.of_rank, *(each + ".+" if each.endswith("/") else each for each in own))
         leaves = self.saves and not self.checkpoint.rewritten
@@ -275,12 +280,12 @@ class CommandConfig(JobConfig):
 
     @property
     def groups(self) -> frozenset[str]:
-        """The groups in its patterns; a pattern that is no regular expression has none."""
-        found: set[str] = set()
+        """The names of the groups in the progress patterns; a pattern that is no regular expression has none."""
+        names: set[str] = set()
         for pattern in self.patterns:
             with suppress(re.error):
-                found |= set(re.compile(pattern).groupindex)
-        return frozenset(found)
+                names |= set(re.compile(pattern).groupindex)
+        return frozenset(names)
 
     @property
     def steps(self) -> int | None:
@@ -305,7 +310,7 @@ class CommandConfig(JobConfig):
 
     @property
     def stages(self) -> int:
-        """How many trainings the command runs one after another, as far as its text shows; else 1."""
+        """How many trainings the command runs one after another, as far as its text shows, and at least 1."""
         parts = re.split(r"&&|;|\n", self.command)
         scripts = [match[0] for each in parts if (match := TRAINING.search(each)) and not EVALUATION.search(match[0])]
         return max(1, len(scripts))
@@ -345,14 +350,15 @@ class CommandConfig(JobConfig):
 
     @property
     def demands(self) -> Demands:  # type: ignore[override]
-        """What the command needs of a node. A set-up, or `install` in its text, means that it may install packages."""
+        """What the command needs from a node. A command with a set-up, or with `install` in its text, may install
+        packages."""
         return Demands(
             apart=self._trains_apart(),
             like_nodes=self.checkpoint.same_gpus and self.gpus is None and self.device == "cuda",
             interval=self.saves and self.checkpoint.every == Every(),
             code=self.code,
             installs=bool(self.setup.strip()) or re.search(r"\binstall\b", self.command) is not None,
-            inputs=tuple((path, found[1]) for path, text in self.texts() for found in INPUT.finditer(text)),
+            inputs=tuple((path, match[1]) for path, text in self.texts() for match in INPUT.finditer(text)),
             secrets={**(self.secrets or {}), **({"registry": self.registry} if self.registry else {})},
             login=self.registry,
             node_role=self.aws,
@@ -369,7 +375,7 @@ class CommandConfig(JobConfig):
 
     @property
     def told_speed(self) -> ToldSpeed:
-        hours = (told.low, told.likely, told.high) if (told := self.work.hours) else None
+        hours = (estimate.low, estimate.likely, estimate.high) if (estimate := self.work.hours) else None
         from_page, times = self.work.from_ == "page", tuple(self._told_times())
         return ToldSpeed(key=f"{self.path}.work.{self._counted_key}", times=times, from_page=from_page, hours=hours)
 
@@ -381,14 +387,14 @@ class CommandConfig(JobConfig):
         counted = self._counted_key
         for key, unit_ms in (("step_ms", 1.0), ("epoch_minutes", MINUTE_MS)):
             for name, each in (getattr(self.work, key) or {}).items():
-                found = GPUS_NAMED.fullmatch(name)
-                gpu, gpus = (name, None) if found is None else (found["gpu"], int(found["gpus"]))
+                match = GPUS_NAMED.fullmatch(name)
+                gpu, gpus = (name, None) if match is None else (match["gpu"], int(match["gpus"]))
                 section, ms = f"{self.path}.work.{key}", each * unit_ms
                 yield ToldTime(section=section, key=name, gpu=gpu, gpus=gpus, ms=ms, counts=key == counted)
 
     def save_interval_s(self, step_s: float) -> float:
         if not self.saves:
-            return ENDLESS_S  # a loss repeats everything
+            return ENDLESS_S  # after a loss everything is repeated
         every = self.checkpoint.every
         if every.minutes is not None:
             return every.minutes * 60
@@ -417,8 +423,8 @@ class CommandConfig(JobConfig):
         return changed(self, checkpoint=saved, stop=replace(self.stop, saves=saves))
 
     def probed(self, steps: int) -> Probed:
-        """A probe is stopped, not shortened: it waits for the command's own save, unless a stop or a request makes it
-        save, but not after a failure.
+        """A probe is stopped, not shortened. It waits until the command saves by itself, unless a stop or a request
+        makes the command save; after a failure it does not wait.
         """
         stop_at = min(steps, total_steps(self))
         log = replace(self.log, every=max(1, min(self.log.every, stop_at // LINES_PROBED)), tensorboard=False)
@@ -433,7 +439,7 @@ class CommandConfig(JobConfig):
         return in_gb(weights=self.memory_gb * GB, gradients=0, moments=0, activations=0, logits=0)
 
     def sizes(self) -> Sizes:
-        """A checkpoint as declared; outputs count as large as one."""
+        """The bytes of a checkpoint, as declared. The outputs count as being as large as one checkpoint."""
         held = round((self.checkpoint.size_gb or 0.0) * GB)
         return Sizes(
             checkpoints=(held,),
@@ -443,7 +449,7 @@ class CommandConfig(JobConfig):
             final_if_cut=(0,),
             dataset=0,
             staged_in_memory=False,  # snapshots go from disk to disk
-            results=False,  # it leaves only its own outputs
+            results=False,  # the run leaves only the command's own outputs
         )
 
     def rows(self) -> None:
@@ -453,7 +459,8 @@ class CommandConfig(JobConfig):
         return (Rung(micro=1),)
 
     def ranks(self, gpu_count: int, nodes: int = 1) -> int:
-        """The GPUs that the command uses: those that it is told, or all if it starts a process for each."""
+        """The number of GPUs that the command uses: as many as the file says, or all if the command starts a process
+        for each."""
         several = any(word in self.command for word in LAUNCHERS) or any(
             each.counts and each.gpus and each.gpus > 1 for each in self._told_times()
         )
@@ -518,8 +525,8 @@ class CommandConfig(JobConfig):
             yield from ((f"{path}[{index}]", text) for index, text in enumerate(several))
 
     def _trains_apart(self) -> str:
-        if (found := ALONE.search(self.command)) is not None:
-            return f"{STATIC} in the place of {found[0]}, with which each node trains alone"
+        if (alone := ALONE.search(self.command)) is not None:
+            return f"{STATIC} in the place of {alone[0]}, with which each node trains alone"
         names_rank = any("{node_rank}" in text or NODE_RANK in text for _, text in self.texts())
         if not names_rank and not GIVES_RANKS.search(self.command):
             return (
@@ -544,16 +551,20 @@ class CommandConfig(JobConfig):
             return
         counted = [bool(COUNTED.search(name)) for name in self.names]
         if not saved.rewritten and not all(counted):
-            yield "checkpoint.each", "names with {step} or {epoch}; one without is allowed with rewritten: true"
+            yield "checkpoint.each", "names with {step} or {epoch}; a name without them needs rewritten: true"
         if saved.rewritten and any(counted):
-            yield "checkpoint.rewritten", "false where the names hold {step} or {epoch}: each is a file of its own"
+            yield (
+                "checkpoint.rewritten",
+                "false where the names have {step} or {epoch}, because each checkpoint is then a file of its own",
+            )
         if saved.rewritten is False and len({frozenset(COUNTED.findall(name)) for name in self.names}) > 1:
             yield "checkpoint.each", "names that all hold {step}, or all {epoch}, or all both"
         folder = os.path.normpath(saved.folder)
         if folder in (".", "..", "{code}") or _leaves(folder):
             yield (
                 "checkpoint.folder",
-                "{checkpoints}, or a folder of its own: it is emptied before each start. Where the command saves into"
+                "{checkpoints}, or a folder for checkpoints only, because it is emptied before each start. Where the "
+                "command saves into"
                 " the folder that it starts in, write job.workdir: {checkpoints}",
             )
         for path, names in (("checkpoint.each", self.names), ("checkpoint.also", saved.also)):
@@ -630,18 +641,19 @@ class CommandConfig(JobConfig):
             yield "registry", "where user:password is kept: ssm:/name or secretsmanager:name. ECR needs none"
 
     def doubts(self, steps: int) -> Iterator[str]:
-        """What makes a paid run worth less, a sentence each."""
+        """Settings that make a paid run worth less, with a sentence for each setting."""
         for names, key in ((STEP_COUNTS, "steps"), (EPOCH_COUNTS, "epochs")):
             written, counted = setting(self.command, names), getattr(self.work, key)
             if written is not None and counted is not None and int(written["value"]) != counted:
                 yield (
-                    f"job.command has {written[0]} and job.work.{key} is {counted}: the script trains the one, and the"
-                    " bill counts the other"
+                    f"job.command has {written[0]} and job.work.{key} is {counted}: the script trains the first "
+                    "number, and the bill counts the second"
                 )
         if self.stages > 1:
             yield (
-                f"job.command trains {self.stages} times, and a run has one counter of steps: lost in a later training,"
-                " it begins that anew, and nothing shows whether it resumes. Make a stack of each"
+                f"job.command trains {self.stages} times, and a run has one counter of steps: if a node is lost in a "
+                "later training, that training begins anew, and nothing shows whether it resumes. Make a stack for "
+                "each training"
             )
         if not self.saves:
             yield "job.checkpoint is none: a loss repeats all training before it, and the bill counts that"
@@ -665,13 +677,13 @@ def _leaves(folder: str) -> bool:
     return os.path.normpath(folder).startswith(("/", "../")) or os.path.normpath(folder) == ".."
 
 
-# A training program of a command, by its name, up to its script; and one that does something else.
+# Patterns for a program that trains, by its name, up to its script; and for a program that does something else.
 TRAINING = re.compile(
     r"\b(?:python[0-9.]*|torchrun|accelerate\s+launch|deepspeed)\s(?:\S+\s+)*?\S*(?:\.py\b|(?<=-m\s)[\w.]+)|\byolo\b"
 )
 EVALUATION = re.compile(r"eval|test|valid|predict|infer|generat|export|convert|merge|prepare|preprocess|download|data")
 
-# The names that scripts give these settings. Case, and - for _, do not matter.
+# The names that scripts give these settings. They match in any case, and with - in place of _.
 STEP_COUNTS = (
     "max_iters",
     "max_steps",
@@ -698,14 +710,14 @@ SAVE_INTERVALS = (
 
 
 def setting(command: str, names: Iterable[str]) -> re.Match[str] | None:
-    """The first of these settings to which a command gives a whole number, as `--max_steps 5000` or `--max_iters=600`:
-    the whole match, with the group `value`. None without one.
+    """The match of the first of these settings to which a command gives a whole number, as in `--max_steps 5000` or
+    `--max_iters=600`. The group `value` has the number. None without one.
     """
-    found = (
+    matches = (
         re.search(rf"(?<!\S)--{name.replace('_', '[-_]')}(?:=|\s+)(?P<value>[0-9]+)(?![\w.])", command, re.IGNORECASE)
         for name in names
     )
-    return next(filter(None, found), None)
+    return next(filter(None, matches), None)
 
 
 LAUNCHERS = ("{gpus}", "torchrun", "torch.distributed", "accelerate", "deepspeed", "mpirun", "litgpt", "axolotl")
@@ -716,7 +728,7 @@ KEY_LIKE = re.compile(r"\bhf_[A-Za-z0-9]{20,}|\bAKIA[A-Z0-9]{16}\b|\bgh[pousr]_[
 
 
 def without_keys(text: str) -> str:
-    """The text for display, with whatever looks like a key replaced."""
+    """The text for display, in which everything that looks like a secret key is replaced."""
     return KEY_LIKE.sub("(looks like a key)", text)
 
 
@@ -737,7 +749,7 @@ PLACEHOLDER_NAMES = re.compile(
 
 def unknown_placeholders(text: str, *, extra: bool = False) -> str:
     """The first {word} of a text that is no placeholder, or empty. `extra`: {checkpoint}, {step}, {epoch} are known
-    too. Braces that hold no plain name (${HOME}, {1..3}, {"json": 1}) are the shell's.
+    too. Braces without a plain name in them (${HOME}, {1..3}, {"json": 1}) are left to the shell.
     """
     for match in PLACEHOLDER.finditer(text):
         known = PLACEHOLDER_NAMES.fullmatch(match[1]) or (extra and match[1] in ("checkpoint", "step", "epoch"))

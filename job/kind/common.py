@@ -1,5 +1,5 @@
-"""What kinds of job share: sections of parameters with their bounds, and the classes for a job's work, memory and
-bytes. 1 GB = 1e9 bytes throughout.
+"""The parts that kinds of jobs share: sections of parameters with their bounds, and the classes for a job's work,
+memory and bytes. 1 GB = 1e9 bytes throughout.
 
 A field's `metadata` holds its allowed values (`minimum`, `maximum`), so that the loader of the definition file and the
 job check the same bounds.
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache, wraps
 from typing import Any, Literal, TypeVar, cast
 
-Say = Callable[[str], None]  # gets one line for people
+Say = Callable[[str], None]  # a function that gets one line of text for people
 GB = 1e9
-PART_BYTES = 64 * 1024 * 1024  # of an upload to S3: each part is a billed request
+PART_BYTES = 64 * 1024 * 1024  # bytes of one part of an upload to S3; each part is a billed request
 DEVICE_RESERVE_GB = 1.0  # CUDA context, cuBLAS workspace, fragmentation: an estimate, on top of what torch allocates
 # Which weights final/ holds: those of the last phase's best evaluation, or those after the last step.
 Deliver = Literal["best", "last"]
-EVALUATIONS_PROBED = 3  # per phase of a shortened job, if it evaluates at all
+EVALUATIONS_PROBED = 3  # evaluations per phase of a shortened job, if it evaluates at all
 LINES_PROBED = 10  # lines of metrics.jsonl per phase of a shortened job, at least: each is one sample
-ENDLESS_S = 10 * 365 * 24 * 3600  # for a run without a declared length: it trains until a limit
+ENDLESS_S = 10 * 365 * 24 * 3600  # stands for the steps of a run without a declared length, which trains until a limit
 F = TypeVar("F", bound=Callable[..., Any])
 _KEPT = 4096  # cached answers
 
@@ -38,7 +38,8 @@ def remembered(function: F) -> F:
         if key not in kept:
             if len(kept) >= _KEPT:
                 kept.clear()
-            kept[key] = config, of_equal(config, *rest, **named)  # while it is kept, no other object has its identity
+            # while the cache keeps the object, no other object can have its identity
+            kept[key] = config, of_equal(config, *rest, **named)
         return kept[key][1]
 
     return cast(F, answer)
@@ -52,8 +53,8 @@ def bounded(default: Any, minimum: float | None = None, maximum: float | None = 
 def added_later(
     default: Any, minimum: float | None = None, maximum: float | None = None, *, version: str = "0.2.0"
 ) -> Any:
-    """A field that came with this version, with its range. An older run has its default: what tells runs apart
-    (infra/program/run_guard.py) leaves the field out while it has that value.
+    """A field that is new in this version, with its range. An older run has its default: the digest that tells runs
+    apart (infra/program/run_guard.py) omits the field while it has that value.
     """
     return field(default=default, metadata={"added": version, "minimum": minimum, "maximum": maximum})
 
@@ -65,7 +66,8 @@ def one_or_more() -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """When checkpoints are saved: by time, not steps. `heartbeat_s` is the supervisor's, here because both read it."""
+    """When checkpoints are saved: by time, not steps. `heartbeat_s` is for the supervisor; it is here because job and
+    supervisor both read it."""
 
     interval_s: float = bounded(300.0, 0.5, 86400.0)
     heartbeat_s: float = bounded(60.0, 0.5, 3600.0)
@@ -84,12 +86,12 @@ class Guard:
     """When a run counts as diverged (NaN and infinity always do), and how often it then resumes from before."""
 
     divergence: bool = True  # False: a loss that rises and stays high has no consequence
-    # nats above the lowest upper decile among windows of `window` logged losses
+    # nats above the lowest upper decile of all windows of `window` logged losses
     rise: float = bounded(1.0, 0.001, 1000.0)
     window: int = bounded(50, 10, 10_000)  # logged losses
-    in_a_row: int = bounded(10, 2, 10_000)  # so many high logged losses in a row start an evaluation
-    retries: int = bounded(2, 0, 100)  # resumes from the last good checkpoint before the run fails
-    lr_factor: float = bounded(0.5, 0.01, 1.0)  # multiplies every rate at each retry
+    in_a_row: int = bounded(10, 2, 10_000)  # number of high logged losses in a row that starts an evaluation
+    retries: int = bounded(2, 0, 100)  # how often the run resumes from the last good checkpoint before it fails
+    lr_factor: float = bounded(0.5, 0.01, 1.0)  # factor on every learning rate at each retry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,18 +115,18 @@ class PhaseSize:
     """One phase in numbers. `flops_per_token` is useful work of training: forward and backward, no recompute.
 
     Work besides the optimizer steps: `evaluations` of `evaluation_tokens` each and `forward_tokens` once, forward only;
-    `decode_steps` tokens generated one after another in each of `decode_sequences`, which the ranks share, each rank
-    `decode_at_once` at a time; `cpu_core_s` spread over the node's vCPUs, `gpu_s` over `workers` (0: as many as the
-    node has GPUs).
+    `decode_steps` tokens, generated one after another in each of `decode_sequences`; the ranks share the sequences, and
+    each rank decodes `decode_at_once` of them at a time. `cpu_core_s` is spread over the node's vCPUs, `gpu_s` over
+    `workers` (0: as many as the node has GPUs).
     """
 
     name: str
     kind: str = ""  # the kind of training whose speeds apply: from scratch, all weights, adapter, mixture; empty: none
     params_total: int
     params_active: int
-    params_trained: int  # with gradients and moments
+    params_trained: int  # parameters with gradients and moments
     flops_per_token: int
-    optimizer_traffic_bytes_per_param: int  # read and written by one optimizer step, per trained parameter
+    optimizer_traffic_bytes_per_param: int  # bytes that one optimizer step reads and writes, per trained parameter
     steps: int
     tokens_per_step: int  # over all ranks
     evaluations: int = 0
@@ -138,17 +140,19 @@ class PhaseSize:
     gpu_s: float = 0.0
     workers: int | None = None
     launch_ms: float = 0.0  # host time to launch a step's kernels, beside the GPU: a step takes the longer of both
-    micro_launch_ms: float = 0.0  # the same per micro-batch, if the node decides their number
+    micro_launch_ms: float = 0.0  # the same time per micro-batch, if the node decides the number of micro-batches
     row_host_ms: float = 0.0  # host time per row of a rank: preparation at run time
     slower: float = 1.0  # factor on the time of its kind of work if a setting that speeds it up is off
-    growth_s: float = 0.0  # before its first step: making and checking a model that changes shape
-    sharded: bool = False  # trained state split over the ranks (FSDP2), else a copy on each
+    growth_s: float = 0.0  # seconds before the phase's first step, to make and check a model that changes shape
+    sharded: bool = False  # whether the trained state is split over the ranks (FSDP2); else each rank has a copy
     gathered_bytes: int = 0  # bytes of split weights that each micro-batch gathers from the ranks
-    attention: Literal["causal", "full"] | None = "causal"  # as counted in flops_per_token; None: there is none
-    counts: Literal["steps", "epochs", "seconds"] = "steps"  # seconds: for a run of unknown steps, one second each
+    # the attention as counted in flops_per_token; None: there is none
+    attention: Literal["causal", "full"] | None = "causal"
+    # seconds, for a run with an unknown number of steps, in which a step stands for one second
+    counts: Literal["steps", "epochs", "seconds"] = "steps"
     validation: str | None = "val"  # the name of its validation figure, lower is better; None: no data are held out
-    may_stop_early: bool = False  # by itself, before its last step
-    waits_for_saves: bool = False  # training stands still until a save is written
+    may_stop_early: bool = False  # whether the phase may end by itself before its last step
+    waits_for_saves: bool = False  # whether training stands still until a save is written
 
     def evaluation_s(self, step_s: float) -> float:
         """Seconds of one evaluation, if a step takes `step_s`."""
@@ -157,8 +161,9 @@ class PhaseSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes one GPU holds, in GB. `total_gb` is the peak, not the sum: without accumulation gradients appear in
-    backward while activations go, so the two share room; with accumulation all of them exist at once.
+    """The memory that one GPU needs, in GB. `total_gb` is the peak, not the sum: without accumulation, gradients appear
+    in the backward pass while activations are freed, so the two share memory; with accumulation all of them exist at
+    once.
     """
 
     weights_gb: float  # master weights, and their copy if the compute dtype differs
@@ -168,18 +173,25 @@ class Memory:
     logits_gb: float
     total_gb: float
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """GB of each part by its name."""
+        names = ("weights", "gradients", "moments", "activations", "logits")
+        return {name: getattr(self, f"{name}_gb") for name in names}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Bytes that a job reads and leaves. By phase means one entry for each, in order."""
+    """Bytes that a job reads and writes. A field `by phase` has one entry for each phase, in order."""
 
     checkpoints: tuple[int, ...]  # by phase: trained weights and their moments, over all ranks
-    phase_ends: tuple[int, ...]  # by phase: the checkpoint at its end, without moments, which nothing needs any more
+    # by phase: the checkpoint at the end of the phase, without moments, which are not needed any more
+    phase_ends: tuple[int, ...]
     exports: dict[str, int]  # weights-only files beside the checkpoints, in order
     final: dict[str, int]  # the run's product, which `gpufleet results` downloads, in the order of writing
     final_if_cut: tuple[int, ...]  # by phase: final/ if a limit ends the run in it
-    dataset: int  # of the prepared dataset, estimated before it exists
-    base_weights: int = 0  # that a node downloads before the first step
+    dataset: int  # bytes of the prepared dataset, estimated before it exists
+    base_weights: int = 0  # bytes of base weights that a node downloads before the first step
     staged_in_memory: bool = True  # whether the host keeps a checkpoint in memory while it is written
     results: bool = True  # whether a finished run leaves results.json
 
@@ -188,9 +200,9 @@ class Sizes:
 class Rung:
     """One way to split the global batch: micro-batches of `micro` per rank and pass, the last one maybe smaller.
 
-    `micro` counts whatever the experiment's batch consists of: windows, packed rows or queries. With `checkpointing` a
-    block keeps the results of its products and recomputes the rest in backward; with `products_too` it keeps only its
-    input.
+    `micro` counts the units of the experiment's batch: windows, packed rows or queries. With `checkpointing` a block
+    keeps the results of its matrix products and recomputes the rest in the backward pass; with `products_too` it keeps
+    only its input.
     """
 
     micro: int
@@ -200,22 +212,22 @@ class Rung:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demands:
-    """What a job needs of its surroundings."""
+    """What a job needs from its node."""
 
     one_node: str = ""  # why several nodes do not help; empty: they do
-    apart: str = ""  # what to write if each of several nodes would train alone; empty: they train together
-    like_nodes: bool = False  # only a node with as many GPUs can resume its checkpoints
-    interval: bool = False  # the interval between saves is unknown, which matters only if nodes are interrupted
+    apart: str = ""  # the hint if each of several nodes would train alone; empty: they train together
+    like_nodes: bool = False  # whether only a node with the same number of GPUs can resume its checkpoints
+    interval: bool = False  # whether the interval between saves is unknown, which matters only if nodes are interrupted
     container_options: str = ""  # options for `docker run`; {app}: the job archive's folder
     code: Code | None = None  # the user's code, which a node gets beside gpufleet's own
-    installs: bool = False  # it may install packages where it runs
+    installs: bool = False  # whether the job may install packages in its container
     inputs: tuple[tuple[str, str], ...] = ()  # entries of storage.inputs that it uses, as (path of the key, name)
-    # What a node may read of Parameter Store (ssm:/name) and Secrets Manager (secretsmanager:name), by the parameters'
-    # name for it; and the place of user:password for the image's registry.
+    # The entries of Parameter Store (ssm:/name) and Secrets Manager (secretsmanager:name) that a node may read, by
+    # their names in the parameters; and the entry with user:password for the image's registry.
     secrets: Mapping[str, str] = field(default_factory=dict)
     login: str | None = None
-    node_role: bool = False  # the job itself has its node's rights
-    held_minutes: float = 0.0  # how long a node stays after its run has failed
+    node_role: bool = False  # whether the job itself has its node's rights
+    held_minutes: float = 0.0  # minutes that a node stays after its run has failed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,7 +239,7 @@ class ToldTime:
     gpu: str
     gpus: int | None  # None: not declared
     ms: float
-    counts: bool  # whether it is in the run's unit
+    counts: bool  # whether the time is for the run's unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,16 +248,16 @@ class ToldSpeed:
 
     key: str  # the path of the section that declares it
     times: tuple[ToldTime, ...] = ()
-    from_page: bool = False  # from a web page, not from the user
+    from_page: bool = False  # whether the figure is from a web page, not from the user
     hours: tuple[float, float, float] | None = None  # p10, p50 and p90 of the whole work; None: not declared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeParts:
-    """What the nodes besides the leader have of a checkpoint; the leader has all that it writes."""
+    """The parts of a checkpoint that nodes other than the leader have; the leader has everything that it writes."""
 
-    reads: bool = False  # each needs it on its own disk
-    leaves: bool = False  # each writes a part of it to its own disk
+    reads: bool = False  # each node needs the checkpoint on its own disk
+    leaves: bool = False  # each node writes a part of the checkpoint to its own disk
     of_rank: tuple[str, ...] = ()  # regular expressions for names of files that only the writing rank reads
 
     def is_of_rank(self, name: str) -> bool:
@@ -256,7 +268,7 @@ class NodeParts:
 def in_gb(
     *, weights: float, gradients: float, moments: float, activations: float, logits: float, peak: float | None = None
 ) -> Memory:
-    """Memory from bytes, which all exist at the peak unless that is given."""
+    """A Memory made from bytes. Without a given peak, all bytes exist at the peak."""
     return Memory(
         weights_gb=weights / GB,
         gradients_gb=gradients / GB,
@@ -268,6 +280,6 @@ def in_gb(
 
 
 def processes(device: str, gpus: int | None, gpu_count: int, most: int) -> int:
-    """The number of processes: one per GPU used; on a CPU as many as asked for; at most `most`."""
+    """The number of processes: one per GPU that is used; on a CPU as many as the parameters ask for; at most `most`."""
     wanted = (gpus or 1) if device == "cpu" else min(gpus or gpu_count, gpu_count)
     return max(1, min(wanted, most))

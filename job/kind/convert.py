@@ -1,7 +1,7 @@
 """Turns text into the dataclasses of a definition or of a kind of job: the values that a field may hold.
 
-A field's rule is its metadata (`minimum`, `maximum`) or a `Rule`. This module reads JSON; infra.definition.schema reads
-YAML, where every value is text with a line, by the same rules and in the same words.
+A field's rule is its metadata (`minimum`, `maximum`) or a `Rule`. This module reads JSON. infra.definition.schema reads
+YAML, in which every value is text with a line number, by the same rules and with the same words.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Rule:
     unit: str = ""
     pattern: str = ""
     allowed: str = ""  # the pattern in words
-    hint: str | Callable[[str], str] = ""  # what to do if it does not match; made from the text as written
+    hint: str | Callable[[str], str] = ""  # advice if the value does not match; made from the text as written
     most: int | None = None  # items of a list or section
     one: bool = False  # a single text counts as a list of one
-    moment: bool = False  # for a time: no span such as `in 10 h`
+    moment: bool = False  # for a time: whether a span such as `in 10 h` is refused
 
     def includes(self, value: float | Decimal) -> bool:
         """Whether the value is within the range."""
@@ -47,11 +47,12 @@ def key_of(name: str) -> str:
 
 @functools.cache
 def hints(cls: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)  # slow, and needed again for every scenario
+    return typing.get_type_hints(cls)  # cached, because it is slow and every scenario needs it
 
 
 def unwrap(hint: Any) -> tuple[Any, bool]:
-    """The type without `| None`, and whether None is allowed. For a deadline it is the first of its two types."""
+    """The type without `| None`, and whether None is allowed. For a deadline, which has two types, it is the first of
+    them."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return next(arm for arm in typing.get_args(hint) if arm is not types.NoneType), True
     return hint, False
@@ -64,7 +65,7 @@ def rule_of(spec: Field[Any]) -> Rule:
 
 
 def describe(hint: Any, rule: Rule) -> str:
-    """What is allowed, in words: `a number from 0.01 to 720 (hours)`."""
+    """The allowed values in words: `a number from 0.01 to 720 (hours)`."""
     hint, optional = unwrap(hint)
     if rule.pattern:
         return rule.allowed
@@ -93,10 +94,10 @@ def from_json(cls: type[T], tree: Any, path: str, default: T) -> T:
     unknown key and every value that is not allowed.
     """
     problems: list[str] = []
-    found: T = _build(cls, tree, path, problems, default)
+    built: T = _build(cls, tree, path, problems, default)
     if problems:
         raise ValueError("; ".join(problems))
-    return found
+    return built
 
 
 def _build(cls: type[Any], tree: Any, path: str, problems: list[str], default: Any) -> Any:
@@ -116,7 +117,7 @@ def _build(cls: type[Any], tree: Any, path: str, problems: list[str], default: A
 
 
 def _value(hint: Any, value: Any, path: str, rule: Rule, problems: list[str], default: Any = None) -> Any:
-    """The typed value; for a value that is not allowed, adds a problem and returns the value as it is."""
+    """The typed value. If the value is not allowed, the function adds a problem and returns the value unchanged."""
     inner, optional = unwrap(hint)
     if value is None and optional:
         return None

@@ -34,19 +34,20 @@ class Dataset(ABC, Generic[C]):
 
     @abstractmethod
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        """The dataset in `folder`, made now from the given text or data.source, or found there. Raises ValueError."""
+        """The dataset in `folder`. Unless it exists already, it is made now from the given text or from data.source.
+        Raises ValueError."""
 
     @abstractmethod
     def accept(self, folder: Path, given: Given) -> DatasetManifest:
-        """Checks every file of the dataset in `folder`, and prints what it is. Raises ValueError."""
+        """Checks every file of the dataset in `folder`, and prints a description of it. Raises ValueError."""
 
     def is_own(self, made_from: str) -> bool:
-        """Whether a dataset whose manifest has this `made_from` comes from a user's file, which is not named again."""
+        """Whether a dataset whose manifest has this `made_from` comes from a user's file."""
         return True
 
     def argument(self, *, own: bool = False) -> str:
-        """A further argument of `gpufleet prepare` if the source, or the data at hand (`own`), is a user's file; or
-        empty.
+        """The further argument of `gpufleet prepare` if the source, or the existing data (`own`), is a user's file;
+        else empty.
         """
         return ""
 
@@ -57,14 +58,15 @@ class Dataset(ABC, Generic[C]):
         return ""
 
     def check(self, folder: Path, say: Say) -> None:
-        """Warns of a prepared dataset. Raises ValueError if it leaves nothing to learn."""
+        """Warns of a prepared dataset. Raises ValueError if the dataset leaves nothing to learn."""
 
     def read_by_steps(self, manifest: DatasetManifest) -> tuple[int, str, str] | None:
         """For a run with its length in steps: number of units, what a unit is, and the setting. None for epochs."""
         return None
 
     def weights_differ(self, folder: Path) -> str:
-        """How base weights in `folder` contradict the parameters, as a phrase to put after their name; or empty."""
+        """How base weights in `folder` contradict the parameters, as a phrase to put after their name; empty if they do
+        not."""
         return ""
 
     def check_weights(self, folder: Path, say: Say) -> None:
@@ -75,7 +77,7 @@ class Dataset(ABC, Generic[C]):
 
 
 class NoDataset(Dataset[C]):
-    """The answers of a job whose inputs are taken as they are."""
+    """The answers of a job whose inputs are used without preparation."""
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
         raise ValueError("a command's inputs are not prepared: storage.inputs names them as they are")

@@ -1,4 +1,5 @@
-"""One kind of job before it runs: its parameters, and everything that follows from them. No torch, no AWS.
+"""One kind of job before it runs: its parameters, and everything that follows from them. The module uses neither torch
+nor AWS.
 
 A kind is a frozen dataclass with the base `JobConfig`, whose three parts are the questions that it answers: what work
 it is, what data it needs, how it saves. `batch` computes what follows from these answers alone. Speed is not decided
@@ -29,11 +30,11 @@ def named(place: str) -> Any:
 
 
 class Probed(NamedTuple):
-    """What a probe runs instead of a job."""
+    """The shortened job that a probe runs."""
 
     config: JobConfig
-    stop_at: int | None = None  # the step at which it is stopped; None: it ends by itself
-    save_wait_s: float = 0.0  # how long to wait for a save that cannot be requested
+    stop_at: int | None = None  # the step at which the probe stops it; None: it ends by itself
+    save_wait_s: float = 0.0  # seconds to wait for a save that cannot be requested
 
 
 class Alternative(NamedTuple):
@@ -41,7 +42,7 @@ class Alternative(NamedTuple):
 
     setting: str  # the setting that asks for them: `batch.tokens 131,072`
     config: JobConfig
-    narrower: bool = False  # the same batch with half the bytes of state; else a larger batch, in fewer steps
+    narrower: bool = False  # true: the same batch with half the bytes of state; false: a larger batch, in fewer steps
 
 
 class Workload(ABC):
@@ -53,18 +54,19 @@ class Workload(ABC):
     gpus: int | None = None  # GPUs of the node; None: all of them
     log: Log
 
-    path: ClassVar[str] = "job.parameters"  # where a definition has the parameters
+    path: ClassVar[str] = "job.parameters"  # the path of the parameters in a definition
     module: ClassVar[str]  # the trainer's module: `python -m MODULE WORKDIR`
-    # One, on any device; one per GPU, which gpufleet starts; or the user's own program, which gpufleet's host starts.
+    # Which processes a node runs: one, on any device; one per GPU, which gpufleet starts; or the user's own program,
+    # which gpufleet's host starts.
     processes: ClassVar[Processes] = "one"
     demands: ClassVar[Demands] = Demands()
-    # Its own settings that do not change the time of a step, an evaluation or a save (besides SPEED_LEFT).
+    # Settings of this kind that do not change the time of a step, an evaluation or a save, in addition to SPEED_LEFT.
     leaves_speed: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def code_folders(cls) -> tuple[str, ...]:
-        """The folders of job/ whose files decide how long a step takes; empty: the user's code does, and a measurement
-        of other code still counts, with a warning.
+        """The folders of job/ whose files decide how long a step takes. If there are none, the user's code decides it,
+        and a measurement of other code still counts, with a warning.
         """
         return ()
 
@@ -81,7 +83,7 @@ class Workload(ABC):
 
     @abstractmethod
     def sizes(self) -> Sizes:
-        """Bytes of its checkpoints, exports and data."""
+        """The bytes of the job's checkpoints, exports and data."""
 
     @abstractmethod
     def rows(self) -> int | None:
@@ -89,13 +91,13 @@ class Workload(ABC):
 
     @abstractmethod
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
-        """Ways to split the batch, largest first, then activation checkpointing. The global batch, and with it the
-        result, never changes. A micro-batch in the parameters makes it start lower.
+        """Ways to split the batch: first without activation checkpointing, the largest first, then with it. The global
+        batch, and with it the result, never changes. If the parameters state a micro-batch, the list begins with it.
         """
 
     def ranks(self, gpu_count: int, nodes: int = 1) -> int:
         """Processes on a node with `gpu_count` GPUs, one per GPU used; on a CPU as many as the parameters ask for. Each
-        of several `nodes` has as many, together never more than a step has rows.
+        of several `nodes` has the same number, and together they have at most as many as a step has rows.
         """
         if self.processes == "one":
             return 1
@@ -104,7 +106,8 @@ class Workload(ABC):
         return min(each * nodes, max(each, rows))
 
     def gpus_needed(self, there: int = 1) -> int:
-        """The least number of GPUs for the job on a node that has `there`; with 1, on any node. 0 for one on a CPU."""
+        """The least number of GPUs for the job on a node that has `there` GPUs; with `there` = 1, on any node; 0 for a
+        job on a CPU."""
         return 0 if self.device == "cpu" else self.gpus or self.ranks(there)
 
     def products(self) -> str:
@@ -116,7 +119,8 @@ class Workload(ABC):
         return []
 
     def doubts(self, steps: int) -> Iterator[str]:
-        """Settings that make a paid run worthless, a sentence each. `steps`: of its longest phase, as prepared."""
+        """Settings that make a paid run worthless, with a sentence for each. `steps` is the number of steps of its
+        longest phase with the prepared data."""
         yield from ()
 
     @property
@@ -126,8 +130,8 @@ class Workload(ABC):
 
     @abstractmethod
     def probed(self, steps: int) -> Probed:
-        """About `steps` optimizer steps of the same work, in every phase that has any, without timed saves. If its data
-        decide how long it is, the whole job, to be stopped.
+        """A job of about `steps` optimizer steps of the same work, in every phase that has any, without timed saves. If
+        the job's data decide its length, it is the whole job, which the probe then stops.
         """
 
     def completed(
@@ -138,8 +142,8 @@ class Workload(ABC):
         save_steps: int | None = None,
         saves_on_stop: bool = False,
     ) -> Self:
-        """The parameters, completed by what is known from elsewhere and they only declare, or omit: `hours` of work;
-        measured bytes of a save, steps between two, whether a stop made one.
+        """The parameters, completed by figures that are known from elsewhere and that they only declare or omit:
+        `hours` of work, measured bytes of a save, steps between two saves, and whether a stop made a save.
         """
         return self
 
@@ -153,12 +157,12 @@ class DataNeeded:
 
     __slots__ = ()
 
-    dataset_kind: ClassVar[str] = ""  # its kind in dataset.json; empty: it has no dataset
-    dataset_checks: ClassVar[Checks] = {}  # what dataset.json must say
+    dataset_kind: ClassVar[str] = ""  # the dataset's kind in dataset.json; empty: the job has no dataset
+    dataset_checks: ClassVar[Checks] = {}  # the entries that dataset.json must have
 
     @property
     def dataset(self) -> Dataset[Any]:
-        """The data that it trains on, for `prepare`."""
+        """The data on which the job trains, for `prepare`."""
         return NoDataset(self)
 
     def with_facts(self: Config, facts: Mapping[str, Any]) -> Config:  # type: ignore[misc]
@@ -183,7 +187,7 @@ class Saving(ABC):
 
     @property
     def saves(self) -> bool:
-        """Whether the job has checkpoints. Without checkpoints a loss repeats all of its work."""
+        """Whether the job has checkpoints. Without checkpoints all of its work is repeated after a loss."""
         return True
 
     @abstractmethod
@@ -201,7 +205,7 @@ class Saving(ABC):
 
     @property
     def grace_s(self) -> float:
-        """Seconds that it gets for a save, beyond the bill's prediction."""
+        """Seconds that the job gets for a save, beyond the bill's prediction."""
         return 0.0
 
     @property
@@ -224,5 +228,5 @@ def changed(config: Config, **sections: Any) -> Config:
 
 def require(config: JobConfig) -> None:
     """Raises ValueError with every problem; called before the model is built."""
-    if found := config.problems():
-        raise ValueError("; ".join(f"job.parameters.{path}: {text}" for path, text in found))
+    if problems := config.problems():
+        raise ValueError("; ".join(f"job.parameters.{path}: {text}" for path, text in problems))

@@ -1,8 +1,8 @@
 """One machine's attempt at the run, from boot to shutdown.
 
 A run ends by these steps: upload everything, write the done marker, delete the fleet, shut down. Every other end is a
-failed attempt: recorded, counted, and shut down too. Nothing here leaves a machine running: whatever else breaks, this
-process ends with another code than 0, and the script that started it deletes the fleet and shuts down.
+failed attempt: the node records it, counts it, and shuts down too. Nothing here leaves a machine running: whatever else
+breaks, this process ends with another code than 0, and the script that started it deletes the fleet and shuts down.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from gpufleet.job.node.outside import (
 from gpufleet.job.node.schedule import Schedule
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 
-LOG_LINES = 200  # lines of a crashed job's log that go into the boot log
+LOG_LINES = 200  # number of lines of a crashed job's log that go into the boot log
 OTHERS_S = 300  # seconds for a block's other nodes to end, once the run is over
 TIMER_STOP_S = 180  # seconds after which the timer gives up on a docker that hangs
 # `up` adds its fleet's id to the bucket seconds after the fleet exists, `destroy` removes it before the fleet.
@@ -89,7 +89,7 @@ class NodeRun:
         )
         self.manifest: str | None = None
         self.keys: list[str] = []
-        self.others: OtherNodes  # set once its record begins
+        self.others: OtherNodes  # set as soon as the attempt's record begins
         self.workdir: Path | None = None  # the job's folder, once it exists
         self.timer = threading.Thread(target=self._end_by_timer, name="timer", daemon=True)
         self.fired, self.ender, self._taking_over = threading.Event(), self.timer, threading.Lock()
@@ -155,20 +155,20 @@ class NodeRun:
         addresses = (self.metadata.get("meta-data/local-ipv4") for _ in tries(3))
         address = next(filter(None, addresses), None) if self._terms().is_gang else ""
         if address is None:
-            self._crash("the metadata service does not tell this machine's address")
+            self._crash("the metadata service does not give this machine's address")
         here = (self.settings, self.machine, scratch)
         with Jobs(*here, meets=bool(address)) as self.command:
             return self._run_job(container.command(*here, pulled_s, address.strip(), self.hand_over.market))
 
     def _terms(self) -> terms.Terms:
-        """The run's terms; those of a single node that is replaced while run.json is not here."""
+        """The run's terms; as long as run.json is missing, the terms of a single node that would be replaced."""
         if self._fetching is not None:
             self._fetching.join()
         run = atomic.read_object(self.folder / RUN)
         return terms.UNKNOWN if run is None else terms.read(Fields(run))
 
     def _is_futile(self, boots: int) -> bool:
-        """Whether so many boots in a row made no progress that the run ends. Several nodes boot at once."""
+        """Whether the run ends because too many boots in a row made no progress. Several nodes boot at once."""
         return boots >= attempts.MOST_FUTILE and boots >= attempts.MOST_FUTILE * self._terms().nodes
 
     def _leave_if_over(self) -> None:
@@ -195,11 +195,11 @@ class NodeRun:
         if self.hand_over.took_over:
             self.notices.tell("on spot it would miss its deadline: it continues on demand")
         if "/" in self.settings.run and (own := self._find_fleet()) is not None:
-            self.allowance.fleets = [own]  # another stage's fleet has its own hour
+            self.allowance.fleets = [own]  # another stage's fleet has a schedule of its own
         if self.hand_over.fleet:
             # the end of spot's allowance must not end the on-demand fleet
             self.allowance.fleets = [self.hand_over.fleet]
-            self._leave_if_over()  # this counts results that other nodes have left by now
+            self._leave_if_over()  # so results that other nodes have left by now are counted
 
     def _list(self) -> bool:
         """Lists the run's objects once: whether the run is over, the newest manifest, earlier attempts."""
@@ -237,7 +237,7 @@ class NodeRun:
         return attempts.read(folder, _set_aside) if self.objects.get_folder(ATTEMPTS, folder) else None
 
     def _ask_others(self) -> bool:
-        """Whether AWS told when other nodes ended; this node's record keeps it for later ones."""
+        """Whether AWS said when other nodes ended; this node's record keeps the times for later nodes."""
         fleet = self._find_fleet() if self.others.doubtful else None
         if fleet is not None:
             now = self.clock()
@@ -282,7 +282,8 @@ class NodeRun:
             self._end_run(limit, f"{max(left, 0):.0f} s were left for this boot")
 
     def _watch_notice(self) -> None:
-        """Watches for an interruption notice until the job does: a boot that AWS interrupts is no failed attempt."""
+        """Watches for an interruption notice until the job watches for it: a boot that AWS interrupts is not a failed
+        attempt."""
         while not self._job_looks:
             if self._noticed() and not self._job_looks:
                 self._record_exit(AttemptExit.INTERRUPTED, "interrupted")
@@ -313,7 +314,7 @@ class NodeRun:
             self._crash(f"{here} EFA devices are here where its launch template has {wanted}")
 
     def _pull(self) -> None:
-        """Pulls the image, or both images of a command: its own may come from another registry."""
+        """Pulls the image, or both images of a command, whose own image may come from another registry."""
         if self.settings.job_image:
             self._pull_image(self.settings.image)
         job = (atomic.read_object(self.folder / RUN) or {}).get("job") or {}
@@ -372,8 +373,8 @@ class NodeRun:
         self._leave(reason)
 
     def _hand_on(self) -> None:
-        """Begins the next stage, if there is one and this one has done its work. Twice is once: a fleet gets the size
-        that it has. Where that fails, this fleet stays, and its next node does it.
+        """Begins the next stage, if there is one and this one has done its work. To do this twice is harmless, because
+        the fleet already has its size the second time. If it fails, this fleet stays, and its next node tries again.
         """
         stage = self.settings.next_stage
         ending = self._read_ending() if stage else None
@@ -382,7 +383,7 @@ class NodeRun:
         listed = self._list()
         if listed and ASKED in self.keys:
             return say(f"somebody asked the run to end: the stage {stage} does not begin")
-        self.allowance.open()  # nothing spends until the next stage has a node
+        self.allowance.open()  # nothing costs money until the next stage has a node
         if not listed or not retry(5, lambda: self._start_machine(f"-{stage}", "{}")):
             self._leave(f"the stage {stage} could not be begun: the next node tries again")
         say(f"the stage {stage} begins")
@@ -416,7 +417,7 @@ class NodeRun:
         self._upload_log()
         records = self._records() if self._record_exit(code, reason) and self._list() else None
         if records is None:
-            say("the attempt cannot be counted")  # with several nodes the others go on, and end by themselves
+            say("the attempt cannot be counted")  # with several nodes the other nodes go on, and end by themselves
         elif self._is_futile(boots := attempts.futile_boots(records, self.manifest)):
             self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress; the last: {reason}")
         ended = ""
@@ -457,7 +458,7 @@ class NodeRun:
         self.allowance.open()
         self._upload_log()
         if self.notices.speaks_while_it_waits:
-            self.notices.tell(f"other nodes were missing, and those that waited let go: {then}")
+            self.notices.tell(f"other nodes were missing, and the waiting nodes end: {then}")
         self._leave("others were missing")
 
     def _leave(self, why: str) -> NoReturn:
@@ -472,13 +473,14 @@ class NodeRun:
 
     def _end_by_timer(self) -> None:
         """Ends the run when this machine's own timer fires, whatever job and supervisor do."""
-        while (left := self.allowance.timer_at - self.clock()) > 0:
-            time.sleep(min(left, LOOK_S))
+        while (seconds_left := self.allowance.timer_at - self.clock()) > 0:
+            time.sleep(min(seconds_left, LOOK_S))
         self._take_over(lambda: self._end_run(ends.TIMER, f"{self.clock() - self.machine.launched:.0f} s after launch"))
 
     def _end_unless_known(self) -> None:
         """Ends a fleet that no stack's state names, because `up` was killed after it made the fleet, or `destroy` lost
-        it. A fleet that was once named is not ended when S3 is silent; one that was never named gets the same time.
+        it. If a state has named the fleet once, it is not ended when S3 does not answer. A fleet that no state has
+        named gets the same time to be named.
         """
         fleet, seen, since = self._find_fleet(), False, time.monotonic()
         while not self._ended:
@@ -547,17 +549,18 @@ class NodeRun:
         """Writes done.json, unless the supervisor has written it, or left one here that it could not send."""
         if self._list() and DONE in self.keys:
             return True
-        left = None if self.workdir is None else atomic.read_object(self.workdir / DONE)
+        unsent = None if self.workdir is None else atomic.read_object(self.workdir / DONE)
         marker = ends.Done(reason, detail, self.machine.instance, utc_now())
-        atomic.write_json(self.folder / DONE, left or marker.to_json())
+        atomic.write_json(self.folder / DONE, unsent or marker.to_json())
         return retry(4, lambda: self.objects.put(self.folder / DONE, DONE))
 
     def _speaks(self) -> bool:
-        """Whether this node has ended the run, and not another of several: it tells people."""
+        """Whether this node, and not another of several nodes, has ended the run. This node sends the message to
+        people."""
         return not self._terms().is_gang or self._who_ended() in ("", self.machine.instance)
 
     def _who_ended(self) -> str:
-        """The node that ended the run; empty if none is known."""
+        """The instance id of the node that ended the run; empty if it is not known."""
         ending = self._read_ending()
         return "" if ending is None else ending.instance
 
@@ -574,7 +577,7 @@ class NodeRun:
         also ends this one from outside. With `alone` the run's other fleet stays. Deleting a block's fleet ends all of
         its nodes, and nothing replaces them: so the node that ended the run waits for the others before it deletes it.
         """
-        fleet = next((found for _ in tries(3) if (found := self._find_fleet())), None)
+        fleet = next((fleet_id for _ in tries(3) if (fleet_id := self._find_fleet())), None)
         others = [] if alone else self.hand_over.others(fleet)
         for other in others:
             if not delete_fleet(other):
@@ -589,7 +592,7 @@ class NodeRun:
             if not call(
                 "aws", "ec2", "terminate-instances", "--instance-ids", self.machine.instance, "--output", "text"
             ):
-                say("left to shutdown alone")
+                say("only the shutdown ends the machine")
         else:
             by = (
                 "AWS ends it by the schedule"
@@ -601,7 +604,7 @@ class NodeRun:
 
     def _is_last(self, fleet: str) -> bool:
         """Whether this node also ends the other nodes: they had their time, or the run is not over. A node that boots
-        after the end does so too if the one that ended the run is gone.
+        after the end does so too if the node that ended the run is gone.
         """
         ender = self._who_ended()
         if ender not in ("", self.machine.instance) and ender in (nodes_there(fleet) or {ender}):
@@ -615,8 +618,8 @@ class NodeRun:
     def _find_fleet(self) -> str | None:
         tag = f"Reservations[0].Instances[0].Tags[?Key=='{FLEET_TAG}']|[0].Value"
         described = ("ec2", "describe-instances", "--instance-ids", self.machine.instance, "--output", "text")
-        found = self.metadata.get(f"meta-data/tags/instance/{FLEET_TAG}") or aws(*described, "--query", tag)
-        return found if found is not None and found.startswith("fleet-") else None
+        fleet_id = self.metadata.get(f"meta-data/tags/instance/{FLEET_TAG}") or aws(*described, "--query", tag)
+        return fleet_id if fleet_id is not None and fleet_id.startswith("fleet-") else None
 
 
 def _set_aside(why: str) -> None:

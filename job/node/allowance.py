@@ -1,8 +1,7 @@
-"""How long this node may go on: its timer, and the hour at which AWS ends the fleet.
-
-Both follow the job's meter. A node moves the hour only as far as the run's money and hours allow. A node that AWS takes
-puts the hour back to the fleet's expiry, because waiting costs nothing. If no node moves it again, the fleet ends at
-the hour that was set last.
+"""Decides how long this node may go on, by its timer and by the schedule at which AWS ends the fleet. Both follow the
+job's meter. The hour of a schedule is the time at which it fires. A node moves the hour only as far as the run's money
+and hours allow. A node that AWS takes puts the hour back to the fleet's expiry, because waiting costs nothing. If no
+node moves it again, the fleet ends at the hour that was set last.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ LOOK_S = 10  # between two looks at the meter's file
 # save (115 s); then AWS.
 TIMER_S, STOP_S = 120, 300
 MOVE_S, AGAIN_S = 300, 60  # waits between two moves of the hour; the second before an earlier hour
-LEAST_S = 300  # with less time left, a node costs money without training
-NEAR_S = 45  # closer hours count as the same: EventBridge Scheduler is exact to a minute
-OPEN_S = 1200  # longer than a node waits for AWS to end it
+LEAST_S = 300  # a node with less time than this would cost money without training
+NEAR_S = 45  # hours that are closer than this count as the same, because EventBridge Scheduler is exact to a minute
+OPEN_S = 1200  # seconds, more than a node waits for AWS to end it
 SOON_S = 90  # AWS refuses a moment that has passed
 
 
@@ -36,13 +35,14 @@ class Allowance:
     def __init__(self, schedule: Schedule, clock: Callable[[], float], timer_s: float) -> None:
         self._schedule, self._clock = schedule, clock
         self.timer_at = clock() + timer_s
-        self.fleets: list[str] = []  # those that the hour ends: with a fallback only its own, else all it knows
+        # the fleets that the schedule ends: with a fallback only the node's own fleet, else all known fleets
+        self.fleets: list[str] = []
         self._means: Means | None = None
         self._workdir = Path()
         self._began = 0.0
         self._word: Spent | None = None  # the newest record of the meter
         self._heard_at = 0.0
-        self._spent_at: float | None = None  # when the allowance was used up: more never comes back
+        self._spent_at: float | None = None  # when the allowance was used up; it never grows again after that
         self._stands: float | None = None  # the hour to which this node last set the schedule
         self._again_at = self._open_until = float("-inf")
         self._ending = False
@@ -59,7 +59,7 @@ class Allowance:
 
     def watch(self, noticed: Callable[[], bool], recount: Callable[[], Means | None]) -> None:
         """Follows the meter until the process ends. `noticed` says whether AWS is about to take this machine. `recount`
-        returns the run's means if more is known of other nodes than before.
+        returns the run's remaining money and hours if more is known about other nodes than before.
         """
         counted_at = self._clock()
         while True:
@@ -79,7 +79,7 @@ class Allowance:
     def open(self) -> None:
         """Called when no node of the run spends money for a while:
 
-        AWS is taking this one. If there are several nodes, the others go on.
+        AWS is taking this node. If there are several nodes, the others go on.
         """
         if self._means is not None and self._means.terms.is_gang:
             return
@@ -101,7 +101,8 @@ class Allowance:
         over = over if self._spent_at is None else self._spent_at
         self.timer_at = max(over, self._began) + TIMER_S  # if nothing is left at boot, the node ends the run itself
         expires = means.terms.limits.expires or over + STOP_S
-        waits = now < self._open_until and over > now + LEAST_S  # with less time left, no other node is wanted
+        # with less time left than this, no other node should start
+        waits = now < self._open_until and over > now + LEAST_S
         hour = expires if waits else min(over + STOP_S, expires)
         soonest = max(hour, now + SOON_S)
         later = self._stands is not None and hour > self._stands + NEAR_S

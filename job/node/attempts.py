@@ -30,9 +30,9 @@ def beat(folder: Path, instance: str, aside: Callable[[str], None]) -> Beat | No
 
 
 def futile_boots(records: Iterable[AttemptRecord], manifest: str | None) -> int:
-    """How many boots in a row, up to the newest, made no progress. Such a boot published no checkpoint after
+    """The number of boots in a row, up to the newest, that made no progress. Such a boot published no checkpoint after
     `manifest`, the newest one now, and left no results of a later stage before the machine was taken or lost. Boots
-    that AWS interrupted with a notice do not count, nor do those that left because other nodes were missing.
+    that AWS interrupted with a notice do not count, nor do boots that left because other nodes were missing.
     """
     count = 0
     for boot in sorted(records, key=lambda boot: boot.booted_at, reverse=True):

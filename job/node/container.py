@@ -84,7 +84,7 @@ def secret(place: str) -> tuple[str, ...]:
 def devices(settings: Settings) -> list[str]:
     """The options that give a container the machine's GPUs and its data volume, if it has them."""
     options: list[str] = []
-    if settings.device != "cpu":  # the image brings its own CUDA; some toolkits refuse this one
+    if settings.device != "cpu":  # the image has its own CUDA; some toolkits refuse this version
         options += ["--gpus", "all", "-e", "NVIDIA_DISABLE_REQUIRE=true"]
     if settings.data_volume:
         options += ["-v", f"{settings.root / 'data'}:/data"]
@@ -97,8 +97,8 @@ def efa_devices(root: Path = Path("/")) -> list[Path]:
 
 
 def network(root: Path = Path("/")) -> list[str]:
-    """The options by which a training container reaches those of the run's other nodes: the machine's own address, and
-    its network cards as EFA devices if it has any.
+    """The options by which a training container reaches the training containers of the run's other nodes: the machine's
+    own address, and its network cards as EFA devices if it has any.
     """
     cards = (word for card in efa_devices(root) for word in ("--device", str(card)))
     return ["--network", "host", *cards]
@@ -122,7 +122,8 @@ def own_code(settings: Settings, scratch: Path) -> list[str]:
 
 
 def _has_files_of_others(settings: Settings) -> bool:
-    """Whether files here may belong to a user of a command's image or of a data volume: only root can serve those."""
+    """Whether files here may belong to a user of a command's image or of a data volume; only root can serve such
+    files."""
     return bool(settings.job_image or settings.data_volume)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from gpufleet.job import atomic
 from gpufleet.job.node.outside import answer, bounded, call, code, retry, say
 
-INSTANCE_STORE = "Amazon EC2 NVMe Instance Storage"  # the model that tells it from EBS, which is /dev/nvme* too
+# the model name by which instance store differs from EBS, which is /dev/nvme* too
+INSTANCE_STORE = "Amazon EC2 NVMe Instance Storage"
 NOTHING_THERE = 2  # blkid's exit code for an empty disk
 
 
@@ -25,7 +26,7 @@ def scratch(root: Path, own: Path) -> Path:
     if not disks:
         return own
     made, folder = root / "opt/dlami/nvme", root / "scratch"
-    # this service of the AMI joins all instance store into one mount
+    # this service of the AMI joins all instance-store disks into one mount
     call(*bounded(120, "systemctl", "start", "dlami-nvme"))
     if call("findmnt", "-n", str(made)):
         folder = made / "gpufleet"

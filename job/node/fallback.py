@@ -1,4 +1,5 @@
-"""The part of a node in a run with a fallback: which market it belongs to, the hand-over, and the hour of the switch.
+"""What a node does in a run with a fallback: it finds its market, hands the run over or takes it over, and moves the
+time of the switch.
 
 The first on-demand node takes the run over for good: it writes that beside the run's objects, deletes the spot fleet,
 and waits until the spot nodes have saved and left. So only one node trains at a time, and no node has to change a
@@ -23,20 +24,21 @@ from gpufleet.job.node.schedule import Schedule
 from gpufleet.job.node.settings import Settings
 
 LIFE_CYCLE = "meta-data/instance-life-cycle"
-LOOK_S, MOVE_S = 10, 300  # between two looks; from a move of the hour, or a refusal, to the next, and its least length
-SOON_S, DAY_S = 90, 86_400  # AWS takes no moment that has passed
-GONE_S = 900  # for nodes that were ended to have gone: large ones take minutes
+# seconds between two looks; from a move of the schedule, or a refusal, to the next move; and the shortest move
+LOOK_S, MOVE_S = 10, 300
+SOON_S, DAY_S = 90, 86_400  # AWS accepts no time that has passed
+GONE_S = 900  # seconds for terminated nodes to be gone; large nodes take minutes
 
 
 def choose_hand_over(
     settings: Settings, metadata: MetadataService, objects: Objects, clock: Callable[[], float]
 ) -> OneFleet:
-    """Chooses this node's part: a hand-over if a second fleet stands by."""
+    """The part of this node: HandOver if a second fleet stands by, else the part with nothing to do."""
     return HandOver(settings, metadata, objects, clock) if settings.fallback else OneFleet()
 
 
 class OneFleet:
-    """The part of a node whose run has one fleet: there is no other node to meet and no hour to move."""
+    """The part of a node whose run has one fleet: it has no other node to meet and no schedule to move."""
 
     market, fleet, took_over = "", "", False
 
@@ -49,15 +51,15 @@ class OneFleet:
         return []
 
     def watch(self, workdir: Path) -> None:
-        """Starts what has to be done while the run trains."""
+        """Starts the work that has to be done while the run trains."""
 
     def end(self) -> None:
-        """Ends that, because the run is over."""
+        """Ends this work, because the run is over."""
 
 
 class HandOver(OneFleet):
-    """Knows, once the node has met the others, its `market` (spot or on-demand), its `fleet`, and `took_over`: whether
-    it is the first on-demand node.
+    """The part of a node whose run has a fallback. After it has met the other nodes, it knows its `market` (spot or
+    on-demand), its `fleet`, and with `took_over` whether it is the first on-demand node.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class HandOver(OneFleet):
         run's objects. Raises OSError if AWS does not answer a question that must be answered.
         """
         own = find_fleet()
-        found = next((said for _ in tries(5) if (said := self._metadata.get(LIFE_CYCLE))), None)
+        found = next((life_cycle for _ in tries(5) if (life_cycle := self._metadata.get(LIFE_CYCLE))), None)
         if found is None:
             raise OSError("the metadata service does not say whether this node is on spot")
         if own is None:
@@ -101,38 +103,38 @@ class HandOver(OneFleet):
             file = self._settings.folder / FALLBACK
             atomic.write_json(file, {"at": iso(self._clock())})
             if not retry(4, lambda: self._objects.put(file, FALLBACK)):
-                raise OSError(f"{FALLBACK} cannot be written: a node on spot would train as well")
+                raise OSError(f"{FALLBACK} cannot be written: a spot node would train at the same time")
             self.took_over = True
         known = next((found for _ in tries(4) if (found := self._others(own)) is not None), None)
         if known is None:
-            raise OSError("S3 does not say which fleet is on spot: a node of it would train as well")
+            raise OSError("S3 does not say which fleet is on spot, whose node would train at the same time")
         tags = {key: self._metadata.get(f"meta-data/tags/instance/{key}") for key in OWN_TAGS}
         run = {key: value for key, value in tags.items() if value}
         if run.keys() != tags.keys():
-            raise OSError("the metadata service does not tell this node's tags, by which those on spot are found")
+            raise OSError("the metadata service does not give this node's tags, by which the spot nodes are found")
         # AWS still lists nodes of a fleet whose name the bucket has lost: `destroy` removes the name first.
         there = next((nodes for _ in tries(4) if (nodes := spot_nodes(run)) is not None), {})
         for fleet in sorted({*known, *filter(None, there.values())}):
             delete_fleet(fleet)  # AWS refuses if the fleet is deleted already; only the nodes matter
-        left = self._wait(run, HANDOVER_S)
-        if left:
-            say(f"still there after {HANDOVER_S} s, and ended now: {' '.join(sorted(left))}")
-            aws("ec2", "terminate-instances", "--instance-ids", *sorted(left), "--output", "text")
+        remaining = self._wait(run, HANDOVER_S)
+        if remaining:
+            say(f"still there after {HANDOVER_S} s, and ended now: {' '.join(sorted(remaining))}")
+            aws("ec2", "terminate-instances", "--instance-ids", *sorted(remaining), "--output", "text")
             if self._wait(run, GONE_S):
                 raise OSError("a node on spot cannot be ended, and two would train")
 
     def _wait(self, run: Mapping[str, str], seconds: float) -> set[str]:
         """The run's spot nodes that still exist after the wait. Raises OSError if AWS never answered."""
-        until, left = self._clock() + seconds, None
+        until, remaining = self._clock() + seconds, None
         while True:
             nodes = spot_nodes(run)
-            left = left if nodes is None else set(nodes)
+            remaining = remaining if nodes is None else set(nodes)
             if nodes == {} or self._clock() >= until:
                 break
             time.sleep(5)
-        if left is None:
+        if remaining is None:
             raise OSError("AWS does not say whether a node on spot is there: two would train")
-        return left
+        return remaining
 
     def watch(self, workdir: Path) -> None:
         """On spot, starts a thread that moves the hour while the run trains."""
@@ -183,12 +185,15 @@ class HandOver(OneFleet):
 
     def _refused(self, now: float) -> None:
         self._again_at = now + MOVE_S
-        say("the hour at which AWS begins on demand cannot be moved: it stands, early rather than late")
+        say(
+            "the hour at which AWS begins on demand cannot be moved: it stays as it is, which is too early rather "
+            "than too late"
+        )
 
 
 def delete_fleet(fleet: str, *, with_nodes: bool = False) -> bool:
-    """Deletes a fleet; whether it launches nothing more. Its nodes stay, unless `with_nodes`. AWS puts a refusal into
-    the answer, not into the status.
+    """Deletes a fleet. Returns whether the fleet launches nothing more. Its nodes stay, unless `with_nodes`. AWS puts a
+    refusal into the answer, not into the status.
     """
     nodes = "--terminate-instances" if with_nodes else "--no-terminate-instances"
     refused = aws(

@@ -25,7 +25,7 @@ OVER_FILES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
 # Rights for installing packages as root. Docker's other rights, for raw packets and devices, are not needed.
 RIGHTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
 # Rights to read and signal processes of any user: their environment tells their rank. DAC_READ_SEARCH is not among
-# them, because with it docker's filter admits a call that opens any file on a mount's disk by its number.
+# them, because with it docker's filter allows a system call that opens any file on a mount's disk by its number.
 OVER_PROCESSES = ("DAC_OVERRIDE", "KILL", "SYS_PTRACE")
 
 
@@ -74,7 +74,7 @@ class Jobs:
         for running, its in ((self._running, self._name), (self._watcher, self._watcher_name)):
             if running is not None:
                 ask(*bounded(REMOVE_S, "docker", "rm", "-f", its))
-                running.kill()  # docker's own client, if it has not noticed
+                running.kill()  # kill docker's client too, if it has not noticed the end
                 running.wait()
         self._running = self._watcher = None
 
@@ -168,7 +168,7 @@ class Jobs:
 
     def _ready_made(self) -> list[str]:
         """A ready-made job has no network, because all input is staged; with other nodes it has the machine's
-        network. Its ranks look up the container's name to find each other. It cannot change the supervisor's
+        network. The ranks find each other by the container's name. It cannot change the supervisor's
         code or requests.
         """
         settings = self._settings

@@ -1,9 +1,9 @@
-"""The messages that a node sends to those whom the definition names: the run trains, AWS takes the node, most of a
-limit is used up, the job warns, the run has ended. While the run trains, it also postpones the hour at which AWS
-reports that nothing has trained for long.
+"""Sends a node's messages to the people whom the definition names: the run trains, AWS takes the node, most of a limit
+is used up, the job warns, the run has ended. While the run trains, it also postpones the hour at which AWS reports that
+nothing has trained for long.
 
-No caller waits longer than WAIT_S for a message, and no message is sent twice; the boot log has those that could not be
-sent.
+No caller waits longer than WAIT_S for a message, and no message is sent twice; the boot log has the messages that could
+not be sent.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from gpufleet.job.node.settings import InstanceIdentity, Settings
 LOOK_S, MOVE_S = 10, 300
 SEND_S, WAIT_S = 30, 20
 MOST_SHARE = Decimal("0.8")  # the share of a limit at which a message is sent
-TOLD_MOST = "told/most-of-the-cap"  # an object of the run: with it no later node sends the message again
-TOLD_ALARM = "told/alarm-"  # the alarm's kind follows
-TOLD_WAITS = "told/waits-"  # the time since when it waits follows
+TOLD_MOST = "told/most-of-the-cap"  # an object of the run that stops later nodes from sending the message again
+TOLD_ALARM = "told/alarm-"  # followed by the kind of the alarm
+TOLD_WAITS = "told/waits-"  # followed by the time at which the wait began
 
 
 class Notices:
@@ -68,11 +68,12 @@ class Notices:
             threading.Thread(target=self._watch, name="notices", daemon=True).start()
 
     def tell(self, what: str) -> None:
-        """Sends one message: the run, what has happened, what it has spent."""
+        """Sends one message with the run, the event, and the money spent."""
         self._briefly(lambda: self._send(what))
 
     def end(self, what: str) -> None:
-        """Sends the last message of the run, and stops the report of silence: from now on nothing needs to train."""
+        """Sends the last message of the run, and disables the schedule that reports silence, because nothing has to
+        train any more."""
         self._ended = True
         self._briefly(lambda: self._end(what))
 
@@ -85,7 +86,7 @@ class Notices:
 
     def _end(self, what: str) -> None:
         if not retry(2, self._silence.disable):
-            say("the schedule that tells of silence cannot be disabled: it tells once more")
+            say("the schedule that reports silence cannot be disabled: it sends one more message")
         self._send(what)
 
     def _send(self, what: str) -> None:
@@ -107,7 +108,7 @@ class Notices:
             time.sleep(LOOK_S)
             try:
                 self._look()
-            except OSError as error:  # the disk may be full, but only this thread moves the hour of silence
+            except OSError as error:  # the disk may be full, but only this thread postpones the report of silence
                 say(f"no message could be sent: {error}")
 
     def _look(self) -> None:

@@ -20,7 +20,8 @@ from gpufleet.job.contract.reading import epoch, iso
 from gpufleet.job.contract.spent import History
 
 LOOK_S = 1.0  # seconds between two looks at a running program
-NOT_REACHED = ("--cli-connect-timeout", "10", "--cli-read-timeout", "60")  # no network: minutes, not an hour
+# limits for a node without a network, which then fails in minutes, not in an hour
+NOT_REACHED = ("--cli-connect-timeout", "10", "--cli-read-timeout", "60")
 _DOCKERS_ADVICE = re.compile(r"See '|Run '|\s*$")
 
 
@@ -140,7 +141,7 @@ def aws(*words: str) -> str | None:
 
 def history(fleets: Sequence[str], since: float) -> History | None:
     """The events of these fleets' nodes since that time (epoch seconds); None if AWS does not answer."""
-    found: dict[str, dict[str, float]] = {LAUNCHED: {}, ENDED: {}}
+    events: dict[str, dict[str, float]] = {LAUNCHED: {}, ENDED: {}}
     for fleet in fleets:
         output = aws(
             *("ec2", "describe-fleet-history", "--fleet-id", fleet, "--start-time", iso(since), "--output", "text"),
@@ -150,11 +151,11 @@ def history(fleets: Sequence[str], since: float) -> History | None:
         if output is None:
             return None
         for line in output.splitlines():
-            what, name, at = (*line.split(), "", "", "")[:3]
+            kind, name, at = (*line.split(), "", "", "")[:3]
             moment = epoch(at)
-            if what in found and moment is not None:
-                found[what][name] = moment
-    return History(launched=found[LAUNCHED], ended=found[ENDED], there=nodes_there(*fleets))
+            if kind in events and moment is not None:
+                events[kind][name] = moment
+    return History(launched=events[LAUNCHED], ended=events[ENDED], there=nodes_there(*fleets))
 
 
 def nodes_there(*fleets: str) -> set[str] | None:
@@ -230,20 +231,20 @@ class Objects:
         return [key[len(prefix) :] for key in result.out.split("\n") if key.startswith(prefix)]
 
     def put(self, file: Path, key: str) -> bool:
-        """Uploads a file; whether it succeeded."""
+        """Uploads a file. Returns whether it succeeded."""
         return aws("s3", "cp", str(file), f"{self.uri}/{key}", "--only-show-errors") is not None
 
     def get(self, key: str, file: Path, sha256: str = "") -> bool:
-        """Downloads a file; whether it came and has the declared hash."""
+        """Downloads a file. Returns whether it arrived and has the declared hash."""
         if aws("s3", "cp", f"{self.uri}/{key}", str(file), "--only-show-errors") is None:
             return False
-        found = hashlib.sha256(file.read_bytes()).hexdigest()
-        if sha256 and found != sha256:
-            say(f"{file}: sha256 is {found}, expected {sha256}")
-        return found == (sha256 or found)
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        if sha256 and digest != sha256:
+            say(f"{file}: sha256 is {digest}, expected {sha256}")
+        return digest == (sha256 or digest)
 
     def get_folder(self, prefix: str, folder: Path) -> bool:
-        """Makes the objects below the prefix equal to the folder's files; whether that succeeded."""
+        """Makes the objects below the prefix equal to the folder's files. Returns whether that succeeded."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         copied = aws("s3", "cp", f"{self.uri}/{prefix}", f"{folder}/", "--recursive", "--only-show-errors")

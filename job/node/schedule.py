@@ -11,7 +11,8 @@ from typing import Any
 from gpufleet.job.contract.reading import epoch
 from gpufleet.job.node.outside import aws
 
-# The fields of GetSchedule's answer that UpdateSchedule takes. It replaces all fields: a missing one gets its default.
+# The fields of GetSchedule's answer that UpdateSchedule takes. UpdateSchedule replaces all fields: a missing field gets
+# its default.
 KEPT = (
     "ActionAfterCompletion",
     "Description",
@@ -35,7 +36,8 @@ class Schedule:
         self._known: dict[str, Any] | None = None
 
     def move(self, at: float, fleets: Sequence[str] = ()) -> bool:
-        """Moves the schedule to this moment (epoch seconds), for these `fleets` if any; whether that succeeded."""
+        """Moves the schedule to this moment (epoch seconds), for these `fleets` if any are given. Returns whether that
+        succeeded."""
         changed: dict[str, Any] = {"ScheduleExpression": f"at({_hour(at)})"}
         if fleets and self._ask():
             request = json.dumps({"FleetIds": list(fleets), "TerminateInstances": True})
@@ -55,11 +57,11 @@ class Schedule:
         return self._update(ScheduleExpression=f"at({_hour(at)})", State="ENABLED" if enabled else "DISABLED")
 
     def disable(self) -> bool:
-        """Disables the schedule; whether that succeeded."""
+        """Disables the schedule. Returns whether that succeeded."""
         return self._update(State="DISABLED")
 
     def _ask(self) -> bool:
-        """Reads the schedule; whether AWS answered."""
+        """Reads the schedule. Returns whether AWS answered."""
         if self._name and self._known is None:
             output = aws(
                 "scheduler", "get-schedule", "--group-name", self._group, "--name", self._name, "--output", "json"

@@ -18,7 +18,7 @@ class Settings:
     stack: str
     run: str
     region: str
-    image: str  # of the supervisor
+    image: str  # the supervisor's image
     job_image: str  # the image of a command, which has its own container; empty: the supervisor's
     bucket: str
     log_group: str
@@ -33,7 +33,7 @@ class Settings:
     metadata: str  # the address of an embedded metadata service
     next_stage: str = ""  # of a run in stages: the stage that follows this one
     fallback: str = ""  # 1: a second fleet stands by, on demand
-    notify: str = ""  # JSON: whom the node tells; empty: nobody
+    notify: str = ""  # JSON with the receivers of the node's messages; empty: there are none
 
     @property
     def folder(self) -> Path:

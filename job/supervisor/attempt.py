@@ -1,6 +1,6 @@
 """One attempt at the run on this node, from its arrival to its end: the parent of the trainer.
 
-The attempt arrives (record, meter, files for training), trains (starts, watches, publishes), and ends in one of five
+The attempt prepares (record, meter, files for training), trains (starts, watches, publishes), and ends in one of five
 ways: finished (or at a limit of the run), failed for good, interrupted, crashed, or over before it began. Only an
 attempt that finished or failed for good writes done.json, last of all. See docs/interruptions.md.
 """
@@ -56,13 +56,13 @@ SPENT_S = 5.0  # between two writes of spent.json, which the trainer's log lines
 MARGIN_S = 5.0  # between a predicted publication and the end of the machine
 SIGTERM_S = 105.0  # docker stop waits 115 s
 PATIENCE_S = 120.0  # the least wait for a trainer that was asked to stop at a limit
-LINES = 3  # missing lines before a trainer that writes few counts as stuck
+LINES = 3  # number of missing lines after which a trainer that rarely writes counts as stuck
 FINISH_S = 900.0  # seconds to upload everything; after that the attempt counts as crashed and the next one uploads
 MARK_S = 120.0  # seconds to write how the run ended, after all uploads; later the node writes that
 PAST_S = 60.0  # seconds past a limit and a checkpoint, after which anything still under way is abandoned
-CRASH_S = 120.0  # to publish what the trainer had committed
+CRASH_S = 120.0  # seconds to publish the trainer's commits
 LATE_S = 60.0  # AWS may take the machine later than announced
-XIDS = 8  # the newest Xid errors in a heartbeat
+XIDS = 8  # number of newest Xid errors (of NVIDIA's driver) in a heartbeat
 T = TypeVar("T")
 
 
@@ -79,7 +79,7 @@ class Supervisor:
 
     record: attempts.OwnRecord  # these four exist once the attempt is registered
     others: attempts.Others
-    number: int  # of this attempt
+    number: int  # the number of this attempt
     meter: Meter
 
     def __init__(self, run: RunFile, node: Node, workdir: Path, world: Outside) -> None:
@@ -115,11 +115,12 @@ class Supervisor:
         self.resumed_step = 0
         self.rung = 0
         self.asked = False  # whether somebody asked the run to end
-        self.superseded_at: float | None = None  # when this node saw that a node on demand takes the run over
+        # the time at which this node saw that a node on demand takes the run over
+        self.superseded_at: float | None = None
         self._beat_at = float("-inf")
         self._metered = False
         self.killed = ""  # the reason
-        self.lost = ""  # which GPU failed, and how
+        self.lost = ""  # the GPU that failed, and how
         self._child: Trainer | None = None
         self._kill_at: float | None = None
         self._advised: str | None = None
@@ -140,7 +141,7 @@ class Supervisor:
                 return self._crashed(f"node refused: {lacking}", code=AttemptExit.REFUSED)
             try:
                 self._stage()
-            except ValueError as error:  # this is wrong on every node
+            except ValueError as error:  # the error is the same on every node
                 return self._finish(ends.FAILED, str(error))
             self._look()
             return self._conclude(self._train())
@@ -194,7 +195,8 @@ class Supervisor:
             nodes=self.run_file.nodes,
         )
         self._metered = True
-        # The rungs at which memory really ran out. If a phase is predicted not to fit, the trainer itself goes lower.
+        # The rungs of the ladder at which memory really ran out. If a phase is predicted not to fit, the trainer itself
+        # goes lower.
         floors = [each.record.floor for each in earlier if each.record.type == self.node.type]
         self.rung = max(filter(None, floors), default=0)
         self.say(f"attempt {self.number} of run {self.run_file.run} on {self.node.instance} {self.node.type}")
@@ -211,8 +213,8 @@ class Supervisor:
         )
 
     def _lacking(self) -> str | None:
-        """Why this node is refused before any download, None if it is not: without this check the trainer would use the
-        GPUs that it finds.
+        """Why this node is refused before any download; None if it is not refused. Without this check the trainer would
+        use whatever GPUs it finds.
         """
         config, listed = self.run_file.config, self.run_file.gpus(self.node.type)
         if config.device != "cuda" or attempts.accepts(self.others.attempts):
@@ -283,7 +285,7 @@ class Supervisor:
             self._tell(Accept())
         while self.cause is None or self._owes_model():
             self.record.update(floor=self.rung)
-            with suppress(OSError):  # an earlier start's file says nothing about this one
+            with suppress(OSError):  # a file of an earlier start says nothing about this start
                 (self.workdir / RUNG).unlink(missing_ok=True)
             self._tell_spent(self.clock())
             self._child = self.world.start(self.rung)
@@ -354,7 +356,8 @@ class Supervisor:
             self._child.kill()
 
     def _lost(self) -> str:
-        """Why a GPU of this node is broken; empty if none is, or if earlier nodes were refused for the same reason."""
+        """In which way a GPU of this node is broken; empty if none is, or if earlier nodes were refused for the same
+        reason."""
         if self.world.sampler is None or attempts.accepts(self.others.attempts):
             return ""
         return self.world.sampler.lost()
@@ -434,7 +437,7 @@ class Supervisor:
 
     def _limit_before_next_save(self, now: float, end_s: float) -> str | None:
         """For a job that saves only by itself: the limit that comes before its next checkpoint; that time is known once
-        the job has saved before. What the job trains until the limit would be in no checkpoint.
+        the job has saved before. No checkpoint would contain the training until the limit.
         """
         if self.run_file.config.saves_on_signal is not False:
             return None
@@ -460,7 +463,7 @@ class Supervisor:
         patience = max(FIRST_SIGN_S, 3 * needed) if self._by_hand else self._patience_s(now, needed)
         self._kill_at = now + patience if cause.deadline is None else cause.deadline
         if not self._tell(Stop(reason=cause.reason, save=save, ends=cause.ends, deadline=cause.deadline)):
-            self._kill_at = now  # this job cannot be asked
+            self._kill_at = now  # this job cannot be asked to save
 
     def _patience_s(self, now: float, needed: float) -> float:
         """How long to wait for a trainer that was told of a limit: until the limit is passed by a minute and a
@@ -492,7 +495,7 @@ class Supervisor:
 
     def _conclude(self, code: int) -> int:
         """Ends the attempt as the trainer's exit code demands."""
-        left = CommandEnd.read(self.workdir)  # a command's own end
+        left = CommandEnd.read(self.workdir)  # the command has ended by itself
         reason = self.killed or (left.full_text if left else f"the trainer ended with {code}")
         if code == TrainerExit.FINISHED:
             return self._finish(ends.FINISHED)
@@ -608,7 +611,7 @@ class Supervisor:
         return False
 
     def _in_upload_thread(self, act: Callable[[], None]) -> None:
-        """Runs `act` in the upload thread once that is idle, with heartbeats meanwhile."""
+        """Runs `act` in the upload thread as soon as this thread is idle, and sends heartbeats meanwhile."""
         if not self.uploader.idle:
             return act()
         doing = self.world.uploads.submit(act)
@@ -685,8 +688,8 @@ class Supervisor:
         )
 
     def _keep_alive(self) -> None:
-        """Called during anything long. It sends heartbeats and notices the first sign that the machine goes away, even
-        while the run is ending; uploads then hurry too.
+        """The code calls this during every long operation. It sends heartbeats and notices the first sign that the
+        machine goes away, even while the run is ending; uploads then hurry too.
         """
         now, leaving = self.clock(), self._leaving()
         if leaving is not None and leaving.deadline is not None and self.record.now.exit is None:
@@ -709,7 +712,7 @@ class Supervisor:
         self.pulse.beat(self.heartbeat())
 
     def _take_notes(self) -> None:
-        """Takes the trainer's notes into attempts/<instance>.json, and the fleet's history of earlier nodes."""
+        """Writes the trainer's notes, and the fleet's history of earlier nodes, into attempts/<instance>.json."""
         was, others = self.record.now, self.others
         record = replace(was, reclaimed=attempts.reclaimed(others.attempts), ended=others.ended, untold=others.untold)
         if record != was:

@@ -1,4 +1,4 @@
-"""What other attempts of the run did and cost, from attempts/*.json, heartbeat/*.jsonl and the fleet's history.
+"""Finds what other attempts of the run did and cost, from attempts/*.json, heartbeat/*.jsonl and the fleet's history.
 
 contract/spent.py decides what a node has cost.
 """
@@ -30,7 +30,7 @@ from gpufleet.job.supervisor.world import Cause
 REFUSALS = 2  # nodes that a run may refuse: fewer than the boots without progress that end a run
 WRONG = "node refused, bytes arrived wrong"
 LAUNCH_S = 10.0  # AWS tells launches in whole seconds
-CHANGED_S = 300.0  # from a change of a fleet to the notice of a node that it takes (assumed)
+CHANGED_S = 300.0  # seconds from a change of a fleet to the notice of a node that it takes (assumed)
 
 
 def interruption(cause: Cause, at: float) -> Exit:
@@ -94,7 +94,7 @@ def read(
     keys = [entry.key for prefix in (bucket.ATTEMPTS, bucket.HEARTBEATS) for entry in store.entries(prefix)]
     named = {key: node for key in keys if (node := bucket.node_of(key))}
     for key in set(keys) - set(named):
-        say(f"{reading.show(key)} is set aside: no node is called so")
+        say(f"{reading.show(key)} is set aside: no node has this name")
     with ThreadPoolExecutor(8) as pool:
         texts = dict(zip(named, pool.map(store.get_bytes, named), strict=True))
 
@@ -134,7 +134,8 @@ def read_ended(
 def read_before(
     store: Store, run: RunFile, own: Node, opened: Callable[[str], Store] = open_store
 ) -> tuple[Decimal, Decimal]:
-    """USD and seconds that the stages before this one have spent. Raises StoreError; DoubtError for a damaged one."""
+    """USD and seconds that the stages before this one have spent. Raises StoreError; Raises DoubtError if one of their
+    records is damaged."""
     usd, seconds = Decimal(0), Decimal(0)
     for stage in run.before:
         place = opened(f"{bucket_uri(store.uri, run.run)}/{bucket.stage_of(run.run, stage)}")
@@ -185,8 +186,8 @@ class Others(OtherNodes):
 
 def judged(attempts: Iterable[Attempt], known: Mapping[str, bool], past: History | None, now: float) -> list[Attempt]:
     """The attempts with who ended each: as `known`, or, for an unexplained notice, by AWS's history. If the fleet was
-    changed shortly before a node's notice or after it, that change ended the node, and whoever changed the fleet pays.
-    The change that launched a stage's node ended none.
+    changed shortly before a node's notice or after it, that change ended the node, and the user who changed the fleet
+    pays. The change that launched a stage's node ended none.
     """
 
     def judge(each: Attempt) -> bool | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 JOB = Path(__file__).parents[1]
 REQUIREMENTS = "requirements.txt"
-MARK = "GPUFLEET_PACKAGES"  # in the environment of a process that has the packages
+MARK = "GPUFLEET_PACKAGES"  # a variable in the environment of a process that has the packages
 TRIES = 3
 
 

@@ -1,4 +1,4 @@
-"""The trainer from the supervisor's view: a process, its output, its progress in metrics.jsonl."""
+"""The trainer as the supervisor sees it: a process, its output, its progress in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from gpufleet.job.supervisor.leash import ABOVE
 from gpufleet.job.supervisor.rendezvous import Rendezvous
 from gpufleet.job.text import printable
 
-FIRST_SIGN_S = 1800.0  # imports, data, compilation, a growth boundary
+FIRST_SIGN_S = 1800.0  # the longest silence: imports, data, compilation, a growth boundary
 QUIET_MIN_S = 900.0
 SHUTDOWN = "--shutdown-timeout"  # an option of torchrun
-KILL_S = 5.0  # how long a killed process may take to be gone
+KILL_S = 5.0  # seconds that a killed process may take to end
 
 
 class JobLog:
-    """Writes to job.log and standard output, without terminal escapes, because the job prints text of strangers. A full
-    disk or a closed pipe never stops training.
+    """Writes to job.log and standard output, without terminal escapes, because the job may print text that strangers
+    wrote. A full disk or a closed pipe never stops training.
     """
 
     def __init__(self, path: Path, stream: IO[bytes] | None = None) -> None:

@@ -1,11 +1,12 @@
-"""Compiled graphs that outlive node and run: <workdir>/compile_cache/*.bin, mirrored to <bucket>/compile_cache/.
+"""Keeps compiled graphs beyond the life of node and run: <workdir>/compile_cache/*.bin, mirrored to
+<bucket>/compile_cache/.
 
 The graphs lie beside the runs, in a folder per experiment and settings, so that a later run of the stack starts with
 them too. No stop waits for graphs: one file at a time is sent while nothing else is being sent, and no file once a stop
 has begun. A failure is logged and ignored, because without these files training only starts more slowly.
 
-The trainer unpickles the files, and a pickle can run any code, so files come only from the run's own bucket. Nodes of
-this stack, and whoever may write to its bucket, can therefore run code on its later nodes.
+The trainer unpickles the files, and a pickle can run any code, so files come only from the run's own bucket. So nodes
+of this stack, and everybody who may write to its bucket, can run code on its later nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.workdir import GRAPHS
 from gpufleet.job.supervisor.store import GivenUpError, Store, bucket_uri, open_store
 
-MOST_BYTES = 512 * 1024 * 1024  # per node and direction: a damaged or foreign folder must not cost minutes
+# the most bytes per node and direction, because a damaged or foreign folder must not cost minutes
+MOST_BYTES = 512 * 1024 * 1024
 
 
 def place(run: RunFile, uri: str) -> str:
@@ -35,7 +37,7 @@ def place(run: RunFile, uri: str) -> str:
 
 
 class GraphMirror:
-    """One attempt's mirror. Its methods raise nothing."""
+    """One attempt's mirror. Mirrors the folder of compiled graphs. Its methods raise nothing."""
 
     def __init__(
         self,
@@ -58,7 +60,9 @@ class GraphMirror:
             for entry in entries:
                 check()
                 if total + entry.bytes > MOST_BYTES:
-                    self._say(f"compiled graphs: {entry.key} is left out, {MOST_BYTES / 1e6:.0f} MB are enough")
+                    self._say(
+                        f"compiled graphs: {entry.key} is not restored, because {MOST_BYTES / 1e6:.0f} MB are enough"
+                    )
                     continue
                 total += entry.bytes
                 self._store.get_file(entry.key, self._folder / entry.key)
@@ -69,7 +73,7 @@ class GraphMirror:
             self._say(f"compiled graphs: {len(self._sent)} files, {total / 1e6:.1f} MB from {self._store.uri}")
 
     def poll(self, executor: Executor) -> None:
-        """Begins to send one new file, unless another file is on its way."""
+        """Begins to send one new file, unless another file is being sent."""
         if self._running is not None and not self._running.done():
             return
         there = sorted(self._folder.glob("*.bin"))
@@ -77,7 +81,7 @@ class GraphMirror:
         self._running = executor.submit(self._send, new[0]) if new else None
 
     def cancel(self) -> None:
-        """Gives up the file on its way."""
+        """Gives up the file that is being sent."""
         self._store.cancel()
 
     def _send(self, path: Path) -> None:
@@ -85,7 +89,7 @@ class GraphMirror:
         try:
             self._sent[path.name] = path.stat().st_mtime_ns
             if sum(each.stat().st_size for each in self._folder.glob("*.bin")) > MOST_BYTES:
-                self._say(f"compiled graphs: {path.name} is not kept, {MOST_BYTES / 1e6:.0f} MB are enough")
+                self._say(f"compiled graphs: {path.name} is not kept, because {MOST_BYTES / 1e6:.0f} MB are enough")
                 return
             self._store.put_file(path, path.name)
         except GivenUpError:

@@ -19,7 +19,7 @@ from gpufleet.job.contract.workdir import CONTROL, FIRST, SCRIPTS
 from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.supervisor.leash import HOLDER
 
-# `sh` stays: as its container's first process the trainer would ignore every signal that it does not catch.
+# `sh` remains the container's first process: in its place the trainer would ignore every signal that it does not catch.
 TEXT = """\
 exec >{out} 2>&1 </dev/null
 export {holder}=$$ {environment}
@@ -33,14 +33,14 @@ class ContainedProcess:
     """`stdout` ends when no process of the container is left, or none is expected."""
 
     def __init__(self, workdir: Path, argv: Sequence[str], environment: Mapping[str, str]) -> None:
-        """`argv` runs with the image's environment, overridden by this one."""
+        """`argv` runs with the image's environment; variables of `environment` override it."""
         folder = workdir / CONTROL / SCRIPTS
         folder.mkdir(parents=True, exist_ok=True)
         out = folder / OUT
         ForeignFolder(folder).make_pipe(out)
         assignments = " ".join(f"{key}={shlex.quote(value)}" for key, value in environment.items())
         text = TEXT.format(out=shlex.quote(str(out)), holder=HOLDER, environment=assignments, command=shlex.join(argv))
-        atomic.write_bytes(folder / FIRST, text.encode())  # a shell may still read the earlier script
+        atomic.write_bytes(folder / FIRST, text.encode())  # an earlier shell may still be reading its script
         reading = os.open(out, os.O_RDONLY | os.O_NONBLOCK)
         self._writing: int | None = os.open(out, os.O_WRONLY)  # keeps the pipe open until then
         os.set_blocking(reading, True)

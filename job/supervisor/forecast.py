@@ -1,6 +1,6 @@
-"""How long a stop takes: one optimizer step, save, hash and upload. The bill predicted this time per type and phase,
-and whether it fits into a notice. This module only lengthens the bill's prediction, for slower steps and for measured
-slower saves and uploads. So its decisions agree with what the bill promises.
+"""Predicts how long a stop takes: one optimizer step, save, hash and upload. The bill predicted this time per type and
+phase, and whether it fits into a notice. This module only lengthens the bill's prediction, for slower steps and for
+measured slower saves and uploads. So its decisions agree with what the bill promises.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LATENCY_S = 2.0  # the least that a save and an upload take
 UPLOAD_GB_S = 1.5  # the part of GB_S for hashing and sending
 SAVE_GB_S = GB_S - UPLOAD_GB_S
 SLACK = 1.25
-MEASURABLE_BYTES = 50_000_000  # below this size an upload's time is all latency
+MEASURABLE_BYTES = 50_000_000  # bytes below which an upload's time is only latency
 
 
 class Forecast:
@@ -37,7 +37,8 @@ class Forecast:
     ) -> None:
         self._config = config
         self._phases = config.phases()
-        counted = {row.phase: row.steps for row in phases if row.steps is not None}  # counted in the prepared dataset
+        # steps as counted in the prepared dataset
+        counted = {row.phase: row.steps for row in phases if row.steps is not None}
         self._last = list(itertools.accumulate(counted.get(phase.name, phase.steps) for phase in self._phases))
         self._step_s = {row.phase: row.step_ms / 1000 for row in phases}
         self._stop_s = {
@@ -96,7 +97,7 @@ class Forecast:
         save_s = max(export / 1e9 * SAVE_GB_S, self._save_s(export))
         sent_s = max(export / 1e9 * UPLOAD_GB_S, self._sent_s(export))
         stop_s = self.stop_s(step, step_s)
-        if grace_s := self._config.grace_s:  # the whole grace period, then a whole checkpoint
+        if grace_s := self._config.grace_s:  # seconds for the whole grace period, and then a whole checkpoint
             stop_s = max(stop_s, grace_s + self.upload_s(self._config.sizes().checkpoints[self.phase(step)]))
         return stop_s + save_s + sent_s
 

@@ -1,11 +1,9 @@
-"""Decides which nodes of a run train together, and when they stop, from what each node last saw. The module does
-nothing else.
-
-There is no coordinator. Every node writes its presence below the run's prefix and reads the others'; when all are ready
-the oldest proposes who trains, by creating the next generation's object, which only one node can. A generation's first
-member leads: it publishes, keeps the run's limits, and ends the run. A member that misses another member ends its own
-trainer and is ready again; so does a member that cannot read the store while its ranks make no steps. If the store is
-down for all, no node concludes anything.
+"""Decides which nodes of a run train together, and when they stop, from the state that each node saw last. The module
+only decides, and there is no coordinator. Every node writes its presence below the run's prefix and reads the others';
+when all are ready the oldest proposes who trains, by creating the next generation's object, which only one node can. A
+generation's first member leads: it publishes, keeps the run's limits, and ends the run. A member that misses another
+member ends its own trainer and is ready again; so does a member that cannot read the store while its ranks make no
+steps. If the store is down for all, no node concludes anything.
 """
 
 from __future__ import annotations
@@ -24,13 +22,15 @@ LOST_S = 45.0  # a node is lost after this long without a presence, if the ranks
 SILENT_S = 600.0  # after this silence a node counts as gone even if its ranks go on
 # a slow node's share of the others' step time; looks and steps compared
 SLOW, SLOW_LOOK_S, SLOW_STEPS, SLOW_LOOKS = 1.5, 15.0, 20, 5
-STEADY_S = 15.0  # how long looks must have succeeded: after an outage of the store all presences are old
+# seconds for which looks must have succeeded, because after an outage of the store all presences are old
+STEADY_S = 15.0
 FENCE_S = 60.0  # a member that for so long has neither store nor steps ends its trainer
 PROPOSE_S = 30.0  # the oldest proposes within this time; then any node does
 SPARE_S = 600.0  # a node leaves if the others have trained without it for so long
-BLOCK_S = 1200.0  # how long a block's nodes wait for the others, which boot at the same time and have no replacement
-RETRIES = 1  # retries with the same nodes from the same checkpoint
-TOGETHER = (TrainerExit.FINISHED, TrainerExit.STOPPED)  # exit codes that all ranks have at once
+# seconds that a block's nodes wait for the others, which boot at the same time and have no replacement
+BLOCK_S = 1200.0
+RETRIES = 1  # number of retries with the same nodes from the same checkpoint
+TOGETHER = (TrainerExit.FINISHED, TrainerExit.STOPPED)  # exit codes with which all ranks end together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class View:
     others: Mapping[str, Sight] = field(default_factory=dict)
     newest: GangGeneration | None = None
     is_over: bool = False  # whether done.json exists
-    let_go: int | None = None  # how often waiting nodes let go since the newest generation; None: not read yet
+    let_go: int | None = None  # how often waiting nodes have ended since the newest generation; None: not read yet
     steady_s: float = 0.0
     age_s: float = 0.0
 

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h; kept across execve
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h; the setting is kept across execve
 ABOVE = "-"
 HOLDER = "GPUFLEET_LEASH"  # process id of the program that this leash starts, for leashes below it
 

@@ -71,20 +71,21 @@ class GangMember(Supervisor):
         self._left: gang.Leave | None = None
         self._over: ends.Done | None = None
         self.pulse.leads, self._waits_for = False, ""
-        self._own_log = 0  # where in job.log begins the part that no leader's copy has
+        self._own_log = 0  # position in job.log from which no leader's copy has the text
         self._in_vain_since: float | None = None
         self._told_at = 0.0  # the last time at which no checkpoint waited to be published
         self._spare_since: float | None = None
         self._ready_since: float | None = None
         self._lacking_since: float | None = None
-        self._gathers_since = 0.0  # since when the node has been ready without a generation
-        self._let_go: tuple[int, int] | None = None  # the newest generation, and the count of let-gos when first seen
+        self._gathers_since = 0.0  # the time since which the node has been ready without a generation
+        # the newest generation, and how often waiting nodes had ended when it was first seen
+        self._let_go: tuple[int, int] | None = None
         self._stepped: tuple[int, float] = (0, 0.0)  # the newest step of this node's ranks, and when this step was seen
         # the ranks' own time in steps, before a step needs other nodes
         self._own_s: deque[float] = deque(maxlen=gang.SLOW_STEPS)
         self._was_silent = False  # whether a member was silent, while its ranks went on, at the last look
-        self._is_slow = False  # whether this node is slow, and has said so
-        self._gives_way_at: float | None = None  # when this node leaves because it is slow
+        self._is_slow = False  # whether this node is slow and has reported it
+        self._gives_way_at: float | None = None  # the time at which this node leaves because it is slow
 
     def run(self) -> int:
         """Runs the attempt, as a single node's."""
@@ -165,12 +166,15 @@ class GangMember(Supervisor):
                 self._left = action
                 return None
             if isinstance(action, gang.Propose):
-                with suppress(StoreError):  # this node or another proposes the generation later
+                with suppress(StoreError):  # this node or another one proposes the generation later
                     informed = self._next(view, self._newest_published())
                     if isinstance(informed, gang.Propose):
                         self.watch.propose(informed.generation)
             elif isinstance(action, gang.LetAllGo):
-                self.say(f"others have been missing for {self.clock() - self._gathers_since:.0f} s: all let go")
+                self.say(
+                    f"other nodes have been missing for {self.clock() - self._gathers_since:.0f} s: all waiting nodes "
+                    "end"
+                )
                 self.watch.let_go()
             elif action.why != self._waits_for:
                 self._waits_for = action.why
@@ -309,7 +313,7 @@ class GangMember(Supervisor):
 
     def _idle_s(self) -> float:
         """Seconds since a step of this node's ranks, or since the ranks began."""
-        with suppress(OSError, ValueError):  # there is no file yet, or it is being written
+        with suppress(OSError, ValueError):  # the file does not exist yet, or is being written
             step, own_s = (*(self.workdir / STEPPED).read_text().split(), "0")[:2]
             if int(step) != self._stepped[0]:
                 self._stepped = int(step), self.clock()
@@ -334,7 +338,7 @@ class GangMember(Supervisor):
             return
         if self._leaves_parts:
             self.uploader.poll()
-        self.progress.poll()  # of a command; the metrics of a trainer are the leader's alone
+        self.progress.poll()  # a command's metrics; a trainer's metrics are written only by the leader
         step, at = self._stepped
         if step and self.record.now.started_s is None:
             self.record.update(started_s=Decimal(f"{at - self.node.launched_at:.3f}"))
@@ -362,7 +366,7 @@ class GangMember(Supervisor):
             self.say("another node in its place is cheaper: this one saves and leaves")
         silent = [name for name, each in view.others.items() if name in self.generation.members and not each.is_there]
         if silent and not self._was_silent:
-            self.say(f"nothing is heard of {', '.join(silent)} for {gang.LOST_S:.0f} s; the ranks' steps decide")
+            self.say(f"no news from {', '.join(silent)} for {gang.LOST_S:.0f} s; the ranks' steps decide")
         self._was_silent = bool(silent)
 
     def _is_dearer_than_another(self, late_s: float) -> bool:

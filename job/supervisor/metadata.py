@@ -24,7 +24,7 @@ TOKEN_MARGIN_S = 60.0
 POLL_S = 1.5  # with the two timeouts below, a notice is seen within 5 s even if a new token is needed
 TIMEOUT_S = 1.5
 MAX_BYTES = 65536
-PAST_S, AHEAD_S = 600.0, 900.0  # a notice comes 120 s ahead; a time outside this window is none
+PAST_S, AHEAD_S = 600.0, 900.0  # a notice comes 120 s ahead; a time outside this window is not a notice
 ACTIONS = ("terminate", "stop", "hibernate")
 NOTICE_PATH = f"/latest/{aws.NOTICE_PATH}"
 REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
@@ -36,7 +36,7 @@ class Metadata:
     """Notice and recommendation, from IMDSv2. Call `poll` once per interval; any thread may read the attributes."""
 
     def __init__(self, *, fetch: Fetch, clock: Callable[[], float], say: Callable[[str], None]) -> None:
-        self.notice: float | None = None  # when EC2 ends the machine (epoch seconds); stays once seen
+        self.notice: float | None = None  # the time at which EC2 ends the machine (epoch seconds); stays once seen
         self.save_wanted: str | None = None  # changes with each new recommendation or doubted notice
         self._fetch, self._clock, self._say = fetch, clock, say
         self._token: str | None = None
@@ -55,11 +55,12 @@ class Metadata:
                 self._take_recommendation(self._get(REBALANCE_PATH))
         except _DoubtError as error:
             complaint = str(error)
-        except (OSError, http.client.HTTPException, ValueError, RuntimeError) as error:  # the last: no thread is left
+        # the most severe failure: the system has no thread left
+        except (OSError, http.client.HTTPException, ValueError, RuntimeError) as error:
             complaint = f"metadata: {type(error).__name__}: {error}"
         if complaint and complaint != self._complaint:  # once per kind of failure, not once per poll
             self._say(complaint)
-        if complaint or self._turn % 2:  # this poll asked for everything, and all is well
+        if complaint or self._turn % 2:  # this poll has asked for everything, and all answers are well
             self._complaint = complaint
 
     def _take_notice(self, body: bytes | None) -> None:
@@ -149,7 +150,8 @@ def http_fetch(base: str, timeout_s: float = TIMEOUT_S) -> Fetch:
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout_s)
         try:
             connection.connect()
-            limit = threading.Timer(timeout_s, _cut, [connection.sock])  # a timeout per read does not limit a drip
+            # a timeout per read does not limit an answer that comes byte by byte
+            limit = threading.Timer(timeout_s, _cut, [connection.sock])
             limit.daemon = True
             limit.start()
             try:

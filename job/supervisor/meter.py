@@ -1,9 +1,9 @@
-"""The dollar meter: an upper bound of what the run has cost so far, and when it must stop.
+"""The dollar meter: it computes an upper bound of the run's cost so far, and the time at which the run must stop.
 
 Compute is billed per second at the hour's price, at least 60 s per start; disks and the address per second; the bill's
 amounts for S3, logs and transfer once. An instance-hour's price is AWS's spot price at its start. Until AWS gives that
-price, the ceiling of a spot price counts, and the log says for how long. A free first hour is not deducted, because it
-is known only afterwards.
+price, the highest possible spot price counts, and the log says for how long. A free first hour is not deducted, because
+it is known only afterwards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SpotPrice = Callable[[float], Decimal | None]  # epoch seconds -> USD per hour t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spending:
-    """What the run has cost, and this attempt's share. `fixed_usd` is part of `usd`, not of `attempt_usd`."""
+    """The run's cost so far, and this attempt's share. `fixed_usd` is part of `usd`, not of `attempt_usd`."""
 
     usd: Decimal
     seconds: Decimal
@@ -33,7 +33,7 @@ class Spending:
     attempt_s: Decimal
     compute_usd: Decimal
     usd_per_hour: Decimal  # compute, in the current hour
-    ceiling_s: Decimal  # seconds of this attempt at the ceiling, because AWS gave no spot price
+    ceiling_s: Decimal  # seconds of this attempt at the highest possible price, because AWS gave no spot price
 
 
 class Meter:
@@ -62,7 +62,7 @@ class Meter:
         self._at_ceiling = False
 
     def count(self, others: tuple[Decimal, Decimal], now: float) -> None:
-        """Counts what the run's other nodes have cost, as just read."""
+        """Takes the cost of the run's other nodes, as just read, into the count."""
         self._others = (*others, now)
 
     def _most_of_peers(self, seconds: float) -> tuple[Decimal, Decimal]:
@@ -71,7 +71,7 @@ class Meter:
         return hours(total) * (self.rates.ceiling + self.rates.extras), total
 
     def _others_spent(self, now: float) -> tuple[Decimal, Decimal]:
-        """What the other nodes have spent; while the store is down these nodes count as running, and training
+        """The spending of the other nodes. While the store is down, these nodes count as running, and training
         continues.
         """
         usd, seconds, read_at = self._others
@@ -100,7 +100,7 @@ class Meter:
         price = f"${spent.usd_per_hour} an hour"
         if self._at_ceiling:
             return f"AWS gives no spot price: compute counts at its ceiling, {price}, until it does"
-        return f"AWS tells the spot price, {price}: counted from the launch on"
+        return f"AWS gives the spot price, {price}: it counts from the launch on"
 
     def spent(self, now: float, others_until: float | None = None) -> Spending:
         """The cost up to `now`, to 0.0001 USD; with `others_until`, also what other nodes spend up to then."""

@@ -29,11 +29,11 @@ class Lookout:
         self._store, self._clock, self._say = store, clock, say
         self._own, self._seen = own, View(own=own)
         self._reached_at, self._steady_since = clock(), clock()
-        self._bodies: dict[str, tuple[str, float, bytes]] = {}  # by key: etag, time and bytes of what was read
+        self._bodies: dict[str, tuple[str, float, bytes]] = {}  # by key: etag, time and bytes of the object as read
         self._lock, self._looking = threading.Lock(), threading.Lock()
-        self.changed = threading.Event()  # set if news of this node must not wait for the next beat
+        self.changed = threading.Event()  # set if news of this node must not wait until the next regular write
         self._complaint, self._has_left = "", False
-        self._took: deque[float] = deque(maxlen=SLOW_LOOKS)  # how many seconds the last looks took
+        self._took: deque[float] = deque(maxlen=SLOW_LOOKS)  # seconds that the last looks took
 
     def tell(self, **news: Any) -> None:
         """Changes what this node reports about itself: `view` has it at once, the other nodes with the next look."""
@@ -45,7 +45,7 @@ class Lookout:
 
     @property
     def own(self) -> Presence:
-        """What this node reports about itself."""
+        """This node's own report about itself."""
         return self._own
 
     @property
@@ -106,7 +106,7 @@ class Lookout:
         try:
             create(self._store, json.dumps({"by": self._own.instance}).encode(), bucket.let_go_key(number, count))
         except StoreError as error:
-            self._say(f"the others cannot be told to let go: {error}")
+            self._say(f"the other nodes cannot be told to end: {error}")
         self.look()
 
     def _send(self, own: Presence) -> None:

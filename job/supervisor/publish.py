@@ -9,9 +9,9 @@ If each of several nodes writes a part of a checkpoint, each sends its part, and
 leader's manifest waits for the lists of all nodes and includes them: a checkpoint that lacks a part does not exist
 either.
 
-Finished results of stages are sent too: <workdir>/stages/*.jsonl, mirrored to <run>/stages/. A stage appends one JSON
-object per line and never changes a line, so a line that is in the store is work that no later attempt repeats. S3
-cannot append: a file that grew is sent again as a whole, up to its last whole line.
+The module also sends finished results of stages: <workdir>/stages/*.jsonl, mirrored to <run>/stages/. A stage appends
+one JSON object per line and never changes a line, so a line that is in the store is work that no later attempt repeats.
+S3 cannot append: a file that grew is sent again as a whole, up to its last whole line.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ MOST_SCALARS = 1024**3  # the largest TensorBoard file: a file that has grown is
 
 
 class Publisher:
-    """Publishes the commits of one work folder; `published` says what may be published."""
+    """Publishes the commits of one work folder; `published` restricts the checkpoints that may be published."""
 
     def __init__(
         self, *, run: str, store: Store, workdir: Path, published: Callable[[], Published], say: Callable[[str], None]
@@ -158,7 +158,8 @@ class Publisher:
         self._scalars: dict[str, int] = {}  # TensorBoard's files, with the bytes sent
         self._place = CheckpointPlace(-1)  # the place of the commit being sent, or sent last
         self._arrived: dict[str, tuple[int, str]] = {}  # files of it that were sent: time of writing and sha256
-        self._began: float | None = None  # when the sending of these files began, if nothing has failed since
+        # the time at which the sending of these files began, if nothing has failed since
+        self._began: float | None = None
         self._cancel = threading.Event()
         self.stages = Mirror(store, workdir)
         self._reading = threading.Lock()
@@ -176,7 +177,7 @@ class Publisher:
         best = Best.from_bytes(self._store.get_bytes(BEST))
         there = best is not None and best.place <= self.newest and self._store.size(best.place.manifest) is not None
         self._best = best if there else None
-        self._offer(manifest.commit, manifest.place)  # a node may end between the two
+        self._offer(manifest.commit, manifest.place)  # a node may end between the two writes
 
     def forget_best(self, manifest: Manifest) -> None:
         """Forgets a best checkpoint that is lost; the trainer's from the resumed `manifest` on remain."""
@@ -378,7 +379,7 @@ class Publisher:
             self._export(path)
 
     def outputs(self) -> None:
-        """Sends everything the trainer leaves besides checkpoints."""
+        """Sends all files of the trainer other than checkpoints."""
         for name in (EXPORTS, FINAL):
             for path in _files(self._workdir / name):
                 self._export(path)
@@ -391,7 +392,8 @@ class Publisher:
         self.metrics()
 
     def _hand_on(self) -> None:
-        """Lists what a stage leaves, for later stages to verify. They begin only once this one is done."""
+        """Lists the outputs of a stage, so that later stages can verify them. Later stages begin only when this one is
+        done."""
         folder = self._workdir / FINAL
         files = [
             {"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": self._hash(path)}
@@ -444,7 +446,7 @@ class Publisher:
         name = path.name
         try:
             size = own.stat(path).st_size
-        except OSError:  # removed meanwhile, or a link to elsewhere
+        except OSError:  # the file was removed meanwhile, or is a link to elsewhere
             return
         if size == self._scalars.get(name) or refusal(name):
             return

@@ -1,4 +1,4 @@
-"""The receipt: what the run cost, line by line next to its bill, and why cost and bill differ.
+"""Makes the receipt: the run's cost, line by line next to its bill, and why cost and bill differ.
 
 Actual cost is metered time at the hours' prices, and the objects in the run's prefix at its end: stored as long as the
 bill says, downloaded once, the logs sent once. Requests are taken from the bill, because AWS reports them only a day
@@ -36,7 +36,7 @@ from gpufleet.job.contract.workdir import LOG, METRICS
 from gpufleet.job.kind import batch
 
 GB, MONTH_H = Decimal(10**9), 730  # hours in a month, as in the bill
-UNKEPT_DAYS = 1  # how long a bucket exists that is deleted with the stack
+UNKEPT_DAYS = 1  # days for which a bucket exists that is deleted with the stack
 
 
 def build(
@@ -50,7 +50,7 @@ def build(
 ) -> Receipt:
     """The content of receipt.json. `attempts` has the oldest first; the last attempt ends the run. `done` says how it
     ended and until when costs count; `objects`: bytes of the run's objects by key, None if not known; `measurement` is
-    what `measure` returns; `results` gives the figures that goals ask for.
+    what `measure` returns; `results` gives the figures for which there are goals.
     """
     estimate, lines = run.estimate, _lines(run, attempts, objects)
     actual = _total(line.actual for line in lines)
@@ -167,6 +167,12 @@ def text(receipt: Receipt) -> str:
         lines.append(f"  {line.name:<34} {money(line.estimate):>10} {money(line.actual):>10}{note}")
     named = ", ".join(f"{name} {_signed(usd)}" for name, usd in receipt.causes.items())
     lines.append(f"  difference {_signed(receipt.difference)} = {named}")
+    if receipt.trained_h and receipt.actual_h:
+        share, usd = receipt.trained_h / receipt.actual_h, receipt.actual / receipt.trained_h
+        lines.append(
+            f"  the steps took {receipt.trained_h} of {receipt.actual_h:.4f} billed node-hours ({share:.0%}):"
+            f" ${usd:.2f} for a node-hour that trains"
+        )
     lines += [f"  goal {each.text}" for each in receipt.goals]
     for attempt in receipt.attempts:
         end = attempt.exit.reason if attempt.exit else "gone without notice"
@@ -243,7 +249,7 @@ def _lost(attempts: Sequence[Attempt]) -> Decimal:
         total += min(seconds, attempt.lived_s)
     lived = _total(attempt.lived_s for attempt in attempts)
     billed = _total(attempt.seconds for attempt in attempts)
-    return total + billed - max(lived, MINIMUM_S)  # a start that nothing interrupts has its minimum charge too
+    return total + billed - max(lived, MINIMUM_S)  # a start without an interruption has the minimum charge too
 
 
 # fields that the node writes

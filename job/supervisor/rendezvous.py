@@ -1,4 +1,4 @@
-"""Where the trainers of several nodes meet: torchrun's options for it, and a command's environment."""
+"""Makes torchrun's options and a command's environment by which the trainers of several nodes meet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from gpufleet.job.contract import environment
 from gpufleet.job.contract.gang import GangGeneration
 
-FIRST_PORT, PORTS = 29400, 500  # one port per generation: a rank of an old one finds nobody there
+FIRST_PORT, PORTS = 29400, 500  # one port per generation, so that a rank of an old generation finds nobody there
 ROUTES = Path("/proc/net/route")  # Linux
 
 

@@ -28,7 +28,7 @@ from gpufleet.job.contract.workdir import CHECKPOINTS, CODE, DATA, EXPORTS, FINA
 from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.supervisor.store import Entry, GivenUpError, MissingError, Store, StoreError, bucket_uri, open_store
 
-UNFIT = (DoubtError, MissingError)  # errors of a checkpoint that must not be resumed from
+UNFIT = (DoubtError, MissingError)  # errors of a checkpoint from which no node may resume
 T = TypeVar("T")
 PARALLEL = 8
 LOOK_S = 0.25  # between two calls of `check`
@@ -37,7 +37,7 @@ TRIES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """Where files come from and go. The thread of the caller calls `check` often; `check` may raise to abandon the
+    """The source and the target of files. The caller's thread calls `check` often; `check` may raise to abandon the
     work.
     """
 
@@ -87,7 +87,7 @@ def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
         _fill(stage, "code", stage.run.code, "", stage.workdir / INPUTS, opened)
         with tarfile.open(stage.workdir / INPUTS / bucket.CODE) as packed:
             packed.extractall(user / CODE, filter="data")
-        ForeignFolder(user).open_to_all(user / CODE)  # the command's container may have any user
+        ForeignFolder(user).open_to_all(user / CODE)  # the command's container may run as any user
 
 
 def _fill(
@@ -109,7 +109,7 @@ def _fill(
         stage.say(f"{what}: {len(files)} files, {sum(file.bytes for file in files) / 1e6:.1f} MB from {place.uri}")
         _download(stage, place, {file.name: file for file in files}, folder)
     except MissingError as error:
-        raise ValueError(f"the {what} is not where the run says: {error}") from error
+        raise ValueError(f"the {what} is not at the place that the run names: {error}") from error
 
 
 def _listed(place: Store, path: Path, wanted: InputData, what: str) -> tuple[InputFile, ...]:
@@ -285,7 +285,7 @@ def _download(stage: Stage, store: Store, files: Mapping[str, InputFile], folder
         except BaseException:
             for each in waiting:
                 each.cancel()
-            while waiting:  # again and again: a transfer may just be beginning
+            while waiting:  # repeatedly, because a transfer may just be beginning
                 store.cancel()
                 waiting = wait(waiting, LOOK_S).not_done
             raise

@@ -24,9 +24,9 @@ from typing import Any, Protocol
 
 from gpufleet.job.kind.common import PART_BYTES
 
-METADATA_TIMEOUT_S = 5  # per request; botocore's default is 1
+METADATA_TIMEOUT_S = 5  # seconds per request; botocore's default is 1
 CONNECTIONS = 32  # one TCP flow is limited to 5 Gbit/s: uploads need many
-ANY, ABSENT = "*", ""  # conditions of a put: replace whatever is there; nothing may be there
+ANY, ABSENT = "*", ""  # conditions of a put: an existing object is replaced; no object may exist
 
 
 class StoreError(OSError):
@@ -105,7 +105,7 @@ def bucket_uri(uri: str, run: str) -> str:
 
 
 _UNDER_WAY = re.compile(r".*\.[0-9a-f]{32}~", re.DOTALL)
-_LOCK = f"lock.{'0' * 32}~"  # not an object either
+_LOCK = f"lock.{'0' * 32}~"  # this is not an object either
 
 
 class FolderStore:
@@ -152,10 +152,10 @@ class FolderStore:
         for key in keys:
             (self.root / key).unlink(missing_ok=True)
             with suppress(OSError):
-                (self.root / key).parent.rmdir()  # fails unless that was the folder's last object
+                (self.root / key).parent.rmdir()  # fails unless the object was the last one in the folder
 
     def cancel(self) -> None:
-        """It does nothing, because a copy is short."""
+        """Does nothing, because a copy into a folder takes little time."""
 
     def _put(self, key: str, over: str, write: Callable[[Path], Any]) -> None:
         target = self.root / key
@@ -323,7 +323,7 @@ _KINDS: dict[str, type[StoreError]] = {
 }
 
 
-@functools.cache  # keys and service descriptions are fetched once
+@functools.cache  # credentials and service descriptions are fetched once
 def session() -> Any:
     """A boto3 session that waits for the metadata service. If a token takes a second, as on a node with all cores busy,
     botocore would report missing credentials, however often it may retry (1.44's IMDSFetcher).

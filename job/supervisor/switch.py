@@ -2,7 +2,7 @@
 
 The node's own program pushes AWS's schedule to that hour (job/node/fallback.py). The remaining work is the bill's work
 on demand minus the finished training, scaled if this node's steps are slower. How much of a stage after training is
-done is not known. The whole stage counts as remaining, so during a stage the hour comes early, never late.
+done is not known. The whole stage counts as remaining, so during a stage the switch comes too early, never too late.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Switch:
     """The switch of a run, at one moment."""
 
     at: float = 0.0  # epoch seconds; 0: the run has no fallback
-    is_paid: bool = True  # the limits pay for the rest on demand
+    is_paid: bool = True  # whether the limits pay for the rest on demand
 
 
 def find_switch(

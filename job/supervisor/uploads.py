@@ -1,4 +1,5 @@
-"""Uploads beside training: one checkpoint at a time, exports when there is none, a pulse of heartbeat, metrics and log.
+"""Uploads files while the job trains: one checkpoint at a time, exports when there is no checkpoint to send, and
+regularly heartbeat, metrics and log.
 
 Nothing here stops training: a failed upload is repeated later, after growing pauses.
 """
@@ -19,7 +20,7 @@ from gpufleet.job.supervisor.publish import LackingError, Publisher
 from gpufleet.job.supervisor.store import GivenUpError, Store, StoreError
 
 BACKOFF_S = (2.0, 60.0)  # first and longest pause after a failure
-PART_S = 2.0  # between two looks whether other nodes have sent their parts
+PART_S = 2.0  # seconds between two checks whether other nodes have sent their parts
 
 
 class Uploader:
@@ -33,17 +34,17 @@ class Uploader:
         executor: Executor,
         clock: Callable[[], float],
         say: Callable[[str], None],
-        upload_s: Callable[[int], float],  # of so many bytes
+        upload_s: Callable[[int], float],  # bytes of the upload under way
     ) -> None:
         self.publisher = publisher
         self._executor, self._clock, self._say, self._upload_s = executor, clock, say, upload_s
         self._running: tuple[Commit | None, Future[None]] | None = None  # None: exports
         self._pause_s, self._not_before = BACKOFF_S[0], 0.0
         self._until: float | None = None
-        self.lacking: tuple[int, ...] = ()  # nodes whose parts are all that is waited for
+        self.lacking: tuple[int, ...] = ()  # nodes for whose parts alone the upload waits
 
     def poll(self) -> None:
-        """Notes what has ended and starts what is next."""
+        """Notes uploads that have ended, and starts the next one."""
         if self._running is not None:
             commit, future = self._running
             if not future.done():
@@ -111,11 +112,11 @@ class Uploader:
             self._say(f"{what}: the upload makes room for a newer checkpoint")
         elif isinstance(error, OSError | KeyError | TypeError | ValueError) and not isinstance(error, StoreError):
             self._say(f"{what} cannot be published: {type(error).__name__}: {error}")
-            if commit is None:  # an export replaced while it was sent: later
+            if commit is None:  # the export was replaced while it was sent; it is sent later
                 self._not_before = self._clock() + self._pause_s
             else:
                 self.publisher.give_up(commit)
-        else:  # the store failed, or something unforeseen did, such as a lack of threads
+        else:  # the store failed, or something unforeseen happened, such as a lack of threads
             self._say(f"{what} not published: {error}; again in {self._pause_s:.0f} s")
             self._not_before = self._clock() + self._pause_s
             self._pause_s = BACKOFF_S[0] if self._until is not None else min(2 * self._pause_s, BACKOFF_S[1])

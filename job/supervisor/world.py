@@ -1,4 +1,5 @@
-"""What the supervisor takes from outside its process, which tests replace; and the causes for which training stops."""
+"""The functions and settings that the supervisor gets from outside its process, which tests replace; and the causes for
+which training stops."""
 
 from __future__ import annotations
 

@@ -4,11 +4,11 @@ types in the same way.
 `create`, `read` and `delete` name the operation to `do`. A create sends the properties in `send`, and puts those in
 `hold` `inside` one parameter; `ours=Theirs` is written if AWS's name is not ours with a capital; `else` holds
 constants. `give` names the id in the answer, or `id` the properties of which it is made. `by` is the parameter for that
-id: its value is a list if the name ends with Ids; there are two parameters for an id of two parts. The object is `in`
-the answer; `gone` lists the error codes for a missing one; `named` lists properties with other names in the answer.
-`update` is the create again, or another operation with the same parameters. `tag` is the type's kind in EC2, the type's
-name in IAM's operations, the resource's ARN elsewhere. Calls of another form are functions of the type's module, in
-that module's OwnCalls.
+id: its value is a list if the name ends with Ids; there are two parameters for an id of two parts. `in` says where the
+answer has the object; `gone` lists the error codes for a missing one; `named` lists properties with other names in the
+answer. An `update` sends the create again, or calls another operation with the same parameters. `tag` is the type's
+kind in EC2, the type's name in IAM's operations, the resource's ARN elsewhere. Calls of another form are functions of
+the type's module, in that module's OwnCalls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Launch template and EC2 Fleet, with the provider's habits that matter here.
+"""Handlers for launch template and EC2 Fleet, with those habits of the provider that matter in a rehearsal.
 
 An update of a fleet resends its template and its capacity. Deleting waits until the fleet is `deleted`. A deleted fleet
 counts as gone when read. (terraform-provider-aws internal/service/ec2/ec2_fleet.go, read 2026-11-21.)

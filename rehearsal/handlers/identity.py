@@ -1,4 +1,4 @@
-"""Role, inline policy, instance profile and log group."""
+"""Handlers for role, inline policy, instance profile and log group."""
 
 from __future__ import annotations
 

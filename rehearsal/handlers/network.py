@@ -1,4 +1,5 @@
-"""Where nodes run: VPC, subnets, gateway, S3 endpoint, routes, the security group; and how EC2 resources are tagged.
+"""Where nodes run: Handlers for VPC, subnets, gateway, S3 endpoint, routes and security group, and for the tags of EC2
+resources.
 
 A security group's rules are separate resources, so a group starts without rules.
 """
@@ -118,7 +119,8 @@ def _rule(inputs: Properties) -> dict[str, Any]:
 
 def _peer(aws: Aws, like: Properties, live: Properties, found: Mapping[str, Any]) -> Properties:
     group = (live.get("referencedGroupInfo") or {}).get("groupId")
-    text = live.get("description") or (like.get("description") if group else None)  # a group makes moto drop it
+    # moto drops the description of a rule that names a group
+    text = live.get("description") or (like.get("description") if group else None)
     return {"referencedSecurityGroupId": group, "description": text}
 
 

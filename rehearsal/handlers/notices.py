@@ -1,4 +1,4 @@
-"""Topic, subscription and policy of SNS, rule and target of EventBridge."""
+"""Handlers for topic, subscription and policy of SNS, and for rule and target of EventBridge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A state machine of Step Functions, whose id is its ARN."""
+"""Handler for a state machine of Step Functions, whose id is its ARN."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from gpufleet.rehearsal.handlers.table import Aws, Properties, UnsupportedError
 
 
 def _validate(aws: Aws, inputs: Properties) -> None:
-    """Validates the machine's definition, once that is known, as the provider does before it makes or changes a
+    """Validates the machine's definition, as soon as it is known, as the provider does before it makes or changes a
     machine.
     """
     answer = aws.client("stepfunctions").validate_state_machine_definition(definition=inputs["definition"])

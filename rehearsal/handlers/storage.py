@@ -1,4 +1,4 @@
-"""The bucket, its settings and its objects."""
+"""Handlers for the bucket, its settings and its objects."""
 
 from __future__ import annotations
 

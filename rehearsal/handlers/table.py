@@ -95,8 +95,9 @@ class ResourceHandler:
     replaces: frozenset[str] = frozenset()
     computed: frozenset[str] = frozenset()  # properties that only AWS knows
     volatile: frozenset[str] = frozenset({"tagsAll"})  # computed properties that an update changes
-    only_ours: frozenset[str] = frozenset()  # inputs that AWS does not keep: the state has them as declared
-    answered: frozenset[str] = frozenset()  # never declared here, but the provider takes them from AWS's answer
+    only_ours: frozenset[str] = frozenset()  # inputs that AWS does not keep: the state has their declared values
+    # properties that our program never declares, but that the provider reads from AWS's answer
+    answered: frozenset[str] = frozenset()
     allowed: Mapping[str, frozenset[str]] = field(default_factory=dict)  # enums, by property
     name: str | None = None  # the property that gets a unique name when the program gives none
 
@@ -166,14 +167,16 @@ def written(kind: str, handler: ResourceHandler, aws: Aws, resource_id: str, inp
 
 
 def expected(handler: ResourceHandler, old: Properties, new: Properties) -> Properties:
-    """What a preview may promise: the inputs, and computed properties that the change does not affect."""
+    """The properties that a preview may promise: the inputs, and computed properties that the change does not
+    affect."""
     keep = handler.computed - handler.volatile
     unknown = dict.fromkeys(handler.computed, UNKNOWN)
     return {**unknown, **{key: value for key, value in old.items() if key in keep}, **new}
 
 
 def shaped(live: Any, like: Any) -> Any:
-    """The part of `live` that `like` has: AWS's answer has more than the inputs, in another spelling."""
+    """The part of `live` whose keys `like` has. AWS's answer has more properties than the inputs, in another
+    spelling."""
     if isinstance(like, Mapping) and isinstance(live, Mapping):
         return {key: shaped(live[key], like[key]) for key in like if live.get(key) is not None}
     if isinstance(like, list) and isinstance(live, list) and len(like) == len(live):

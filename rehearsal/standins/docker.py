@@ -54,7 +54,7 @@ def main(words: list[str]) -> int:
         return _printed([DOCKER, "run", *own, *_without_awslogs(rest, options)], options)
     commands = {"run": run, "pull": pull, "stop": stop, "inspect": inspect, "rm": remove}
     if command not in commands:
-        print(f"docker: '{command}' is not stood in for in a rehearsal", file=sys.stderr)
+        print(f"docker: a rehearsal has no stand-in for '{command}'", file=sys.stderr)
         return DAEMON_ERROR
     return commands[command](rest)
 
@@ -126,7 +126,8 @@ def _printed(argv: list[str], options: argparse.Namespace, record: Path | None =
 
 
 def pull(words: list[str]) -> int:
-    """Pulls nothing, because 15 GB are too much for a laptop. It fails if a registry would."""
+    """Pulls nothing, because 15 GB are too much for a laptop. The pull fails where a registry would refuse the
+    image."""
     image = words[-1]
     if not re.fullmatch(r"[a-z0-9][a-z0-9._/:-]*(:[\w.-]+)?@sha256:[0-9a-f]{64}", image):
         print(f"docker: {image} names no digest", file=sys.stderr)
@@ -139,7 +140,7 @@ def inspect(words: list[str]) -> int:
     """`inspect -f {{.State.Pid}} NAME`: the container's first process, which its guard has started; 0 before that."""
     _, what, name = words
     if what != "{{.State.Pid}}":
-        print(f"docker: {what} is not stood in for in a rehearsal", file=sys.stderr)
+        print(f"docker: a rehearsal has no stand-in for {what}", file=sys.stderr)
         return DAEMON_ERROR
     try:
         print(_first_process(name))

@@ -156,7 +156,7 @@ def test_a_notebook_shows_bill_and_comparison_as_tables_and_the_frontier_as_a_pi
     assert compared.frontier._repr_png_().startswith(b"\x89PNG")
     compared.frontier.save("front.svg")
     assert "<svg" in Path("front.svg").read_text()
-    with pytest.raises(gpufleet.GpufleetError, match=r"front\.pdf: a picture is one of"):
+    with pytest.raises(gpufleet.GpufleetError, match=r"front\.pdf: the file's name must end in one of"):
         compared.frontier.save("front.pdf")
 
 

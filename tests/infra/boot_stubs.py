@@ -77,6 +77,7 @@ fails() { [[ -e $WORLD/fails/$1 ]] && echo "$1" >>"$WORLD/refused"; }
 """
 _AWS = r"""
 if [[ $3 == */job.tar.gz ]]; then echo "aws $*" >>"$WORLD/fetched"; else echo "aws $*" >>"$WORLD/calls"; fi
+[[ ! -e $WORLD/dies-at || $(wc -l <"$WORLD/calls") -lt $(cat "$WORLD/dies-at") ]] || kill -KILL 0
 path() { echo "$WORLD/s3/${1#s3://}"; }
 written() { # what the node has said is in its log: AWS's own program takes longer to start than tee to write
   echo "# $$" >"/proc/$PPID/fd/1" && until grep -qx "# $$" "$1"; do /bin/sleep 0.01; done
@@ -278,6 +279,12 @@ class StubNode:
         """What `docker pull` (as `pull`) or a recorded command prints; it fails, too."""
         (self.world / f"{name}-says").write_text(text)
         self.fails(name)
+
+    def dies(self, *, at: int | None) -> None:
+        """All its processes are killed at its call of this number, before AWS has it; None: never again."""
+        (self.world / "dies-at").unlink(missing_ok=True)
+        if at is not None:
+            (self.world / "dies-at").write_text(str(at))
 
     def breaks(self, *, at: str, by: str) -> None:
         """In job/node, instead of this statement."""

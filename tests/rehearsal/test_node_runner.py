@@ -230,7 +230,7 @@ def test_docker_stop_kills_what_does_not_listen(tmp_path: Path) -> None:
         (["run", "-v", "/etc:/etc", IMAGE, "true"], 1, "outside this node"),
         (["pull", "-q", "pytorch:latest"], 1, "names no digest"),
         (["stop", "nobody"], 1, "No such container"),
-        (["exec", "c", "sh"], 125, "not stood in for"),
+        (["exec", "c", "sh"], 125, "no stand-in for"),
     ],
 )
 def test_docker_refuses_what_it_does_not_stand_in_for(tmp_path: Path, words: list[str], code: int, said: str) -> None:

@@ -127,18 +127,18 @@ def test_a_secret_has_a_value_that_nobody_guesses_and_only_while_it_is_rehearsed
 ) -> None:
     name = environment.SECRET + "TOKEN"
     monkeypatch.delenv(name, raising=False)
-    with own.secret_values(definition(tmp_path)):
+    with own.secret_values(definition(tmp_path).job.parameters.demands.secrets):
         first = os.environ[name]
         assert len(first) >= 24
     assert name not in os.environ
     monkeypatch.setenv(name, "of the shell")
-    with own.secret_values(definition(tmp_path)):
+    with own.secret_values(definition(tmp_path).job.parameters.demands.secrets):
         assert os.environ[name] == "of the shell"
     assert os.environ[name] == "of the shell"
 
 
 def test_an_input_in_a_bucket_cannot_be_rehearsed_and_is_named(tmp_path: Path) -> None:
-    assert list(own.lacking(definition(tmp_path))) == ["storage.inputs.text: a folder with a little of it"]
+    assert list(own.lacking(definition(tmp_path))) == ["storage.inputs.text: a folder with a small part of the data"]
 
 
 def test_of_the_codes_folder_what_was_shipped_must_stay_and_a_commit_is_no_matter(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ UNREAD = ("ep 3 of 9", "ep 4 of 9")
           "  | ep 4 of 9"]),
         ({"lines": 50, "unread": UNREAD, "checkpoints": 1, "begun": 1, "told": True}, 0, []),
         ({"lines": 50, "told": True, "elsewhere": "x was written, where nobody looks"}, 20,
-         ["nothing was saved where it is looked for: x was written, where nobody looks"]),
+         ["no checkpoint was saved in the declared place: x was written, where nobody looks"]),
         ({"lines": 50, "told": True, "elsewhere": "x.json came into {checkpoints}"}, 9, []),  # before its first save
         ({"lines": 50, "told": True}, 29, []),
         ({"lines": 50, "told": True}, 31, ["nothing came into {checkpoints} by step 31, though job.checkpoint.every"]),

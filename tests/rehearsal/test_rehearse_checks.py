@@ -85,7 +85,9 @@ class CheckedWorld:
             definition=load(STACK, now=datetime(2026, 11, 21, tzinfo=UTC), rehearsal=True),
             watch=SimpleNamespace(views=self.views, manifests=self.manifests),
             engine=SimpleNamespace(outputs=lambda: {"log_group": "g"}),
-            timeline=SimpleNamespace(select=lambda _: [SimpleNamespace(facts={"seconds": each}) for each in self.seen]),
+            timeline=SimpleNamespace(
+                select=lambda _: [SimpleNamespace(facts={"seconds": each, "node": "i-1"}) for each in self.seen]
+            ),
             cloud=SimpleNamespace(client=lambda _: logs, leftovers=lambda: self.left),
             torch_s=2.0,
             until=None,

@@ -60,29 +60,33 @@ def make_evidence(tmp_path: Path, stack: str, metrics: list[dict[str, Any]]) -> 
     return Evidence(rehearsal)
 
 
+def summary(evidence: Evidence, *checks: Promise) -> dict[str, Any]:
+    return report.summary(evidence.rehearsal, [evidence], evidence.receipt, checks)
+
+
 def test_steps_are_those_that_were_done_not_those_that_were_planned(tmp_path: Path) -> None:
     evidence = make_evidence(tmp_path, "two-tower", TOWERS)
     assert evidence.total_steps == 300
     assert evidence.steps_done() == {"folds": 120, "refit": 140}
-    assert report.summary(evidence, [])["steps"] == 260
+    assert summary(evidence)["steps"] == 260
 
 
 def test_a_validation_figure_stands_under_its_own_name_and_only_where_something_is_held_out(tmp_path: Path) -> None:
-    folds, refit = list(report.losses(make_evidence(tmp_path, "two-tower", TOWERS)))[1:]
+    folds, refit = list(report.losses([make_evidence(tmp_path, "two-tower", TOWERS)]))[2:]
     assert folds.split()[-4:] == ["4.9000", "3.4000", "1-nDCG@10", "0.3392"]
     assert refit.split()[-4:] == ["140", "4.8000", "3.5496", "-"]
 
 
 def test_the_summary_names_the_newest_validation_figure(tmp_path: Path) -> None:
     evidence = make_evidence(tmp_path, "two-tower", TOWERS)
-    found = report.summary(evidence, [])
+    found = summary(evidence)
     assert (found["validation"], found["val_loss"]) == ("1-nDCG@10", 0.3392)
 
 
 def test_a_loss_that_is_held_out_is_called_val(tmp_path: Path) -> None:
     evidence = make_evidence(tmp_path, "tinystories-growth", GROWTH)
-    assert [row.split()[-2:] for row in report.losses(evidence)][1:3] == [["val", "1.9000"], ["val", "2.4000"]]
-    assert report.summary(evidence, [])["validation"] == "val"
+    assert [row.split()[-2:] for row in report.losses([evidence])][2:4] == [["val", "1.9000"], ["val", "2.4000"]]
+    assert summary(evidence)["validation"] == "val"
 
 
 @pytest.mark.parametrize(("seconds", "held"), [(299.9, True), (300.0, True), (326.0, False)])
@@ -97,13 +101,13 @@ def test_the_closing_line_names_each_bar_that_was_missed() -> None:
     fine = Promise(name="nodes", figure="3 launched", held=True)
     assert report.closing([fine], 80) == "Everything held, in 80 s."
     assert report.closing([fine, started, report.duration_check(326)], 326) == (
-        "Everything held except the time, 326 s in all. Slower than its bar: new node to first new step, 14.0 s (bar"
+        "Everything held except the time, 326 s in all. Slower than allowed: new node to first new step, 14.0 s (bar"
         " 10); the whole rehearsal, 326 s (bar 300)."
     )
 
 
 def test_what_failed_is_never_called_slow(tmp_path: Path) -> None:
-    found = report.summary(make_evidence(tmp_path, "two-tower", TOWERS), [BROKEN, report.duration_check(326)])
+    found = summary(make_evidence(tmp_path, "two-tower", TOWERS), BROKEN, report.duration_check(326))
     assert (found["failed"], found["slow"]) == (["steps"], ["the whole rehearsal"])
 
 
@@ -113,7 +117,7 @@ def test_the_table_of_all_says_slow_where_a_bar_was_missed(tmp_path: Path, slow:
     checks = [Promise(name=name, figure="", held=False, required=False) for name in slow]
     folder = tmp_path / "rehearsals" / "two-tower" / "r1"
     folder.mkdir(parents=True)
-    (folder / "summary.json").write_text(json.dumps(report.summary(evidence, checks)))
+    (folder / "summary.json").write_text(json.dumps(summary(evidence, *checks)))
     row = rehearse._row(tmp_path, STACKS / "two-tower.yaml", 0, 75.0)
     assert (row[1], row[3], row[8]) == (held, "260", "1-nDCG@10 0.3392")
 
@@ -145,22 +149,23 @@ def test_a_failure_ends_with_its_reason_after_all_that_is_known(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("check", "destroys", "why"),
+    ("stages", "check", "destroys", "why"),
     [
-        (BROKEN, True, "steps: 89 of 90"),
-        (Promise(name="steps", figure="90 of 90", held=True), False, "destroy: no such fleet"),
-        (BROKEN, False, "steps: 89 of 90; destroy: no such fleet"),
+        ([""], BROKEN, True, "steps: 89 of 90"),
+        ([""], Promise(name="steps", figure="90 of 90", held=True), False, "destroy: no such fleet"),
+        ([""], BROKEN, False, "steps: 89 of 90; destroy: no such fleet"),
+        (["data", "train"], BROKEN, True, "data: steps: 89 of 90; train: steps: 89 of 90"),
     ],
 )
 def test_what_did_not_hold_takes_no_report_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Promise, destroys: bool, why: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: list[str], check: Promise, destroys: bool, why: str
 ) -> None:
     kept = Promise(name="nodes", figure="3 launched", held=True)
     written: list[Promise] = []
     for place, name, instead in (
         (rehearse, "command", lambda *_: "all of it\n"),
         (rehearse, "_follow", lambda _: None),
-        (rehearse, "Evidence", lambda _: None),
+        (rehearse, "Evidence", lambda part: SimpleNamespace(rehearsal=part)),
         (evidence_module, "checks", lambda _: iter([kept])),
         (evidence_module, "leftovers", lambda _: kept),
         (own, "listing", lambda *_: {}),
@@ -172,7 +177,8 @@ def test_what_did_not_hold_takes_no_report_away(
     refused = SimpleNamespace(ok=False, changes={}, diagnostics="error: no such fleet\n", text="")
     rehearsal: Any = SimpleNamespace(
         name="mine",
-        definition=None,
+        definition=SimpleNamespace(parts=[]),
+        parts=[SimpleNamespace(definition=SimpleNamespace(stage=stage), until=None) for stage in stages],
         root=tmp_path,
         folder=tmp_path,
         project=tmp_path,
@@ -183,8 +189,9 @@ def test_what_did_not_hold_takes_no_report_away(
     with pytest.raises(GpufleetError) as failed:
         rehearse.run_steps(rehearsal, lambda _: None, lambda _: None)
     assert str(failed.value) == why
-    assert written[:2] == [kept, check]
-    assert [each.name for each in written[2:]] == (["nodes", "sweep"] if destroys else ["destroy"])
+    count = 2 * len(stages)
+    assert [each.name.rpartition(": ")[2] for each in written[:count]] == ["nodes", "steps"] * len(stages)
+    assert [each.name for each in written[count:]] == (["nodes", "sweep"] if destroys else ["destroy"])
 
 
 def test_a_file_that_cannot_be_read_does_not_keep_the_next_stack_from_its_rehearsal(

@@ -28,6 +28,7 @@ from gpufleet.rehearsal.engine import Engine
 from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.launch import CloudInstance
 from gpufleet.rehearsal.node import NodeRunner
+from gpufleet.rehearsal.rehearse import rehearse
 from tests.infra.staged_files import STAGED
 from tests.rehearsal.engine_world import AMI
 from tests.waiting import wait_for
@@ -133,15 +134,49 @@ def launched(folder: Path, text: str = PINNED) -> Iterator[StagedRun]:
             runner.close()
 
 
+REHEARSED = """\
+import json, pathlib, sys, time
+name, *given, kept, outputs = sys.argv[1:]
+state = pathlib.Path(kept, "state.json")
+step = json.loads(state.read_text())["step"] if state.exists() else 0
+before = pathlib.Path(given[0], "done.txt").read_text() if given else ""
+while step < 300:
+    step += 1
+    time.sleep(0.1 if name == "train" else 0)
+    if step % 20 == 0:
+        state.with_suffix(".new").write_text(json.dumps({"step": step}))
+        state.with_suffix(".new").replace(state)
+    print("step", step, flush=True)
+pathlib.Path(outputs, "done.txt").write_text(before + name + "\\n")
+"""
+SAVES = "checkpoint: {each: state.json, rewritten: true, every: {steps: 20}, size_gb: 0.001}"
+NO_INTERRUPTIONS = "    rehearsal: {interruptions: {with_notice: 0, without_notice: 0}}\n"
+
+
 @pytest.mark.slow
-def test_three_stages_run_one_after_another_each_on_its_own_fleet(tmp_path: Path) -> None:
-    with launched(tmp_path) as run:
-        assert [run.wait(stage)["reason"] for stage in STAGES] == ["finished"] * 3
-        assert run.store("judge").get_bytes("final/done.txt") == b"prepare\ntrain\njudge\n"
-        kinds = [[(each.type, each.spot) for each in run.nodes(stage)] for stage in STAGES]
-        assert kinds == [[("c7i.xlarge", False)], [("g5.2xlarge", True)], [("c7i.xlarge", True)]]
-        assert run.result().reason == "finished"
-        wait_for("the last node's end", lambda: not run.living(), log=run.logs)
+def test_a_file_with_stages_is_rehearsed_each_stage_on_its_own_fleet(tmp_path: Path) -> None:
+    text = (
+        STAGED.replace("checkpoint: none", SAVES)
+        .replace("work: {hours: {low: 0.1, likely: 0.2, high: 0.4}}", "work: {steps: 300}")
+        .replace(" {outputs}", " {checkpoints} {outputs}")
+        .replace("stages:\n", "estimate: {step_ms: [100]}\nstages:\n")
+        .replace("  - name: prepare\n", f"  - name: prepare\n{NO_INTERRUPTIONS}")
+        .replace("  - name: judge\n", f"  - name: judge\n{NO_INTERRUPTIONS}")
+    )
+    project = scratch.make(tmp_path / "project", {"staged": text})
+    (project / "code").mkdir()
+    (project / "code" / "stage.py").write_text(REHEARSED)
+    said: list[str] = []
+    assert rehearse("staged", root=project, out=said.append) == 0, "\n".join(said)
+    folder = project / "rehearsals" / "staged" / "r1"
+    assert (folder / "results" / "judge" / "final" / "done.txt").read_text() == "prepare\ntrain\njudge\n"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [each.split()[0] for each in summary["interruptions"]] == ["notice", "loss"]
+    assert (summary["steps"], summary["nodes"]) == (900, 5)
+    parts = [Receipt.from_json(json.loads((folder / "results" / stage / RECEIPT).read_bytes())) for stage in STAGES]
+    whole = Receipt.from_json(json.loads((folder / RECEIPT).read_bytes()))
+    assert whole.actual == sum(each.actual for each in parts)
+    assert all((folder / stage / "report.html").is_file() for stage in STAGES)
 
 
 def test_interrupted_in_each_stage_and_killed_between_them_it_ends_once_and_costs_the_sum(tmp_path: Path) -> None:

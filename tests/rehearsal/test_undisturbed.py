@@ -67,9 +67,12 @@ def test_the_limit_comes_when_half_of_the_training_is_done(project: Path, monkey
 @pytest.mark.parametrize(
     ("ends", "said"),
     [
-        ([(100, 1.25), (100, 1.25)], "1.25 interrupted, 1.25 undisturbed: as far as it tells, your script resumes bit"),
+        (
+            [(100, 1.25), (100, 1.25)],
+            "1.25 interrupted, 1.25 undisturbed: as far as its output shows, your script resumes bit",
+        ),
         ([(100, 1.25), (100, 1.5)], "1.25 interrupted, 1.5 undisturbed, differs by 0.25: your script does not resume"),
-        ([(100, None), (100, 1.5)], "not shown: its lines tell no loss"),
+        ([(100, None), (100, 1.5)], "not shown: the script's lines contain no loss"),
         ([(90, 1.25), (100, 1.5)], "not shown: its last losses are of step 90 and of step 100"),
     ],
 )

@@ -24,8 +24,8 @@ def run_config(
     fallbacks: Iterable[Fallback] = (),
     whole_usd: Quantiles | None = None,
 ) -> dict[str, Any]:
-    """The object of run.json; `inputs` and `expires` as job.contract.run.document has them. The fleet ends at the
-    deadline, where there is one. `whole_usd`: of a stage, what its run costs.
+    """The object of run.json; `inputs` and `expires` are as in job.contract.run.document. The fleet ends at the
+    deadline, where there is one. `whole_usd`: for a stage, the USD of its whole run.
     """
     limits, market = definition.limits, definition.fleet.market
     by_market = market.last is not None and expires == stamp(market.last)

@@ -21,7 +21,7 @@ DATA_DEVICE = "/dev/sdf"  # the launch template's name for the data volume; AL20
 
 
 def known(definition: StackDefinition) -> dict[str, Any]:
-    """The values of the header that the definition gives, for `render`."""
+    """The values of the header that come from the definition, for `render`."""
     disk = definition.storage.data
     return {
         "stack": definition.name,
@@ -58,14 +58,15 @@ def render(
     container_options: str,
     data_volume: str | None,
 ) -> str:
-    """The script. `timer_seconds` after boot the node ends its run, whatever job and supervisor do, and earlier once it
-    knows what the run has spent. `schedule`: GROUP/NAME of the schedule that ends the fleet by itself, which the node
-    moves. `notify`: JSON of whom the node tells (resources/notices.py); empty: nobody. `fallback`: whether a second
-    fleet stands by, on demand. `next_stage`: the stage that the node begins once this one is done, or empty.
+    """The script. The node ends its run `timer_seconds` after boot, whatever job and supervisor do, and earlier once it
+    knows how much the run has spent. `schedule`: GROUP/NAME of the schedule that ends the fleet; the node moves the
+    schedule's time. `notify`: JSON of the receivers of the node's messages (resources/notices.py); empty: there are
+    none. `fallback`: whether a second fleet, on demand, is ready to take over. `next_stage`: the stage that the node
+    begins once this one is done, or empty.
 
-    `image`: the supervisor's; `job_image`: a user's command's, which has its own container, else empty. `device`:
-    "cuda" or "cpu". `container_options`: options for `docker run`. `data_volume`: None, "blank" (formatted when nothing
-    is on it) or "snapshot" (never formatted).
+    `image`: the supervisor's; `job_image`: the image of a user's command, which has its own container; else empty.
+    `device`: "cuda" or "cpu". `container_options`: options for `docker run`. `data_volume`: None, "blank" (formatted
+    when nothing is on it) or "snapshot" (never formatted).
     """
     if data_volume not in (None, "blank", "snapshot"):
         raise ValueError(f"data_volume: {data_volume!r} is not one of None, 'blank', 'snapshot'")
@@ -97,5 +98,5 @@ def render(
 
 
 def _body() -> str:
-    """node.sh without the comments between its commands, which are for people."""
+    """The text of node.sh without the comments between its commands, which only people need."""
     return re.sub(r"^ +# .*\n| +# .*$", "", (Path(__file__).parent / "node.sh").read_text("utf-8"), flags=re.MULTILINE)

@@ -28,10 +28,10 @@ from gpufleet.job.contract.workdir import RUN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """Settings by a program around the run; the defaults are for a run with a program of its own."""
+    """Settings from the program that contains the run; the defaults are for a run with a program of its own."""
 
     prefix: str = ""  # prefix of the resources' names, for a program with several runs
-    earlier: tuple[str, ...] = ()  # prefixes from before the component was renamed
+    earlier: tuple[str, ...] = ()  # the prefixes that the component had before it was renamed
     opts: pulumi.ResourceOptions | None = None  # options for all resources: parent, provider
     vpc: GivenVpc | None = None
     permissions_boundary: pulumi.Input[str] | None = None
@@ -39,7 +39,7 @@ class Surroundings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeclaredRun:
-    """The declared resources that become outputs."""
+    """The declared resources whose ids become outputs."""
 
     bucket: pulumi.Output[str]
     log_group: pulumi.Output[str]
@@ -117,7 +117,7 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         switch: list[pulumi.Resource] = []
         for standing_by in fleet.standing_by:
             due = datetime.fromisoformat(verdict.run.valid_until)
-            priced = next(iter(plan.fallbacks), None)  # None: prices are gone
+            priced = next(iter(plan.fallbacks), None)  # None if its prices are not known any more
             switch = FallbackSwitch(
                 f"{prefix}fallback",
                 definition,
@@ -212,7 +212,7 @@ def _user_data(plan: Plan, names: Sequence[str]) -> str:
 
 
 def _part(plan: Plan) -> str:
-    """What tells the names of a stage's resources from another's; empty without stages."""
+    """The part by which the names of a stage's resources differ from another stage's; empty without stages."""
     return f"-{plan.definition.stage}" if plan.definition.stage else ""
 
 

@@ -1,9 +1,10 @@
 """The fallback to on demand: a second fleet, with a capacity of 0, and a schedule that sets it to 1 once the deadline
-could not be met otherwise. A training node moves its hour (job/node/switch.py), so it fires when none trains.
+could not be met otherwise. A training node moves the time of the schedule (job/node/switch.py), so the schedule fires
+when no node trains.
 
 A process that may move the hour can give the schedule any target that its role may do, and ModifyFleet has no condition
-on the number of nodes. So the role may only start a state machine, whose steps are written here: that fleet to 1
-(docs/decisions/2026-11-26-fallback.md). A compromised node gains nothing by it.
+on the number of nodes. So the role may only start a state machine, whose steps are written here: they set the second
+fleet to 1 (docs/decisions/2026-11-26-fallback.md). A compromised node gains nothing by it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gpufleet.infra.program.resources.machine import AGAIN, MODIFY_FLEET, PUBLIS
 from gpufleet.infra.program.resources.stop import FleetStop, one_time
 from gpufleet.job.contract.aws import SWITCH
 
-PAUSE_S, LONGEST_S = 900, 7 * 86_400  # between two tries; until it gives up
+PAUSE_S, LONGEST_S = 900, 7 * 86_400  # seconds between two tries; seconds until it gives up
 
 
 class FallbackSwitch(pulumi.ComponentResource):
@@ -44,9 +45,10 @@ class FallbackSwitch(pulumi.ComponentResource):
         permissions_boundary: pulumi.Input[str] | None = None,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`fleet`: the on-demand one, at 0. `stop`: its group and role are also this schedule's. `at`: when to switch
-        if no work is done. `enabled`: whether the limits pay for all of the work on demand; if not, a node enables it
-        once they pay for the rest. `topic_arn`: for messages to people; empty: none.
+        """`fleet`: the on-demand fleet, with a size of 0. `stop`: this schedule has the same group and role. `at`: the
+        time to switch if no work is done until then. `enabled`: whether the limits pay for all of the work on demand;
+        if not, a node enables it once they pay for the rest. `topic_arn`: the topic for messages to people; empty:
+        there is none.
         """
         super().__init__("gpufleet:infra:FallbackSwitch", name, None, opts)
         machine = state_machine(
@@ -90,8 +92,9 @@ class FallbackSwitch(pulumi.ComponentResource):
 
 
 def steps(fleet: str, topic_arn: str = "", run: str = "") -> dict[str, Any]:
-    """The state machine: sets that fleet to 1, and uses nothing of its input. AWS may refuse it for long, for lack of
-    capacity in its services or of a right: it sends one message, and goes on trying until the run's fleets are gone.
+    """The state machine: it sets the on-demand fleet to 1, and does not read its input. AWS may refuse that for long,
+    because its services lack capacity or the role lacks a right. Then the machine sends one message, and tries again
+    until the run's fleets are gone.
     """
     asked = {"FleetId": fleet, "TargetCapacitySpecification": {"TotalTargetCapacity": 1}}
     switch = {"Type": "Task", "Resource": MODIFY_FLEET, "Parameters": asked, "Retry": [AGAIN], "End": True}
@@ -121,6 +124,6 @@ def steps(fleet: str, topic_arn: str = "", run: str = "") -> dict[str, Any]:
 
 
 def may_begin(machine_arn: str) -> dict[str, Any]:
-    """The right of the schedule's role to start the state machine."""
+    """The policy that lets the schedule's role start the state machine."""
     allow = {"Sid": "BeginFallback", "Effect": "Allow", "Action": "states:StartExecution", "Resource": machine_arn}
     return {"Version": "2012-10-17", "Statement": [allow]}

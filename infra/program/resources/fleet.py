@@ -2,12 +2,14 @@
 
 Resources that AWS may refuse are made before the fleet that launches nodes, except for those that need its id. An
 object in the bucket shows that a state knows of the fleet: the engine writes it last and deletes it before the fleet. A
-node that does not find its own ends its fleet (job/node), so an `up` that was refused or cut short leaves no node for
-long. Everything that a node needs for that is deleted after the template: once a part of it is gone, nothing launches.
+node that does not find its fleet's object ends its fleet (job/node), so an `up` that failed or was interrupted leaves
+no node for long. Everything that a node needs for this check is deleted after the launch template, so that nothing
+launches once a part of it is gone.
 
 Nothing updates a fleet in place: the provider's update resends capacity and template, which would relaunch a finished
-run. A new run id replaces it, old one first. `on_demand_options` is left out on purpose: for a maintain fleet the
-provider turns the block into settings that only instant fleets take (docs/decisions/2026-11-21-provider-arguments.md).
+run. A new run id replaces the fleet: the old one is deleted first. `on_demand_options` is left out on purpose: for a
+maintain fleet the provider turns the block into settings that only instant fleets take
+(docs/decisions/2026-11-21-provider-arguments.md).
 
 infra/market has what differs between markets.
 """
@@ -30,9 +32,9 @@ from gpufleet.job.contract.bucket import fleet_key
 
 
 class FleetComponent(pulumi.ComponentResource):
-    """The launch template, and the fleet at 0 that stands by for a run that is not over. `declare_fleet` adds the one
-    that keeps a node, or several, alive until the run is over, `declare_known` the object that shows nodes that it is
-    known.
+    """The launch template, and the standby fleet of size 0 for a run that is not over. `declare_fleet` adds the fleet
+    that keeps one or more nodes alive until the run is over. `declare_known` adds the object that shows nodes that a
+    state knows of their fleet.
     """
 
     template: aws.ec2.LaunchTemplate
@@ -56,7 +58,7 @@ class FleetComponent(pulumi.ComponentResource):
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
         """`pools`: (type, zone) that each fleet may launch. `depends_on`: everything that a node needs at boot, and
-        that AWS may refuse. Template and fleets themselves name little of it.
+        that AWS may refuse. The launch template and the fleets themselves refer to only a few of these resources.
         """
         super().__init__("gpufleet:infra:Fleet", name, None, opts)
         label = named(tags(definition), f"gpufleet-{definition.name}-{definition.run.id}")
@@ -71,10 +73,10 @@ class FleetComponent(pulumi.ComponentResource):
             metadata_options=aws.ec2.LaunchTemplateMetadataOptionsArgs(
                 http_endpoint="enabled",
                 http_tokens="required",
-                # A container on a bridge network is one hop further: a command's, which has no role unless it asks for
-                # it.
+                # A container on a bridge network is one hop further away. A command's container is on one, so it has no
+                # role unless the command asks for it.
                 http_put_response_hop_limit=2 if definition.job.parameters.demands.node_role else 1,
-                instance_metadata_tags="enabled",  # the node reads its fleet's id there
+                instance_metadata_tags="enabled",  # the node reads its fleet's id from its tags
             ),
             block_device_mappings=disks(definition),
             # Only the instance: resources that the fleet's service-linked role may not tag, such as network interfaces,
@@ -82,7 +84,7 @@ class FleetComponent(pulumi.ComponentResource):
             tag_specifications=[aws.ec2.LaunchTemplateTagSpecificationArgs(resource_type="instance", tags=label)],
             tags=label,
             **definition.fleet.market.template_arguments(),
-            # A run that continues keeps its code, and the hops that this code needs.
+            # A run that continues keeps its code, and so the number of hops that this code needs.
             opts=pulumi.ResourceOptions(
                 parent=self,
                 depends_on=list(depends_on),
@@ -98,10 +100,11 @@ class FleetComponent(pulumi.ComponentResource):
 
     def declare_fleet(self, depends_on: Sequence[pulumi.Resource]) -> aws.ec2.Fleet:
         """Declares the fleet that launches nodes."""
-        # Ignored on an existing fleet. If it is made again for a run that has begun (the run deleted it, and a refresh
-        # has just noticed), it starts nothing; except if fleets replace no node.
+        # The provider ignores this value on an existing fleet. If the fleet is made again for a run that has begun (the
+        # run deleted it, and a refresh has just noticed), it launches nothing, except in a market whose fleets replace
+        # no node.
         market = self._definition.fleet.market
-        waits = bool(self._definition.before)  # for the stage before: resources/stages.py
+        waits = bool(self._definition.before)  # for the machine that the stage before starts: resources/stages.py
         target = 0 if waits or (self._frozen and market.replaces) else self._definition.nodes
         return self._fleet(f"{self._name}-fleet", market, target, depends_on)
 
@@ -145,18 +148,19 @@ class FleetComponent(pulumi.ComponentResource):
                 parent=self,
                 depends_on=list(depends_on),
                 replacement_trigger=self._definition.run.id,
-                delete_before_replace=True,  # the other order runs two GPUs on one run
+                delete_before_replace=True,  # with the other order two nodes would work on one run
                 ignore_changes=[
                     "validUntil",
                     "targetCapacitySpecification.totalTargetCapacity",
                     "launchTemplateConfigs",
                     "tags",
-                    # AWS's answer may have another spelling, and a difference here would replace a fleet.
+                    # AWS may return another spelling, and a difference in this value would replace the fleet.
                     "targetCapacitySpecification",
                     "spotOptions",
                     "onDemandOptions",
                     "excessCapacityTerminationPolicy",
-                    "validFrom",  # like onDemandOptions: not declared, but the provider takes it from AWS's answer
+                    # like onDemandOptions: the program does not declare it, but the provider reads it from AWS's answer
+                    "validFrom",
                 ],
                 custom_timeouts=pulumi.CustomTimeouts(delete=market.delete_timeout),
             ),
@@ -174,9 +178,9 @@ def interfaces(
     definition: StackDefinition, group: pulumi.Input[str]
 ) -> list[aws.ec2.LaunchTemplateNetworkInterfaceArgs]:
     """The network interfaces of each of several nodes: its first card, with a public address, or all cards without one.
-    The subnet is the override's. They follow AWS's layout since 2026 (EC2 User Guide, efa-acc-inst-types): device 0 of
-    the first card is a plain interface and device 1 its EFA, each further card has its EFA as device 0. Only a single
-    interface can have an address: with one card it is both.
+    The subnet comes from the fleet's override. They follow AWS's layout since 2026 (EC2 User Guide,
+    efa-acc-inst-types): device 0 of the first card is a plain interface and device 1 its EFA, each further card has its
+    EFA as device 0. Only a single interface can have an address: with one card it is both.
     """
     kind = load_catalog().instances[definition.fleet.instance_types[0]]
     every, on_first = definition.fleet.cards == "all", kind.efa_cards == kind.network_cards

@@ -1,7 +1,7 @@
-"""Asks AWS for all of several nodes again, after those that waited for the others have ended.
+"""Asks AWS for all of several nodes again, after the nodes that waited for the missing ones have ended.
 
 A node may end its fleet but not change its size (identity.py), and during the pause there is no node. So a state
-machine does it, whose steps are written here; a node starts it and sets the length of the pause.
+machine changes the size, in steps that are written here; a node starts the machine and sets the length of the pause.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ LEAVE_S = 300  # seconds for the nodes to upload and end, before AWS ends the re
 
 
 def steps(fleet: str, nodes: int) -> dict[str, Any]:
-    """The steps: no node is replaced; remaining nodes are ended; after the pause that a node has set, all are asked
-    for. If the fleet is gone by then, the run has ended.
+    """The steps: no node is replaced any more; remaining nodes are ended; after the pause that a node has set, AWS is
+    asked for all nodes. If the fleet is gone by then, the run has ended.
     """
 
     def sized(nodes: int, excess: str, after: dict[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,8 @@ only one role, which has fewer rights than the node (resources/stop.py).
 A node can end its fleet but not change it, because ModifyFleet has no condition on the number of nodes. It can delete
 only checkpoints, so the records of what earlier attempts spent, which the caps count, stay.
 
-The runs of a stack share only compiled graphs, and every node may replace them. They are code that later nodes run, so
-nodes trust those of earlier runs.
+The runs of a stack share only compiled graphs, and every node may replace them. Compiled graphs are code that later
+nodes run, so a node trusts the nodes of earlier runs.
 
 The condition on ListBucket holds for HEAD and GET too: asking S3 for a key that does not exist answers 403, not 404.
 """
@@ -65,7 +65,7 @@ class Identity(pulumi.ComponentResource):
         labels = tags(definition)
         self.log_group = aws.cloudwatch.LogGroup(
             f"gpufleet-{definition.name}",
-            retention_in_days=log_retention(definition.storage.keep.days),  # the provider's default is for ever
+            retention_in_days=log_retention(definition.storage.keep.days),  # the provider's default keeps logs for ever
             tags=labels,
             opts=child,
         )
@@ -83,8 +83,9 @@ class Identity(pulumi.ComponentResource):
             policy=pulumi.Output.all(bucket_arn, self.log_group.arn, schedule_arn, stop_role_arn, topic_arn).apply(
                 lambda arns: json.dumps({"Version": "2012-10-17", "Statement": node_statements(definition, *arns)})
             ),
-            # Another run gets its own policy, and the old one is removed after the old fleet. Changed in place it would
-            # cut a node off during the upload, or for good if `up` fails: it could not even end its fleet.
+            # Another run gets its own policy, and the old one is removed after the old fleet. If the policy were
+            # changed in place, an old node would lose its rights during the upload, or for good if `up` fails; it could
+            # not even end its fleet.
             opts=pulumi.ResourceOptions(parent=self, replacement_trigger=definition.run.id),
         )
         self.profile = aws.iam.InstanceProfile(f"gpufleet-{definition.name}", role=role.name, tags=labels, opts=child)
@@ -100,8 +101,8 @@ def node_statements(
     stop_role_arn: str,
     topic_arn: str = "",
 ) -> list[dict[str, Any]]:
-    """Everything a node may do. `schedule_arn` and `stop_role_arn`: of what ends its fleet; `topic_arn`: for its
-    messages, empty: none.
+    """The policy of everything that a node may do. `schedule_arn` and `stop_role_arn` belong to the schedule that ends
+    its fleet; `topic_arn` is the topic of its messages, empty if there is none.
     """
     run, group = definition.run.id, schedule_arn.rpartition("/")[0]
     others = [*([SILENCE] if topic_arn else []), *(SWITCH for _ in definition.fleet.market.stands_by)]
@@ -157,13 +158,14 @@ def node_statements(
             "Resource": f"{log_group_arn}:*",
         },
         {
-            "Sid": "OwnFleet",  # its history shows whether AWS or the owner ended a node, which are charged differently
+            # the fleet's history shows whether AWS or the owner ended a node; AWS bills the two cases differently
+            "Sid": "OwnFleet",
             "Effect": "Allow",
             "Action": ["ec2:DeleteFleets", "ec2:DescribeFleetHistory", "ec2:TerminateInstances"],
             "Resource": [f"arn:aws:ec2:{definition.fleet.region}:*:{kind}/*" for kind in ("fleet", "instance")],
             "Condition": {"StringEquals": owned(definition)},
         },
-        # such a fleet is only deleted together with them
+        # such a fleet can only be deleted together with its nodes
         *([] if definition.fleet.market.replaces else [with_its_nodes()]),
         {
             "Sid": "MoveTheHour",
@@ -205,13 +207,13 @@ def node_statements(
 
 
 def _ask_again(schedule_arn: str) -> dict[str, Any]:
-    """The right to start the state machine that empties the fleet and asks for its nodes later."""
+    """The statement that lets a node start the state machine that empties the fleet and asks for its nodes later."""
     arn = machine_arn(schedule_arn)
     return {"Sid": "AskAgain", "Effect": "Allow", "Action": "states:StartExecution", "Resource": arn}
 
 
 def _taken_over(definition: StackDefinition, bucket_arn: str) -> list[dict[str, Any]]:
-    """The right to read what another run's stages have left."""
+    """The right to read the outputs of another run's stages."""
     folders = dict.fromkeys(each for stage in definition.stages for each in stage.taken)
     arns = [f"{bucket_arn}/{each}/{bucket.FINAL}*" for each in folders]
     read = {"Sid": "TakenOver", "Effect": "Allow", "Action": "s3:GetObject"}
@@ -231,14 +233,14 @@ def log_retention(days: int) -> int:
 
 
 def one_or_all(values: list[str]) -> str | list[str]:
-    """A single value by itself, as the definitions of AWS's policies allow."""
+    """A list with one value becomes the value itself, which AWS's policy language allows."""
     return values[0] if len(values) == 1 else values
 
 
 def _private_images(definition: StackDefinition) -> list[dict[str, Any]]:
     """The right to log in to ECR and pull from these repositories. Another account must also allow it in its policy."""
     images = dict.fromkeys(image for each in definition.parts for image in each.job.images)
-    arns = [found.arn for image in images if (found := ecr.repository(image))]
+    arns = [private.arn for image in images if (private := ecr.repository(image))]
     if not arns:
         return []
     log_in, pull = "ecr:GetAuthorizationToken", ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"]
@@ -250,29 +252,34 @@ def _private_images(definition: StackDefinition) -> list[dict[str, Any]]:
 
 
 def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
-    """The right to read the job's secrets and no others. AWS's own keys need no right; a customer key is named."""
+    """The right to read the job's secrets and no others. Keys that AWS manages need no right; a customer key must be
+    named."""
     region, key = definition.fleet.region, definition.account.kms_key
     secret = dict.fromkeys(name for each in definition.parts for name in each.job.parameters.demands.secrets.values())
     named = [*secret, *filter(None, [definition.notify.webhook])]
     parameters = [each.removeprefix("ssm:") for each in named if each.startswith("ssm:")]
     secrets = [each.removeprefix("secretsmanager:") for each in named if each.startswith("secretsmanager:")]
-    found: list[dict[str, Any]] = []
+    statements: list[dict[str, Any]] = []
     if parameters:
         arns = [f"arn:aws:ssm:{region}:*:parameter{name}" for name in parameters]
-        found.append({"Sid": "Parameters", "Effect": "Allow", "Action": "ssm:GetParameter", "Resource": arns})
+        statements.append({"Sid": "Parameters", "Effect": "Allow", "Action": "ssm:GetParameter", "Resource": arns})
     if secrets:
-        arns = [f"arn:aws:secretsmanager:{region}:*:secret:{name}-??????" for name in secrets]  # AWS adds six letters
-        found.append({"Sid": "Secrets", "Effect": "Allow", "Action": "secretsmanager:GetSecretValue", "Resource": arns})
+        arns = [
+            f"arn:aws:secretsmanager:{region}:*:secret:{name}-??????" for name in secrets
+        ]  # AWS adds six characters to the ARN of a secret
+        statements.append(
+            {"Sid": "Secrets", "Effect": "Allow", "Action": "secretsmanager:GetSecretValue", "Resource": arns}
+        )
     if named and key is not None:
         services = [f"{service}.{region}.amazonaws.com" for service in ("ssm", "secretsmanager")]
         through = {"StringEquals": {"kms:ViaService": services}}
         may = {"Effect": "Allow", "Action": "kms:Decrypt", "Resource": key, "Condition": through}
-        found.append({"Sid": "KeyOfSecrets", **may})
-    return found
+        statements.append({"Sid": "KeyOfSecrets", **may})
+    return statements
 
 
 def _own_key(definition: StackDefinition) -> list[dict[str, Any]]:
-    """The right to use the file's own key, through S3 only."""
+    """The right to use the definition file's own key, only through S3."""
     if definition.account.kms_key is None:
         return []
     return [
@@ -287,9 +294,9 @@ def _own_key(definition: StackDefinition) -> list[dict[str, Any]]:
 
 
 def _foreign_prefix(sid: str, uri: str) -> list[dict[str, Any]]:
-    """The right to read one prefix of somebody's bucket. Files come from a list, not from listing the bucket. That
-    right only distinguishes a missing file, which ends the run, from one that may not be read, for which every node
-    tries again.
+    """The right to read one prefix of somebody's bucket. A node takes the names of files from a manifest and does not
+    list the bucket. It has the right to list only so that S3 distinguishes a missing file, which ends the run, from a
+    file that may not be read, for which every node tries again.
     """
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     path, arn = f"{prefix.strip('/')}/*" if prefix.strip("/") else "*", f"arn:aws:s3:::{bucket}"

@@ -1,4 +1,5 @@
-"""A state machine that changes a run's fleet, with its role; gather.py, fallback.py and stages.py write its steps."""
+"""Declares a state machine that changes a run's fleet, with its role; gather.py, fallback.py and stages.py write its
+steps."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from gpufleet.infra.program.resources.tags import tags
 
 # AWS SDK integrations (Step Functions guide, 2026-11)
 MODIFY_FLEET, PUBLISH = "arn:aws:states:::aws-sdk:ec2:modifyFleet", "arn:aws:states:::aws-sdk:sns:publish"
-# retries for 42 minutes
+# these retries last 42 minutes
 AGAIN = {"ErrorEquals": ["States.ALL"], "IntervalSeconds": 10, "MaxAttempts": 8, "BackoffRate": 2.0}
 
 
 class FleetMachine(pulumi.ComponentResource):
-    """A state machine that sets a fleet's size in `steps`, and its role; a node starts it. It has the name of the run's
-    schedule group, which nodes know, followed by its `part`. `kind`: the component's type.
+    """A state machine that sets a fleet's size in `steps`, and its role; a node starts it. Its name is that of the
+    run's schedule group, which nodes know, followed by its `part`. `kind` is the component's type.
     """
 
     machine: aws.sfn.StateMachine
@@ -74,8 +75,8 @@ def state_machine(
     parent: pulumi.Resource,
     part: str = "",
 ) -> aws.sfn.StateMachine:
-    """A state machine with these steps, and a role that may change this fleet and publish to the topic. `named` None:
-    the engine chooses the name. `part`: which of a run's machines it is, where there are several.
+    """A state machine with these steps, and a role that may change this fleet and publish to the topic. If `named` is
+    None, the engine chooses the name. `part` tells the machines of a run apart, if it has several.
     """
     child, labels = pulumi.ResourceOptions(parent=parent), tags(definition)
     own = aws.iam.Role(

@@ -3,8 +3,8 @@ outside. Or the VPC that the file names, whose subnets and routes stay unchanged
 the stack's.
 
 Subnets are public because a NAT gateway costs more than a small GPU's disk; nothing listens, and the security group has
-no ingress rule, except between several nodes of one run. Over all of their network cards those nodes use a private
-subnet behind a NAT gateway: AWS gives no public address to a node with several interfaces.
+no ingress rule, except between several nodes of one run. Nodes that use all of their network cards are in a private
+subnet behind a NAT gateway, because AWS gives no public address to a node with several interfaces.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gpufleet.infra.definition.model import StackDefinition, is_zone_id
 from gpufleet.infra.program.resources.tags import named, tags
 
 VPC_CIDR = ipaddress.IPv4Network("10.0.0.0/16")
-# Gateway endpoints allow everything by default. It is stated, because image layers and packages come from other
-# people's buckets too.
+# Gateway endpoints allow everything by default. The policy is stated although it is the default, because image layers
+# and packages come from other people's buckets too.
 OPEN_POLICY = json.dumps(
     {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Principal": "*", "Action": "*", "Resource": "*"}]}
 )
@@ -31,7 +31,7 @@ OPEN_POLICY = json.dumps(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenVpc:
-    """A network of the surrounding program, which takes precedence over one in the file."""
+    """A network from the surrounding program, which takes precedence over a network in the file."""
 
     id: pulumi.Input[str]
     subnets: Mapping[str, pulumi.Input[str]]  # by zone, one for each of fleet.zones
@@ -86,7 +86,7 @@ class Network(pulumi.ComponentResource):
     def _between_nodes(self, name: str, label: dict[str, str], child: pulumi.ResourceOptions) -> list[pulumi.Resource]:
         """Allows all traffic within the group. EFA needs both rules: without the outbound one nodes are cut off."""
         group = self.security_group.id
-        found: list[pulumi.Resource] = []
+        rules: list[pulumi.Resource] = []
         for way, rule in (("in", aws.vpc.SecurityGroupIngressRule), ("out", aws.vpc.SecurityGroupEgressRule)):
             made = rule(
                 f"{name}-node-{way}",
@@ -97,11 +97,11 @@ class Network(pulumi.ComponentResource):
                 tags=label,
                 opts=child,
             )
-            found.append(made)
-        return found
+            rules.append(made)
+        return rules
 
     def _own_vpc(self, name: str, definition: StackDefinition, child: pulumi.ResourceOptions) -> pulumi.Output[str]:
-        """Makes the VPC; its id. Fills in `subnets` and `ready`."""
+        """Declares the VPC, fills in `subnets` and `ready`, and returns the VPC's id."""
         labels = tags(definition)
         label = named(labels, f"gpufleet-{definition.name}")
         vpc = aws.ec2.Vpc(f"{name}-vpc", cidr_block=str(VPC_CIDR), enable_dns_support=True, tags=label, opts=child)
@@ -147,7 +147,7 @@ class Network(pulumi.ComponentResource):
                 )
             )
             self.subnets[zone] = subnet.id
-            if len(tables) > 1:  # several nodes are in one zone
+            if len(tables) > 1:  # several nodes are always in one zone
                 associations += self._behind_nat(name, definition, zone, vpc, subnet, tables[1], outward, child)
         self.ready = [outward, endpoint, *associations]
         return vpc.id
@@ -163,8 +163,8 @@ class Network(pulumi.ComponentResource):
         outward: aws.ec2.Route,
         child: pulumi.ResourceOptions,
     ) -> list[pulumi.Resource]:
-        """The zone's nodes in a private subnet, and what must exist before one boots. A destroy removes the NAT gateway
-        before its address and the outbound route, which AWS would refuse to remove first.
+        """A private subnet for the zone's nodes, and everything that must exist before one of them boots. A destroy
+        removes the NAT gateway before its address and the outbound route, which AWS would refuse to remove first.
         """
         label = named(tags(definition), f"gpufleet-{definition.name}-{zone}-inner")
         inner = aws.ec2.Subnet(
@@ -203,9 +203,10 @@ def _place(zone: str) -> dict[str, Any]:
 
 
 def subnet_cidr(zone: str, *, inner: bool = False) -> str:
-    """A /20 by the zone's letter, so that adding a zone never moves the others: us-east-2b is always 10.0.16.0/20, and
-    10.0.144.0/20 for its private one. A zone given by id, use2-az2, has a /22 in the range that the letters a to f
-    leave free, because a change from names to ids makes the new subnets before it deletes the old.
+    """The subnet's range: a /20 by the zone's letter, so that a new zone never moves the others. us-east-2b always has
+    10.0.16.0/20, and 10.0.144.0/20 for its private subnet. A zone given by id, such as use2-az2, has a /22 in the range
+    that the letters a to f leave free: a change from names to ids makes the new subnets before it deletes the old ones,
+    so they must not overlap.
     """
     half = list(VPC_CIDR.subnets(new_prefix=17))[inner]
     if is_zone_id(zone):

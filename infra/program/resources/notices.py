@@ -1,5 +1,6 @@
-"""Messages about a run: a topic with an e-mail subscription, a rule that passes on AWS's events about the fleet, and a
-schedule that fires when nothing has trained for long. A training node moves the schedule (job/node/notices.py).
+"""Declares the messages about a run: a topic with an e-mail subscription, a rule that passes on AWS's events about the
+fleet, and a schedule that fires when no node has trained for long. A training node moves the schedule
+(job/node/notices.py).
 
 A subscription is active once the person has confirmed it, by a link in AWS's first message: there is no other way.
 """
@@ -48,8 +49,9 @@ class NoticesComponent(pulumi.ComponentResource):
         silent_from: datetime | None,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`stop`: its group and role are also the silence schedule's. `silent_from`: when silence begins; None: the run
-        is over. The schedule does not wait for uploads, because AWS refuses an hour that has passed.
+        """`stop`: the silence schedule has the same group and role. `silent_from`: the time at which it counts as
+        silence; None if the run is over. The schedule does not wait for uploads, because AWS refuses an hour that has
+        passed.
         """
         super().__init__("gpufleet:infra:Notices", name, None, opts)
         self._name, self._definition, self._stop = name, definition, stop
@@ -143,7 +145,8 @@ def _may_publish(topic_arn: str) -> dict[str, Any]:
 
 
 def _events_may_publish(topic_arn: str) -> dict[str, Any]:
-    """The right of EventBridge to publish, for this account's rules alone. The account's own roles need no policy."""
+    """The right of EventBridge to publish, only for this account's rules. The account's own roles need no topic
+    policy."""
     account = topic_arn.split(":")[4]
     return {
         "Version": "2012-10-17",

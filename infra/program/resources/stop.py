@@ -1,9 +1,10 @@
-"""The stop outside of the run's own processes: a schedule of EventBridge Scheduler, which ends the fleet and its nodes.
+"""Declares the stop that works outside of the run's own processes: a schedule of EventBridge Scheduler, which ends the
+fleet and its nodes.
 
-Its hour is the fleet's expiry until a node moves it, only within the run's means (job/node/allowance.py). To move it a
-node must pass the role that the schedule uses (UpdateSchedule replaces everything), so that role can end this run's
-fleet and nodes, and nothing else: a compromised node gains nothing by it. A run's other switches belong into the same
-group, each with a role as harmless.
+Its time is the fleet's expiry until a node moves it. A node moves it only as far as the run's limits pay for
+(job/node/allowance.py). To move the schedule a node must pass the role that the schedule uses (UpdateSchedule replaces
+everything), so that role can end this run's fleet and nodes, and nothing else: a compromised node gains nothing by it.
+A run's other schedules belong into the same group, each with a role that is as harmless.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class FleetStop(pulumi.ComponentResource):
         self.register_outputs({})
 
     def declare_for(self, fleets: Sequence[aws.ec2.Fleet], valid_until: str) -> aws.scheduler.Schedule:
-        """The schedule that ends these fleets. Nodes move its hour, so no later `up` puts it back."""
+        """The schedule that ends these fleets. Nodes move its time, so a later `up` does not reset it."""
         ids = pulumi.Output.all(*(each.id for each in fleets))
         return one_time(
             f"{self._name}-schedule",
@@ -74,7 +75,8 @@ class FleetStop(pulumi.ComponentResource):
             target=END_FLEET,
             input=ids.apply(lambda each: json.dumps({"FleetIds": each, "TerminateInstances": True})),
             depends_on=self.ready,
-            # Replaced with the fleets: another run's, or one made again, whose hour may have passed.
+            # The schedule is replaced together with the fleets: they are another run's, or made again, and the time may
+            # have passed.
             trigger=ids.apply(lambda each: " ".join([self._definition.run.id, *each])),
             parent=self,
         )
@@ -94,7 +96,8 @@ def one_time(
     parent: pulumi.Resource,
     enabled: bool = True,
 ) -> aws.scheduler.Schedule:
-    """A one-time schedule of `stop`'s group and role. Nodes move its hour: `up` resets it only if `trigger` changes."""
+    """A one-time schedule with `stop`'s group and role. Nodes move its time; `up` resets it only if `trigger`
+    changes."""
     return aws.scheduler.Schedule(
         resource,
         name=name,
@@ -136,8 +139,8 @@ def schedule_arn(group_arn: str) -> str:
 
 
 def stop_statements(definition: StackDefinition) -> list[dict[str, Any]]:
-    """Everything the schedule may do. AWS's pages do not say whether DeleteFleets needs the right to terminate each
-    node, or to terminate without naming one: the first statement covers requests that name an instance.
+    """The policy of everything that the schedule may do. AWS's pages do not say whether DeleteFleets needs the right to
+    terminate each node, or to terminate without naming one: the first statement covers requests that name an instance.
     """
     region = definition.fleet.region
     return [

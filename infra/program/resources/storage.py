@@ -1,7 +1,7 @@
 """The bucket of a stack and the objects that `up` puts into it: job archive, run config, dataset.
 
-Kept or not is one choice for bucket, public-access block, encryption, policy and lifecycle together: a bucket retained
-alone would lose its policy and its expiry on destroy, in silence.
+Bucket, public-access block, encryption, policy and lifecycle are kept or deleted together, because a destroy that kept
+only the bucket would silently remove its policy and its expiry.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Upload:
     """A local file or a small text for one object. `name` labels the resource, `key` the object."""
 
     name: str
-    earlier: tuple[str, ...] = ()  # the resource's former names, stated because it is not named after its parent
+    # the resource's former names; they must be stated, because it is not named after its parent
+    earlier: tuple[str, ...] = ()
     key: str
     file: Path | None = None
     text: str | None = None
@@ -59,7 +60,7 @@ class StorageComponent(pulumi.ComponentResource):
         labels = tags(definition)
         kept = pulumi.ResourceOptions(parent=self, retain_on_delete=keep.bucket)
         self.bucket = aws.s3.Bucket(
-            f"gpufleet-{definition.name}",  # the provider appends a random suffix: bucket names are global
+            f"gpufleet-{definition.name}",  # the provider appends a random suffix, because bucket names are global
             force_destroy=not keep.bucket,
             tags=labels,
             opts=kept,
@@ -84,7 +85,9 @@ class StorageComponent(pulumi.ComponentResource):
                         sse_algorithm="aws:kms" if definition.account.kms_key else "AES256",
                         kms_master_key_id=definition.account.kms_key,
                     ),
-                    bucket_key_enabled=True if definition.account.kms_key else None,  # one request for many objects
+                    bucket_key_enabled=True
+                    if definition.account.kms_key
+                    else None,  # deletes many objects with one request
                 )
             ],
             opts=kept,
@@ -96,7 +99,7 @@ class StorageComponent(pulumi.ComponentResource):
             opts=follows,
         )
         settings: list[pulumi.Resource] = [closed, encryption, policy]
-        # if others add rules, the provider would wait in vain for exactly the declared ones
+        # if somebody else adds rules, the provider would wait in vain for exactly the declared rules
         if keep.lifecycle == "own":
             expiry = aws.s3.BucketLifecycleConfiguration(
                 f"{name}-expiry",
@@ -113,7 +116,7 @@ class StorageComponent(pulumi.ComponentResource):
 
     def _show(self, uploads: Sequence[Upload], objects: Sequence[aws.s3.BucketObjectv2]) -> None:
         """Shows the upload's progress, as objects are created: the engine itself only reports each one. The last line
-        says that it is done, because it stays on the screen.
+        says that the upload is done, because this line stays on the screen.
         """
         sizes = [upload.file.stat().st_size if upload.file else 0 for upload in uploads]
         say = lines(self)
@@ -135,7 +138,7 @@ class StorageComponent(pulumi.ComponentResource):
                 aliases=[pulumi.Alias(name=each) for each in upload.earlier],
                 retain_on_delete=upload.belongs_to_run,
                 # A run's nodes check these objects' hashes at every boot. New code or prices wait for a new run id.
-                # contentBase64: for runs that began when the archive was declared so.
+                # contentBase64 is listed for runs that began when the archive was still declared by it.
                 ignore_changes=["key", "source", "contentBase64", "content"] if frozen else None,
             ),
         )
@@ -174,8 +177,8 @@ def _abort_uploads() -> aws.s3.BucketLifecycleConfigurationRuleArgs:
 
 
 def _expire(folder: str, days: int) -> aws.s3.BucketLifecycleConfigurationRuleArgs:
-    """One rule per run, not one for the bucket: the inputs a stack has declared must not expire under it. Compiled
-    graphs may: they are compiled again.
+    """One rule per run, not one for the bucket, because the inputs that a stack has declared must not expire while it
+    exists. Compiled graphs may expire: they are compiled again.
     """
     return aws.s3.BucketLifecycleConfigurationRuleArgs(
         id=f"expire-{folder}",

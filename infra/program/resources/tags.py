@@ -1,4 +1,5 @@
-"""The tags on everything a stack owns, stated each time: a provider's default tags do not reach a fleet's nodes."""
+"""The tags on everything that a stack owns. Each resource states them, because a provider's default tags do not reach a
+fleet's nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def own_tags(definition: StackDefinition) -> dict[str, str]:
 
 
 def owned(definition: StackDefinition) -> dict[str, str | list[str]]:
-    """The condition on tags by which rights are narrowed to what the run owns; its stages are runs of their own."""
+    """The condition on tags that limits rights to what the run owns; its stages count as runs of their own."""
     every = [own_tags(each) for each in definition.parts]
     values = {key: [each[key] for each in every] for key in every[0]}
     return {f"aws:ResourceTag/{key}": each[0] if len(set(each)) == 1 else each for key, each in values.items()}

@@ -4,6 +4,7 @@ Unusual here:
 - RMSNorm without gain, before each half of a block, after the embedding, before the head, and on q and k per head;
 - feed-forward of 4 x width with the square of ReLU; no biases anywhere; embedding and head are two tables;
 - logits in fp32, soft-capped: cap x tanh(logits / cap);
+- dropout, if any, on what each half of a block adds;
 - generation keeps keys and values (`Cache`) and never yields an id that is no symbol.
 
 The module knows nothing of training. Legend: B batch, T sequence, S positions seen so far, V vocabulary, L layers, d
@@ -174,6 +175,7 @@ class CharBlock(nn.Module):
         super().__init__()
         self.checkpointing = False
         self.attention, self.ffn = CharAttention(model, index), CharFeedForward(model.width)
+        self.dropout = model.dropout
 
     def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: Kept | None = None) -> Tensor:
         if self.checkpointing and self.training:
@@ -184,9 +186,12 @@ class CharBlock(nn.Module):
         return self._run(x_BTd, cos_TP, sin_TP, cache)
 
     def _run(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: Kept | None) -> Tensor:
-        x_BTd = x_BTd + self.attention(norm(x_BTd), cos_TP, sin_TP, cache)
-        x_BTd = x_BTd + self.ffn(norm(x_BTd))
+        x_BTd = x_BTd + self._dropped(self.attention(norm(x_BTd), cos_TP, sin_TP, cache))
+        x_BTd = x_BTd + self._dropped(self.ffn(norm(x_BTd)))
         return x_BTd
+
+    def _dropped(self, x_BTd: Tensor) -> Tensor:
+        return F.dropout(x_BTd, self.dropout) if self.dropout and self.training else x_BTd
 
 
 class CharGpt(Checkpointed):

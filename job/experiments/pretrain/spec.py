@@ -36,6 +36,7 @@ class CharModel:
     kv_heads: int | None = common.bounded(None, 1, 512)  # None = as many as heads
     vocab: int = common.bounded(32, 18, 1_000_000)  # 17 symbols and <|bos|>, padded
     logit_cap: float = common.bounded(15.0, 0.0, 1000.0)  # logits = cap x tanh(x / cap); 0 = none
+    dropout: float = common.added_later(0.0, 0.0, 0.9)  # of what each half of a block adds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,4 +264,5 @@ def _layer_bytes(m: CharModel, compute: int, *, checkpointing: bool) -> float:
     if checkpointing:
         return compute * (3 * m.width + products) + 4 * heads(m)  # o's and down's are products too
     rest = 4 * m.width + m.width + kv + 4 * m.width  # norms' inputs and outputs, q and k before their norm, ReLU^2
-    return compute * (products + rest) + 4 * heads(m)
+    masks = 2 * m.width if m.dropout else 0  # a byte for each number that may be dropped
+    return compute * (products + rest) + 4 * heads(m) + masks

@@ -1,4 +1,5 @@
-"""The AWS CLI of a rehearsed node, imported once: each call of `aws` there is a fork of the node's one process of it.
+"""The AWS CLI of a rehearsed node, imported only once: each call of `aws` on the node is a fork of one process that has
+imported it.
 
 `serve` is that process, which rehearsal/node.py starts; as a script this hands over one call: its words, folder,
 environment and streams. Importing the CLI takes two thirds of a call's processor time, and a boot makes ten calls.
@@ -17,11 +18,11 @@ import sys
 import traceback
 from typing import Any
 
-NAME = "aws"  # of the socket, in its folder: a whole path can be longer than a socket's may be
+NAME = "aws"  # the socket's name in its folder, because a whole path can be too long for a socket
 
 
 def call(folder: str, words: list[str]) -> int:
-    """Has the node's process run `aws WORDS`; the exit code."""
+    """Lets the node's process run `aws WORDS`. Returns the exit code."""
     asked = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}
     with socket.socket(socket.AF_UNIX) as server:
         os.chdir(folder)

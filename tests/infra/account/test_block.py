@@ -66,7 +66,7 @@ def in_use(cloud: Cloud) -> None:
         (changed(zone="us-east-2b"), ["fleet.zones says us-east-2a, "], "Write us-east-2b."),
         (moved, ["fleet.block.start says 2026-", "fleet.block.end says 2026-"], "Write 2026-"),
         (ended, ["is expired"], "Name another block"),
-        (in_use, ["has 1 instance, 0 of them free or its own; the run wants 1"], "End other instances in it"),
+        (in_use, ["has 1 instance, 0 of them free or used by this run, which needs 1"], "End other instances in it"),
     ],
     ids=["none", "type", "zone", "dates", "over", "in use"],
 )
@@ -85,7 +85,7 @@ def test_more_nodes_than_it_has_and_another_kind_of_reservation_are_problems(
     cloud: Cloud, in_block: StackDefinition, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (found,) = checked(replace(in_block, fleet=replace(in_block.fleet, nodes=2)))
-    assert "the run wants 2" in found.found
+    assert "this run, which needs 2" in found.found
     ec2 = aws.client("ec2", "us-east-2")
     told = ec2.describe_capacity_reservations(CapacityReservationIds=[RESERVED])
 
@@ -152,7 +152,7 @@ def test_a_node_left_over_in_a_block_costs_nothing_itself(cloud: Cloud, in_block
     declare_fleet(cloud, capacity="capacity-block")
     (node,) = (each for each in leftovers.look(in_block, aws.client, cloud.clock.now()) if each.kind == "instance")
     assert node.usd_per_month == 0
-    assert node.note.endswith("its block is paid for")
+    assert node.note.endswith("its block is already paid")
 
 
 def test_a_fleet_that_only_stays_in_its_state_is_not_left_over(cloud: Cloud, in_block: StackDefinition) -> None:

@@ -116,4 +116,4 @@ def test_a_secret_under_a_key_of_one_s_own_is_read_only_where_the_file_names_the
 def test_a_command_takes_no_text_to_prepare(stack: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prepare", "mine", "text.txt"]) == 2
 
-    assert "a command takes its data as storage.inputs names it" in capsys.readouterr().err
+    assert "a command reads its data from storage.inputs" in capsys.readouterr().err

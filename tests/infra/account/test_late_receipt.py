@@ -195,4 +195,4 @@ def test_a_run_that_left_too_little_for_a_receipt_says_so_and_keeps_no_old_one(
     put(cloud, declare_bucket(cloud), "done.json", {"reason": "failed"})
     assert main(["results", "small-growth"]) == 1
     assert not old.exists()
-    assert "No receipt can be made of what the run left: " in capsys.readouterr().out
+    assert "No receipt can be made from the files of this run: " in capsys.readouterr().out

@@ -167,7 +167,7 @@ def test_a_right_that_is_missing_hides_no_node_and_is_not_taken_for_nothing(
         cloud.deny(action)
     assert main(["sweep", "small-growth"]) == 2
     _, title, volumes, roles, last = capsys.readouterr().out.splitlines()
-    assert title == "Not looked at, so it may be there and cost:"
+    assert title == "Not looked at, so these may exist and cost money:"
     assert re.fullmatch(r" +volumes +AWS does not let you call DescribeVolumes: .*", volumes)
     assert re.fullmatch(r" +roles +AWS does not let you call ListRoles: .*", roles)
     assert last == "small-growth in us-east-2: nothing billable is among the things that AWS shows."
@@ -201,7 +201,7 @@ def test_a_loose_disk_like_ours_is_shown_but_not_claimed(
     other = ec2.create_volume(Size=101, **make)["VolumeId"]
     assert main(["sweep", "small-growth"]) == 0
     said = capsys.readouterr().out
-    assert "Perhaps this stack's: they have no tags:" in said
+    assert "Perhaps of this stack (these have no tags):" in said
     assert volume in said
     assert other not in said
 

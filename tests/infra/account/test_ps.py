@@ -68,4 +68,4 @@ def test_outside_of_a_project_it_asks_for_a_region(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["ps"]) == 2
-    assert capsys.readouterr().err.endswith("which regions to look in: --region NAME\n")
+    assert capsys.readouterr().err.endswith("which regions to look in: name one by --region NAME\n")

@@ -91,7 +91,9 @@ def test_of_two_people_with_one_file_the_owner_chooses(
     main(["results", "small-growth"])
     said = capsys.readouterr().out
     assert said.startswith(f"s3://{mine}/r1/ to ")
-    assert f"lies elsewhere too: s3://{theirs}/r1/ (owner bob); used is the newest of run.owner, you.\n" in said
+    assert (
+        f"lies elsewhere too: s3://{theirs}/r1/ (owner bob); this command uses the newest of run.owner, you.\n" in said
+    )
     path.write_text(path.read_text().replace("owner: you", "owner: bob"))
     main(["results", "small-growth"])
     assert capsys.readouterr().out.startswith(f"s3://{theirs}/r1/ to ")

@@ -116,8 +116,8 @@ CASES: dict[str, tuple[str, dict[str, Any], list[tuple[str, str]]]] = {
         {"ValidateStateMachineDefinition": IMPLICIT, "CreateSchedule": EXPLICIT},
         [("problem", "lacks: scheduler:CreateSchedule, states:ValidateStateMachineDefinition")],
     ),
-    "on some EC2 resources": ("user/me", {"CreateVpc": IMPLICIT}, [("warning", "alone: ec2:CreateVpc")]),
-    "on a condition": ("user/me", {"CreateRole": CONDITION}, [("warning", "alone: iam:CreateRole")]),
+    "on some EC2 resources": ("user/me", {"CreateVpc": IMPLICIT}, [("warning", "conditions: ec2:CreateVpc")]),
+    "on a condition": ("user/me", {"CreateRole": CONDITION}, [("warning", "conditions: iam:CreateRole")]),
     "denied in EC2": ("user/me", {"CreateFleet": EXPLICIT}, [("problem", "lacks: ec2:CreateFleet")]),
 }
 

@@ -154,7 +154,7 @@ def test_status_tells_what_a_job_warns_of(cloud: Cloud, stack: StackDefinition) 
 def test_status_tells_how_its_gpus_fare(cloud: Cloud, stack: StackDefinition) -> None:
     beat = {"ts": "2026-11-21T12:08:00Z", "gpu_util": 97.0, "gpu_mem_gb": 70.12, "gpu_temp_c": 61.0, "xids": [31]}
     put(cloud, declare_bucket(cloud), "heartbeat/i-1.jsonl", beat)
-    assert stated(stack)["gpu"] == "97 % used, 70.1 GB, 61 °C, Xid 31 told by the driver"
+    assert stated(stack)["gpu"] == "97 % used, 70.1 GB, 61 °C, Xid 31 reported by the driver"
 
 
 def test_status_names_no_speed_before_steps_are_timed(cloud: Cloud, stack: StackDefinition) -> None:
@@ -213,7 +213,7 @@ def test_status_names_a_fleet_that_goes_on_after_its_run(cloud: Cloud, stack: St
     put(cloud, bucket, "done.json", {"reason": "finished", "at": "2026-11-21T12:01:00Z"})
     told = stated(stack).get("needless", "")
     assert told.endswith(f"--fleet-ids {fleet} --region us-east-2") is bool(capacity)
-    assert ("each billed until it finds that the run is over" in told) is bool(capacity)
+    assert ("each billed until it sees that the run is over" in told) is bool(capacity)
 
 
 def test_status_of_a_run_that_is_done_says_what_comes_next(cloud: Cloud, stack: StackDefinition) -> None:
@@ -275,9 +275,12 @@ def test_status_says_what_else_answers_to_this_run_and_whose_it_is(cloud: Cloud,
     cloud.tick()
     said = "\n".join(status.report(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), NOW))
     assert f"fleet       {mine}, active" in said
-    assert f"also {theirs}, active, owner bob; shown is the one of run.owner, you" in said
+    assert f"also {theirs}, active, owner bob; this is the one of run.owner, you" in said
     assert sum(line.endswith("owner bob") for line in said.splitlines() if line.startswith("node ")) == 1
-    assert "also s3://gpufleet-small-growth-1b2c3d4/r1/ (owner bob); used is the newest of run.owner, you" in said
+    assert (
+        "also s3://gpufleet-small-growth-1b2c3d4/r1/ (owner bob); this command uses the newest of run.owner, you"
+        in said
+    )
     cloud.client("ec2").delete_launch_template(LaunchTemplateName="gpufleet-small-growth-r1-you")
     declare_fleet(cloud)
     said = "\n".join(status.report(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), NOW))
@@ -299,7 +302,7 @@ def test_where_ones_own_bucket_is_gone_another_owners_end_ends_nothing(cloud: Cl
     put(cloud, bucket, "heartbeat/i-1.jsonl", b'{"ts":"2026-11-21T12:00:00Z"}\n')
     put(cloud, bucket, "done.json", {"reason": "finished", "at": "2026-11-21T12:01:00Z"})
     told = stated(stack)
-    assert told["bucket"] == f"s3://{bucket}/r1/, owner bob, whose run all below is of"
+    assert told["bucket"] == f"s3://{bucket}/r1/, owner bob, whose run all lines below describe"
     assert "needless" not in told
 
 

@@ -46,7 +46,7 @@ def test_where_no_node_runs_it_says_what_the_request_will_cost(
     asked(stack)
     said = capsys.readouterr().out
     assert "No node runs. The next one looks every 60 s: it leaves what the last checkpoint has" in said
-    assert "Where that is not worth a node, `pulumi destroy` keeps what is in the bucket" in said
+    assert "If you do not want to pay for a node, run `pulumi destroy`: the bucket stays" in said
 
 
 def test_somebody_elses_node_is_not_said_to_heed_it(
@@ -99,7 +99,9 @@ def test_without_a_fleet_of_ones_own_nothing_is_asked(cloud: Cloud, stack: Stack
     put(cloud, declare_bucket(cloud), "run.json", {})
     if owner:
         declare_fleet(cloud, owner=owner)
-    with pytest.raises(AwsRefused, match="one of somebody, whose file has to ask" if owner else "there is no fleet of"):
+    with pytest.raises(
+        AwsRefused, match="one of somebody, who must ask with their own file" if owner else "there is no fleet of"
+    ):
         asked(stack)
     assert objects(stack) == ["run.json"]
 

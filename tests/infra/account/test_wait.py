@@ -306,6 +306,15 @@ def test_a_fleet_at_zero_without_a_done_marker_is_a_failure(cloud: Cloud, stack:
     assert waited(cloud, stack)[0] == 0
 
 
+def test_the_fleet_of_a_stage_at_zero_waits_for_the_stage_before(cloud: Cloud, stack: StackDefinition) -> None:
+    fleet = declare_fleet(cloud)
+    cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
+    code, said = waited(cloud, replace(stack, before=("prepare",)))
+    assert code == 1
+    assert "no done marker" not in said
+    assert "The fleet keeps trying" in said
+
+
 def test_a_deleted_fleet_launches_nothing_more(cloud: Cloud, stack: StackDefinition) -> None:
     fleet = declare_fleet(cloud)
     cloud.client("ec2").delete_fleets(FleetIds=[fleet], TerminateInstances=True)

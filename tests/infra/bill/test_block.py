@@ -122,7 +122,7 @@ def test_a_deadline_counts_from_the_block_s_start_before_which_nothing_begins() 
     assert due(20 * HOUR)[:2] == (20, [])
     left, refused, _ = due(START + needed_h / 2 * HOUR)
     assert left == pytest.approx(needed_h / 2)
-    assert refused[0].endswith(f"it is {needed_h / 2:.2f} hours from the block's start")
+    assert refused[0].endswith(f"this is {needed_h / 2:.2f} hours from the block's start")
     left, refused, warned = due(START + (needed_h + 0.1) * HOUR)
     assert refused == []
     said = " ".join(warned)

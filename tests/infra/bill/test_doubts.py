@@ -184,9 +184,9 @@ def test_a_scratch_disk_holds_four_checkpoints_and_a_fifth_part_and_what_is_expo
 
 def test_step_times_for_one_type_and_a_dataset_in_s3_are_no_doubts() -> None:
     times = {"step_ms": ("100", "200", "400")}
-    assert not any("taken for every listed type" in warning for warning in bill(**times).warnings)
+    assert not any("used for every listed type" in warning for warning in bill(**times).warnings)
     both = bill(types=("g6e.xlarge", "g5.xlarge"), region="us-west-2", **times)
-    assert any("taken for every listed type" in warning for warning in both.warnings)
+    assert any("used for every listed type" in warning for warning in both.warnings)
     for dataset, said in (("data/tinystories", True), ("s3://bucket/tinystories", False)):
         found = price(definition(dataset=dataset), CATALOG, runs=50)
         assert any("size of the dataset is assumed" in warning for warning in found.warnings) is said

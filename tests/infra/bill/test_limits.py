@@ -60,8 +60,9 @@ def flat(text: str) -> str:
 def test_a_slower_listed_type_that_max_hours_always_stops_is_refused() -> None:
     """The dearest needs 0.283 h, the other 0.447 h, and each some minutes to stop in."""
     assert refused(definition(**TWO, max_hours="0.40")) == [
-        "fleet.instance_types[1]: types on which the run can end within the limits; uninterrupted it needs 0.49"
-        " node-hours where limits.max_hours is 0.40. Remove it, or raise limits.max_hours to 0.49 or more."
+        "fleet.instance_types[1]: types on which the run can end within the limits; without interruptions this"
+        " one needs 0.49 node-hours where limits.max_hours is 0.40. Remove it, or raise limits.max_hours"
+        " to 0.49 or more."
     ]
     assert refused(definition(**TWO, max_hours="0.49")) == []
 
@@ -102,8 +103,8 @@ def test_the_limits_that_a_refusal_names_are_accepted(capacity: str) -> None:
     assert [each.split(":")[0] for each in refused(definition(capacity=capacity, max_usd=short))] == ["limits.max_usd"]
     if capacity == "spot":
         ninth = enough(found.needed_hours.p90 + found.reserve[1])
-        assert f"{ninth} suffices for nine in ten." in said[1]
-        assert f"{enough(found.metered_usd.p90 + found.reserve[0])} suffices for nine in ten." in said[0]
+        assert f"{ninth} is enough for nine runs in ten." in said[1]
+        assert f"{enough(found.metered_usd.p90 + found.reserve[0])} is enough for nine runs in ten." in said[0]
 
 
 def test_max_hours_is_held_against_the_hours_of_all_nodes() -> None:
@@ -129,8 +130,8 @@ def test_a_deadline_that_one_run_in_twenty_misses_is_worth_a_sentence() -> None:
 
 def test_on_demand_the_run_needs_what_it_needs() -> None:
     assert refused(definition(capacity="on-demand", max_hours="0.1")) == [
-        "limits.max_hours: at least 0.48 node-hours: half of the simulated runs need that or more, 119 s for a clean"
-        " stop included. 0.48 suffices for nine in ten."
+        "limits.max_hours: at least 0.48 node-hours: half of the simulated runs need this or more, including 119 s"
+        " for a clean stop. 0.48 is enough for nine runs in ten."
     ]
 
 
@@ -214,7 +215,7 @@ def test_dollars_that_only_the_limit_counts_stand_in_the_table_in_the_warnings_w
     )
     assert any(between in warning for warning in bill(**RARE | {"max_usd": cap}).warnings)
     below = f"{counted.p50 - Decimal('0.05'):.2f}"
-    assert "need that or more as limits.max_usd counts it" in refused(definition(**RARE | {"max_usd": below}))[0]
+    assert "need this or more as limits.max_usd counts it" in refused(definition(**RARE | {"max_usd": below}))[0]
 
 
 def test_a_bill_that_charges_all_there_is_has_no_second_count() -> None:
@@ -246,9 +247,10 @@ def test_a_p50_that_stands_on_free_hours_says_what_it_is_with_them_charged() -> 
     found = bill(hazard_per_hour="10", max_usd="50", max_hours="50")
     charged, p50 = found.chosen.metered_usd.p50, found.chosen.needed_usd.p50
     hours = round((charged - p50) / found.chosen.price.amount, 1)
-    said = f"p50 counts on AWS not charging {hours} node-hours, first hours that it interrupts; charged, p50 is"
-    assert f"{said} {charged:.2f}" in found.warnings
-    assert not any("not charging" in warning for warning in bill().warnings)
+    said = f"The p50 assumes that AWS waives {hours} node-hours (it does not bill an instance that it interrupts in its"
+    said += f" first hour). If AWS billed them, p50 would be {charged:.2f}"
+    assert said in found.warnings
+    assert not any("AWS waives" in warning for warning in bill().warnings)
 
 
 def test_dollars_at_a_hazard_are_those_of_a_bill_that_is_told_it() -> None:
@@ -288,8 +290,8 @@ def test_a_deadline_that_the_slower_listed_type_misses_uninterrupted_is_refused(
     """The dearest needs 0.283 h, the other 0.447 h, and each 140 s to stop in."""
     plan = due(0.40)
     (said,) = deadline_problems(plan, price(plan, CATALOG, runs=2000), NOW)
-    needed = "the 0.49 hours that g5.xlarge needs uninterrupted and to stop in, 2026-11-21T00:30Z"
-    assert f"{needed}; it is 0.40 hours from now" in str(said)
+    needed = "the 0.49 hours that g5.xlarge needs without interruptions, including the stop: 2026-11-21T00:30Z"
+    assert f"{needed} or later; this is 0.40 hours from now" in str(said)
     assert said.path == "limits.deadline"
     later = due(0.49)
     assert deadline_problems(later, price(later, CATALOG, runs=2000), NOW) == []

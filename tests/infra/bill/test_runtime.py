@@ -304,3 +304,30 @@ def test_fsdp_over_pcie_waits_for_its_gradients_and_over_nvlink_does_not() -> No
     assert pcie.step_ms == pytest.approx(work_ms + max(0, sent_ms - 0.8 * work_ms))
     assert pcie.step_ms > work_ms
     assert nvlink.step_ms == pytest.approx((nvlink.limit_ms or 0) / 0.5)
+
+
+@pytest.mark.parametrize(
+    ("limits_ms", "launch_ms", "exchange_ms", "bound"),
+    [
+        ((40.0, 10.0), 60.0, (0.0, 0.0), "computation"),
+        ((10.0, 40.0), 60.0, (0.0, 0.0), "memory bandwidth"),
+        ((40.0, 10.0), 101.0, (0.0, 0.0), "launches of its host"),
+        ((40.0, 10.0), 60.0, (70.0, 0.0), "computation"),
+        ((40.0, 10.0), 60.0, (161.0, 0.0), "the exchange between GPUs"),
+        ((40.0, 10.0), 60.0, (0.0, 81.0), "the exchange between GPUs"),
+        (None, 60.0, (0.0, 0.0), ""),
+    ],
+)
+def test_what_takes_most_of_a_step_is_named(
+    limits_ms: tuple[float, float] | None, launch_ms: float, exchange_ms: tuple[float, float], bound: str
+) -> None:
+    """Half of the roofline is reached: 100 ms of its own, of which an exchange may fill 80 within a node."""
+    assert runtime._bound(limits_ms, launch_ms, exchange_ms, 0.5) == bound
+
+
+def test_a_small_batch_on_a_fast_gpu_waits_for_its_host() -> None:
+    small = runtime.hours(growth(sequences=8), instance("p5.4xlarge"), Estimate(), ROOT).phases
+    assert {phase.bound for phase in small} == {"launches of its host"}
+    assert {phase.bound for phase in runtime.hours(growth(), instance("g5.2xlarge"), Estimate(), ROOT).phases} == {
+        "computation"
+    }

@@ -46,6 +46,25 @@ def test_no_line_is_wider_than_100_columns_and_all_is_ascii(changes: dict[str, A
     assert found.isascii()
 
 
+def test_what_fills_a_gpu_and_what_a_gpu_hour_that_trains_costs_are_shown() -> None:
+    bill = price(definition(), load_catalog(), dataset_bytes=22_183_150, runs=2000)
+    said = " ".join(render(bill).split())
+    moe = next(fit for fit in bill.fits if fit.phase == "moe")
+    assert moe.memory is not None
+    assert (
+        f"moe: most of a step is computation, by the data sheet; a GPU holds weights {moe.memory.weights_gb:.1f},"
+        in said
+    )
+    hours = bill.chosen.runtime.compute_s / 3600
+    assert f"the steps take {hours:.3g} (" in said
+    assert f"{float(bill.usd.p50) / hours:.2f} USD for a GPU-hour that trains" in said
+    four = definition(types=("g6e.12xlarge",), region="us-west-2", max_usd="20")  # one of its four GPUs is used
+    said = " ".join(render(price(four, load_catalog(), dataset_bytes=22_183_150, runs=2000)).split())
+    share = re.search(r"the steps take [0-9.]+ \(([0-9]+)%\)", said)
+    assert share is not None
+    assert int(share[1]) <= 25
+
+
 def test_the_age_of_the_prices_is_shown_only_against_a_date() -> None:
     assert "days old" not in text()
     assert "compute is 10 days old;" in text(date(2026, 1, 31))

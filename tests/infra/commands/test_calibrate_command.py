@@ -182,7 +182,7 @@ def test_a_probe_that_the_bill_does_not_stand_on_says_why(
     assert main(["calibrate", "small-growth", "--steps", "90"]) == 0
     said = capsys.readouterr().out
     assert why in said
-    assert ("commit it, and the bill of small-growth stands on it" in said) == (not why)
+    assert ("commit it, so that the bill of small-growth uses it" in said) == (not why)
 
 
 def test_a_probe_of_the_rehearsal_promises_no_bill(
@@ -195,7 +195,7 @@ def test_a_probe_of_the_rehearsal_promises_no_bill(
     assert main(["calibrate", "small-growth", "--rehearsal"]) == 0
     said = capsys.readouterr().out
     assert probed[0]["parameters"]["device"] == "cpu"
-    assert "of the rehearsal alone; the bill of small-growth ignores it" in said
+    assert "measured on the rehearsal section only; the bill of small-growth ignores it" in said
     assert "commit it" not in said
 
 

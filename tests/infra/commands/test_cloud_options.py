@@ -36,7 +36,7 @@ def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> No
         taken.listen()
         port = taken.getsockname()[1]
         assert main(["cloud", "--port", str(port)]) == 2
-    assert f"--port {port} on 127.0.0.1: Address already in use; give another, or 0" in capsys.readouterr().err
+    assert f"--port {port} on 127.0.0.1: Address already in use; give another port, or 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [[], [""]])
@@ -49,7 +49,7 @@ def test_a_rehearsal_of_no_stack_names_those_there_are(
     assert main(["rehearse", *words]) == 2
     assert "which stack is to be rehearsed? There are growth; --all" in capsys.readouterr().err
     assert main(["rehearse", "growth", "--all"]) == 2
-    assert "give one of the two" in capsys.readouterr().err
+    assert "give either of the two" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_a_picture_of_another_kind_is_refused_before_anything_is_computed(
 ) -> None:
     monkeypatch.delattr(compare_command, "compare_file")
     assert main(["compare", "sft-h100", "--plot", "x.pdf"]) == 2
-    assert "--plot x.pdf: a picture is one of .png, .svg, by its name's ending" in capsys.readouterr().err
+    assert "--plot x.pdf: the file's name must end in one of .png, .svg" in capsys.readouterr().err
 
 
 def test_the_sentence_about_the_deadline_names_its_type(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

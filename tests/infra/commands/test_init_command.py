@@ -114,7 +114,7 @@ def test_what_is_there_stays_as_it_is(name: str, repository: Path, capsys: pytes
     (repository / name).write_text("theirs")
     assert main(["init"]) == 0
     assert (repository / name).read_text() == "theirs"
-    assert f"{name} is there already" in capsys.readouterr().out
+    assert f"{name} exists already" in capsys.readouterr().out
 
 
 def test_gitignore_gets_the_lines_that_it_has_in_no_form(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,8 +132,8 @@ def test_beside_a_pulumi_project_it_names_the_component_and_writes_no_program(
     (repository / name).write_text("name: platform\nruntime: nodejs\n")
     assert main(["init"]) == 0
     said = capsys.readouterr().out
-    assert f"{name} is there already, so no Pulumi program is written" in said
-    assert "gpufleet.TrainingRun declares a run" in said
+    assert f"{name} exists already, so no Pulumi program is written" in said
+    assert "can declare a run by gpufleet.TrainingRun" in said
     assert "in another folder" in said
     assert not (repository / "stacks" / "program").exists()
     assert (repository / "stacks" / "definition.schema.json").exists()
@@ -242,7 +242,7 @@ def test_an_environment_of_elsewhere_is_the_python3_of_path_and_it_says_whether_
     tool(repository.parent / "bin", "python3")
     monkeypatch.setenv("PATH", f"{repository.parent / 'bin'}:{os.environ['PATH']}")
     assert main(["init"]) == 0
-    assert f"CHECK: gpufleet is in {sys.prefix}, which has to come first there" in capsys.readouterr().out
+    assert f"CHECK: gpufleet is in {sys.prefix}, which has to come first in PATH" in capsys.readouterr().out
 
 
 def test_the_environment_in_the_folder_is_ignored_by_git(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

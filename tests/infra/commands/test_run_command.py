@@ -243,7 +243,7 @@ def test_a_bill_that_has_changed_since_asks_again(
 
 def test_the_program_itself_refuses_another_bill_than_the_approved_one(world: InProcessWorld) -> None:
     """A file edited between the approval and `up`."""
-    with pytest.raises(GpufleetError, match="0123456789abcdef was approved, and what `up` would begin now is"):
+    with pytest.raises(GpufleetError, match="0123456789abcdef was approved, but the hash is now"):
         world.engine.up("0123456789abcdef")
     assert world.cloud.leftovers() == {}
 

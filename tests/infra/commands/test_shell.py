@@ -84,7 +84,7 @@ def test_without_a_node_or_its_agent_it_says_so(cloud: Cloud, stack: StackDefini
         opened(stack, Ssm())
     declare_fleet(cloud)
     cloud.tick()
-    with pytest.raises(AwsRefused, match=r"has not told Session Manager of itself.* SSM agent"):
+    with pytest.raises(AwsRefused, match=r"has not registered with Session Manager yet.* SSM agent"):
         opened(stack, Ssm("TargetNotConnected"))
 
 

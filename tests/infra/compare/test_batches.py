@@ -70,7 +70,7 @@ def test_more_rows_are_shared_by_more_gpus_and_the_table_says_what_else_changes(
     assert own.ranks <= 4
     assert [row.ranks for row in larger] == [8, 8, 8]
     said = " ".join("\n".join(table.batches(batches())).split())
-    assert "It is another training" in said
+    assert "This is a different training" in said
     assert all(name in said for name in NAMES)
 
 

@@ -148,7 +148,7 @@ def test_growth_takes_twice_its_limit_at_an_efficiency_of_a_half(scenario: str) 
             {*KERNEL, "aggressive", "spot-10h", "opt-small-model", "opt-small-test", "ours", "curriculum"}
             | {"ours-30-percent-more"},
         ),
-        ("two-tower", {"mac-o", "o", "o-p3.8x", "o-p4d", "p", "q", "weak-2m", "r", "full", "sweep"}),
+        ("two-tower", {"mac-o", "o", "o-p3.8x", "o-p4d", "p", "q", "weak-2m", "weak-5m", "r", "full", "sweep"}),
     ],
 )
 def test_every_scenario_of_the_plan_is_there(name: str, names: set[str]) -> None:
@@ -209,7 +209,7 @@ def test_a_type_with_fewer_gpus_than_the_job_asks_for_is_no_option_as_its_file_w
     found = ranking.every_option(definition, four, Study(load_catalog()), types=types, runs=10)
     assert {row.type for row in found if row.ranked} == {"g6e.12xlarge"}
     (said,) = {row.lost for row in found if row.type == "g6e.2xlarge"}
-    assert said == "has 1 GPU, and job.parameters.gpus asks for 4: leave that out"
+    assert said == "has 1 GPU, and job.parameters.gpus asks for 4: leave that key out"
 
 
 def test_a_row_beyond_the_limits_is_marked_and_still_priced() -> None:

@@ -92,8 +92,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "each without a step": (
         {"checkpoint": {**SAVES, "each": "ckpt.pt"}},
-        "line 5, job.checkpoint.each: 'ckpt.pt' is not accepted; allowed: names with {step} or {epoch}; one without"
-        " is allowed with rewritten: true.",
+        "line 5, job.checkpoint.each: 'ckpt.pt' is not accepted; allowed: names with {step} or {epoch}; a name"
+        " without them needs rewritten: true.",
     ),
     "each out of its folder": (
         {"checkpoint": {**SAVES, "each": "../{step}/"}},
@@ -108,8 +108,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "every is missing on spot": (
         {"checkpoint": {"format": "dcp"}, "progress": {"stdout": "(?P<step>.)"}},
         "line 5, job.checkpoint.every: missing; allowed: how often the command saves by itself, {steps: N},"
-        " {epochs: N} or {minutes: N}. On spot a loss repeats what came after the last save: the bill prices it by"
-        " this. A command that saves nothing: checkpoint: none.",
+        " {epochs: N} or {minutes: N}. On spot a lost node's work after the last save is repeated, and the bill"
+        " prices that by this key. A command that saves nothing: checkpoint: none.",
     ),
     "every is no number": (
         {"checkpoint": {**SAVES, "every": {"steps": "often"}}},
@@ -149,9 +149,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "checkpoints beside the code": (
         {"checkpoint": {**SAVES, "folder": "./"}},
-        "line 5, job.checkpoint.folder: './' is not accepted; allowed: {checkpoints}, or a folder of its own: it is"
-        " emptied before each start. Where the command saves into the folder that it starts in, write job.workdir:"
-        " {checkpoints}.",
+        "line 5, job.checkpoint.folder: './' is not accepted; allowed: {checkpoints}, or a folder for checkpoints"
+        " only, because it is emptied before each start. Where the command saves into the folder"
+        " that it starts in, write job.workdir: {checkpoints}.",
     ),
     "a name of the node's": (
         {"env": {"AWS_PROFILE": "x"}},
@@ -191,8 +191,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "unlike GPUs": (
         {"fleet": {**FLEET, "instance_types": ["g5.2xlarge", "g5.12xlarge"]}},
         "line 7, fleet.instance_types: 'g5.2xlarge has 1 GPU, g5.12xlarge has 4 GPUs' is not accepted; allowed: types"
-        " with equally many GPUs, or job.checkpoint.same_gpus: false. A checkpoint of 4 GPUs' shards is read by 4"
-        " again, unless your script says otherwise.",
+        " with equally many GPUs, or job.checkpoint.same_gpus: false. A checkpoint that 4 GPUs wrote in shards"
+        " can only be read by 4 GPUs, unless your script can do more.",
     ),
     "more GPUs than there are": (
         {"gpus": 4},

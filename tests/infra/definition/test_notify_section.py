@@ -48,8 +48,8 @@ def test_it_loads_and_a_change_of_it_takes_a_new_run(stack: Path) -> None:
     [
         ({"email": "me"}, "notify.email", "one e-mail address"),
         ({"email": "a@b.org, c@d.org"}, "notify.email", "one e-mail address"),
-        ({"webhook": "ssm:/team/hook"}, "notify.email", "an e-mail address, once anything of notify is set"),
-        ({"email": "me@b.org", "webhook": "https://hooks.example.org/T0"}, "notify.webhook", "it is a secret"),
+        ({"webhook": "ssm:/team/hook"}, "notify.email", "an e-mail address, if any other key of notify is set"),
+        ({"email": "me@b.org", "webhook": "https://hooks.example.org/T0"}, "notify.webhook", "URL is a secret"),
         ({"email": "me@b.org", "silent_hours": 0}, "notify.silent_hours", "0.25"),
         ({"mail": "me@b.org"}, "notify.mail", "Nearest: email."),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.loader import load, rehearsal_text
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from tests.infra.staged_files import STAGED
@@ -39,6 +39,28 @@ def test_the_rehearsal_of_a_stage_is_laid_over_it_alone(tmp_path: Path) -> None:
     _, train, judge = read(tmp_path, text, rehearsal=True).stages
     assert (train.job.parameters.demands.inputs, judge.job.parameters.demands.inputs[0][1]) == ((), "train")
     assert read(tmp_path, text).stages[1].job.parameters.demands.inputs[0][1] == "prepare"
+
+
+def test_a_stage_has_interruptions_of_its_own_and_the_file_s_for_the_rest(tmp_path: Path) -> None:
+    text = STAGED.replace("stages:\n", "rehearsal: {interruptions: {seed: 5, with_notice: 2}}\nstages:\n").replace(
+        "  - name: train\n", "  - name: train\n    rehearsal: {interruptions: {with_notice: 0}}\n"
+    )
+    whole = read(tmp_path, text, rehearsal=True)
+    drawn = [(each.interruptions.seed, each.interruptions.with_notice) for each in whole.stages]
+    assert drawn == [(5, 2), (5, 0), (5, 2)]
+    (tmp_path / "scratch").mkdir()
+    again = read(tmp_path / "scratch", rehearsal_text(tmp_path / "staged.yaml", tmp_path), rehearsal=True)
+    assert [each.interruptions for each in again.stages] == [each.interruptions for each in whole.stages]
+
+
+def test_a_stage_s_own_code_is_found_from_a_scratch_project(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    text = STAGED.replace("{command: 'python stage.py judge", "{code: {folder: other}, command: 'python stage.py judge")
+    read(tmp_path, text)
+    (tmp_path / "scratch").mkdir()
+    found = read(tmp_path / "scratch", rehearsal_text(tmp_path / "staged.yaml", tmp_path))
+    folders = [each.job.parameters.code.folder for each in found.stages]  # type: ignore[attr-defined]
+    assert folders == [str(tmp_path / name) for name in ("code", "code", "other")]
 
 
 def test_a_rerun_begins_with_a_later_stage_and_takes_the_earlier_ones_of_another_run(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_the_command_writes_a_file_once_and_cost_counts_what_is_left(
     assert "g6e.2xlarge has 1 GPU, and job.command starts 8 processes on each node" in shown
     assert "CHECK" not in shown
     assert cli.main(command) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 OURS = "--nnodes {nodes} --node-rank {node_rank}"

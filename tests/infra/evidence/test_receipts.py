@@ -255,7 +255,7 @@ def test_the_command_shows_every_run_and_the_score(
     place(root, "{", "r4")
     score = (
         "2 receipts: median error 25 %, 50 % inside p10-p90 (target 80 %).\n"
-        "Bias: +25.0 %, the median of actual against estimate.\n"
+        "Bias: +25.0 %, the median difference of actual from estimated cost.\n"
         "By cause, the median of each in % of the estimate: "
         "price 0.0 %, runtime 25.0 %, interruptions 0.0 %, other 0.0 %.\n"
     )

@@ -30,8 +30,8 @@ JOB: dict[str, Any] = {
     [
         ([], True, "no rehearsal here has shown it"),
         ([None], True, "no rehearsal here has shown it"),
-        ([False], True, "the newest rehearsal saw it save nothing"),
-        ([True, False], True, "the newest rehearsal saw it save nothing"),
+        ([False], True, "in the newest rehearsal it saved nothing"),
+        ([True, False], True, "in the newest rehearsal it saved nothing"),
         ([False, True, None], True, ""),
         ([], False, ""),
         ([], "unknown", ""),

@@ -202,7 +202,7 @@ def test_a_new_id_begins_a_run_with_any_settings_and_remembers_the_old_ids() -> 
 def test_a_new_run_says_whose_fleet_it_takes_the_place_of_unless_that_one_has_expired() -> None:
     first = verdict()
     (warning,) = verdict(run(DEFINITION, "r2"), previous=first).warnings
-    assert "takes the place of run r1's. If r1 still trains, `pulumi up` ends it" in warning
+    assert "replaces that of run r1. If r1 still trains, `pulumi up` ends it" in warning
     assert "`gpufleet status tinystories-growth --run r1`" in warning
     for fleets in ({"r1"}, {"r1", ""}):  # one without a tag has no run that could be named
         assert verdict(run(DEFINITION, "r2"), previous=first, fleets=fleets, now=NOW + 27 * HOUR).warnings == ()
@@ -227,9 +227,9 @@ def test_a_new_run_whose_up_failed_before_its_fleet_may_be_tried_again() -> None
 
 
 def test_a_fleet_that_an_up_cut_short_has_made_keeps_its_id() -> None:
-    with pytest.raises(DefinitionError, match=r"run.id: 'r1' .* has made run r1's fleet.* `pulumi destroy`"):
+    with pytest.raises(DefinitionError, match=r"run.id: 'r1' .* has made the fleet of run r1.* `pulumi destroy`"):
         verdict(fleets={"r1"})
-    with pytest.raises(DefinitionError, match=r"run.id: 'r2' .* has made run r2's fleet"):
+    with pytest.raises(DefinitionError, match=r"run.id: 'r2' .* has made the fleet of run r2"):
         verdict(run(DEFINITION, "r2"), previous=verdict(), fleets={"r2"})
     taken = verdict(run(DEFINITION, "r2"), fleets={"r1"})
     assert (taken.continues, taken.runs) == (False, ("r1", "r2"))  # r1's objects expire as any run's

@@ -99,7 +99,10 @@ def test_every_rule_is_a_key_of_the_file_and_has_its_words() -> None:
         ("max_usd_per_run: 0", "a number from 0.01 to 1,000,000"),
         ("allowed_types: g5.xlarge", r"Write \[g5.xlarge\]"),
         ("allowed_regions: []", "at least one name or pattern"),
-        ("max_usd_per_run:", "max_usd_per_run: missing; allowed: a value. Leave the key out for no such rule"),
+        (
+            "max_usd_per_run:",
+            "max_usd_per_run: missing; allowed: a value. Omit the key if there should be no such rule",
+        ),
         ("required_owner: null", "'null' is not accepted; allowed: a value"),
         ("spot_only: true\nspot_only: false", "each key once"),
         ("- spot_only", r"- spot_only.*allowed: rules \(spot_only: true, .*See `gpufleet docs review`"),

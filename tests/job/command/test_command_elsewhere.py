@@ -39,16 +39,16 @@ class SearchedRun:
     ("command", "checkpoint", "written", "answer"),
     [
         ("python train.py --out runs", {"each": ["ckpt-{step}.json"]}, ["code/runs/ckpt-10.json"],
-         "runs/ckpt-10.json was written, where nobody looks: write job.checkpoint.folder: 'runs', or --out"
+         "runs/ckpt-10.json was written where nobody looks: write job.checkpoint.folder: 'runs', or --out"
          " {checkpoints} in job.command"),
         ("python train.py", {"each": ["last.pt"], "rewritten": True}, ["outputs/x/last.pt"],
-         "{outputs}/x/last.pt was written, where nobody looks: write job.checkpoint.folder: '{outputs}/x', or have the"
+         "{outputs}/x/last.pt was written where nobody looks: write job.checkpoint.folder: '{outputs}/x', or have the"
          " command write into {checkpoints}"),
         ("python train.py", {"each": ["last.pt"], "rewritten": True}, ["code/last.pt"],
-         "last.pt was written, where nobody looks: write job.workdir: '{checkpoints}', and {code}/ before the script's"
+         "last.pt was written where nobody looks: write job.workdir: '{checkpoints}', and {code}/ before the script's"
          " name in job.command"),
         ("python train.py", {"each": ["ckpt-{step}.pt"]}, ["checkpoints/exp/ckpt-10.pt"],
-         "{checkpoints}/exp/ckpt-10.pt was written, where nobody looks: write job.checkpoint.folder:"
+         "{checkpoints}/exp/ckpt-10.pt was written where nobody looks: write job.checkpoint.folder:"
          " '{checkpoints}/exp', or have the command write into {checkpoints}"),
         ("python train.py", {"each": ["ckpt-{step}.pt"]}, ["checkpoints/step_000010.pt", "checkpoints/step_000020.pt"],
          "step_000010.pt, step_000020.pt came into {checkpoints}, and job.checkpoint.each, ckpt-{step}.pt, names none"

@@ -87,7 +87,7 @@ def test_a_node_of_several_that_has_no_address_runs_nothing(node: StubNode) -> N
     node.nodes = 2
     outcome = node.boot()
     assert outcome.calls_starting(RUN) == []
-    assert "does not tell this machine's address" in node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"]
+    assert "does not give this machine's address" in node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"]
 
 
 @pytest.mark.parametrize(("wanted", "here", "why"), [

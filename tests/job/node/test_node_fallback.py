@@ -229,7 +229,7 @@ def test_a_push_that_is_refused_is_said_and_what_stands_stands(spot: StubNode) -
     spot.fails("scheduler")
     trains(spot, time.time() + 3 * HOUR, until="[[ -e $WORLD/refused ]] && grep -c scheduler $WORLD/refused >/dev/null")
     outcome = spot.boot()
-    assert "the hour at which AWS begins on demand cannot be moved: it stands" in outcome.log
+    assert "the hour at which AWS begins on demand cannot be moved: it stays as it is" in outcome.log
     assert spot.moves(SWITCH) == []
     assert spot.stored("done.json")["reason"] == "finished"
 

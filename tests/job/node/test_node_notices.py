@@ -180,7 +180,7 @@ def test_what_cannot_be_told_is_said_and_keeps_nothing_from_ending(node: StubNod
     node.fails("sns", "scheduler")
     outcome = node.boot()
     assert "no message could be sent by e-mail" in outcome.log
-    assert "the schedule that tells of silence cannot be disabled" in outcome.log
+    assert "the schedule that reports silence cannot be disabled" in outcome.log
     assert node.stored("done.json")["reason"] == "finished"
 
 

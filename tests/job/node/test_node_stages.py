@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,30 @@ def test_a_start_that_aws_refuses_leaves_the_fleet_for_another_node(node: StubNo
     outcome = node.boot()
     assert set(outcome.calls_starting(BEGIN, DELETE, SHUTDOWN)) == {BEGIN, SHUTDOWN}
     assert "the next node tries again" in outcome.log
+
+
+def test_killed_at_any_call_of_its_end_the_next_stage_begins_once_the_mark_is_there(tmp_path: Path) -> None:
+    def make(name: str) -> StubNode:
+        made = StubNode(tmp_path / name)
+        made.next_stage = "train"
+        return made
+
+    calls = make("whole").boot().calls
+    job = next(number for number, call in enumerate(calls) if call.startswith(RUN) and "first.sh" not in call)
+    assert len(calls) - job > 5
+    for moment in range(job + 2, len(calls)):
+        lost, another = make(f"{moment}-lost"), make(f"{moment}-another")
+        lost.dies(at=moment)
+        killed = lost.boot().calls
+        assert SHUTDOWN not in killed
+        done = killed[:-1]  # the last call was not heard
+        if not any(call.startswith(DELETE) for call in done):  # else no other node comes
+            shutil.copytree(lost.s3 / "r1", another.s3 / "r1", dirs_exist_ok=True)
+            done += another.boot().calls
+            assert another.stored(MARKED)["reason"] == "finished"
+        begun = [start for call in done for start in (BEGIN, DELETE) if call.startswith(start)]
+        assert begun[0] == BEGIN, (moment, done)
+        assert begun[-1] == DELETE, (moment, done)
 
 
 def test_what_earlier_stages_spent_shortens_the_time_of_this_one(node: StubNode) -> None:

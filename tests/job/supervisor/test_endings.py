@@ -360,7 +360,7 @@ def test_a_missing_dataset_fails_for_good(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     (bench.bucket / "inputs" / bench.tree["inputs"]["dataset"]["sha256"] / "dataset.json").unlink()
     assert bench.attempt().run() == 70
-    assert "the dataset is not where the run says" in bench.json("done.json")["detail"]
+    assert "the dataset is not at the place that the run names" in bench.json("done.json")["detail"]
 
 
 def test_a_dataset_that_arrives_damaged_on_three_nodes_fails_for_good(tmp_path: Path) -> None:

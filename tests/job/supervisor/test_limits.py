@@ -84,7 +84,7 @@ def test_a_spot_price_that_aws_tells_later_is_counted_from_the_launch_on(tmp_pat
         bench.clock.sleep(61)  # one heartbeat
 
     assert bench.attempt(script={4: tell}).run() == 0
-    assert "AWS tells the spot price, $0.36 an hour: counted from the launch on" in bench.said
+    assert "AWS gives the spot price, $0.36 an hour: it counts from the launch on" in bench.said
     receipt = bench.json("receipt.json")
     assert (receipt["lines"][0]["note"], receipt["attempts"][0]["ceiling_s"]) == ("", "0.000")
 

@@ -283,6 +283,13 @@ def test_what_the_run_measured_is_kept_with_what_it_depends_on(run: RunFile, tmp
     assert found["settings"] == json.loads(json.dumps(measured.settings("tinystories-growth", asdict(runs.TINY))))
     made = receipt.build(run, attempts, DONE, measurement=found).to_json()
     assert json.loads(json.dumps(made))["measured"] == found
+    said = shown(made)
+    steps = sum(phase["steps"] for phase in found["phases"])
+    share = steps * 0.5 / 2400
+    assert f"the steps took {steps / 7200:.4f} of 0.6667 billed node-hours ({share:.0%})" in said
+    assert "the steps took" not in shown(
+        receipt.build(run, attempts, DONE, measurement={**found, "phases": 5}).to_json()
+    )
 
 
 def test_a_speed_without_a_gpu_bears_the_name_of_its_type(run: RunFile, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_other_bytes_than_those_listed_are_refused(tmp_path: Path, prepared: Ben
 
 
 def test_a_stage_that_has_left_no_list_gives_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the input prepare is not where the run says"):
+    with pytest.raises(ValueError, match="the input prepare is not at the place that the run names"):
         taken(stage_bench(tmp_path, "prepare"), tmp_path)
 
 

@@ -288,3 +288,36 @@ def test_activation_checkpointing_changes_no_gradient() -> None:
     assert module.checkpointing
     assert len(found[0]) == len(list(module.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_dropout_drops_while_training_alone_by_the_seed_and_so_with_checkpointing() -> None:
+    shape = replace(SMALL, dropout=0.5)
+    module, whole = model(shape), model()
+    ids, targets = tokens(2, 16), tokens(2, 16, seed=2)
+    with torch.no_grad():
+        assert torch.equal(module(ids, targets).loss_sum, whole(ids, targets).loss_sum)
+    module.train()
+
+    def trained(seed: int, *, checkpointing: bool) -> tuple[float, Tensor]:
+        module.recompute(checkpointing, products_too=False)
+        module.zero_grad()
+        torch.manual_seed(seed)
+        loss = module(ids, targets).loss_sum
+        loss.backward()
+        gradient = module.embed.weight.grad
+        assert gradient is not None
+        return loss.item(), gradient.clone()
+
+    kept, again, other = (
+        trained(1, checkpointing=False),
+        trained(1, checkpointing=True),
+        trained(2, checkpointing=False),
+    )
+    assert kept[0] == again[0] != other[0]
+    assert torch.equal(kept[1], again[1])
+    assert kept[0] != whole(ids, targets).loss_sum.item()
+    scale = torch.ones(1, 400, SMALL.width, dtype=torch.float64)
+    torch.manual_seed(3)
+    dropped = module.blocks[0]._dropped(scale)  # type: ignore[operator]
+    assert set(dropped.unique().tolist()) == {0.0, 2.0}
+    assert abs(dropped.mean().item() - 1) < 0.05
