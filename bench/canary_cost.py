@@ -37,7 +37,7 @@ OVERRUNS = 0.2  # the share of runs whose script does not end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class FlightPlace:
     """A region, and what a canary flies on there."""
 
     region: str
@@ -92,7 +92,7 @@ class DrawnCanary(stops.Drawn):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
+class CanaryCost:
     """What one canary cost, in USD, and what ended its two runs."""
 
     usd: float
@@ -102,7 +102,7 @@ class Cost:
     region: str
 
 
-def places(folder: Path, regions: Iterable[str], gpus: Sequence[int] = (1, 0)) -> Iterator[Place]:
+def places(folder: Path, regions: Iterable[str], gpus: Sequence[int] = (1, 0)) -> Iterator[FlightPlace]:
     """What a canary chooses in each region; none where it refuses."""
     for region in regions:
         with Cloud(folder / f"{region}-cloud", region=region) as cloud:
@@ -114,10 +114,10 @@ def places(folder: Path, regions: Iterable[str], gpus: Sequence[int] = (1, 0)) -
                 except AwsRefused:
                     continue
                 by_name = {name: stops.stack(project / "stacks" / f"{name}.yaml") for name in stacks.NAMES}
-                yield Place(region=region, gpus=count, chosen=chosen, by_name=by_name)
+                yield FlightPlace(region=region, gpus=count, chosen=chosen, by_name=by_name)
 
 
-def drawn(among: Sequence[Place], seed: int) -> Cost:
+def drawn(among: Sequence[FlightPlace], seed: int) -> CanaryCost:
     """One canary."""
     draw = random.Random(f"canary {seed}")
     place = draw.choice(among)
@@ -135,7 +135,7 @@ def drawn(among: Sequence[Place], seed: int) -> Cost:
         ended = tuple(each.go().ended_by for each in runs.values())
     by_run = {name: each.cost()[1] for name, each in runs.items()}
     usd = sum(by_run.values()) + notice * float(stacks.FIS_USD)
-    return Cost(usd=usd, by_run=by_run, ended_by=ended, type=type_, region=place.region)
+    return CanaryCost(usd=usd, by_run=by_run, ended_by=ended, type=type_, region=place.region)
 
 
 def main() -> None:

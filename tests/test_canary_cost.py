@@ -11,7 +11,7 @@ from gpufleet.infra.canary import stacks
 from gpufleet.infra.catalog.regions import known_regions
 
 
-def costs(folder: Path, regions: list[str], canaries: int) -> list[canary_cost.Cost]:
+def costs(folder: Path, regions: list[str], canaries: int) -> list[canary_cost.CanaryCost]:
     among = list(canary_cost.places(folder, regions))
     return [canary_cost.drawn(among, seed) for seed in range(canaries)]
 
