@@ -7,6 +7,7 @@ to one phase, and only that phase is flown, over a stack that is up and whose no
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import boto3
 import pytest
+from botocore.model import ListShape, MapShape, Shape, StructureShape
 
 from gpufleet.infra.account.fleet import fleets_of
 from gpufleet.infra.canary import notice, probes, replay, stacks
@@ -324,6 +326,57 @@ def test_fis_gives_a_notice_by_a_role_of_its_own_and_leaves_nothing(flight: Flig
     assert flight.client("fis").list_experiment_templates()["experimentTemplates"] == []
     assert notice.ROLE not in [each["RoleName"] for each in flight.client("iam").list_roles()["Roles"]]
     notice.forget(flight.client)
+
+
+def misfits(shape: Shape, value: Any, path: str) -> Iterator[str]:
+    """The parts of a request that botocore's model of the service does not allow: botocore itself checks kinds and
+    lower bounds alone.
+    """
+    limits = shape.metadata
+    if isinstance(shape, StructureShape):
+        yield from (f"{path} lacks {name}" for name in limits.get("required", []) if name not in value)
+        yield from (f"{path} has {name}" for name in value if name not in shape.members)
+        for name in value.keys() & shape.members.keys():
+            yield from misfits(shape.members[name], value[name], f"{path}.{name}")
+    elif isinstance(shape, ListShape):
+        for each in value:
+            yield from misfits(shape.member, each, f"{path}[]")
+    elif isinstance(shape, MapShape):
+        for name, each in value.items():
+            yield from misfits(shape.key, name, f"{path} key")
+            yield from misfits(shape.value, each, f"{path}.{name}")
+    elif isinstance(value, str):
+        if not limits.get("min", 0) <= len(value) <= limits.get("max", 10**6):
+            yield f"{path} has {len(value)} letters"
+        if not re.fullmatch(limits.get("pattern", r"[\s\S]*"), value):
+            yield f"{path} is {value!r}"
+        if value not in limits.get("enum", [value]):
+            yield f"{path} is {value!r}"
+
+
+def test_each_call_to_fis_is_one_of_botocores_model(flight: Flight) -> None:
+    calls, fis = list[tuple[str, Any, dict[str, Any]]](), flight.client("fis")
+
+    def note(params: dict[str, Any], model: Any, **_: Any) -> None:
+        calls.append((model.name, model.input_shape, params))
+
+    fis.meta.events.register("provide-client-params.fis", note)
+    flight.facts = FlightFacts()
+    (fleets,) = FLEETS.values()
+    node = next(each for each in fleets.instances.values() if not each.ended_at)
+    assert notice.refused(fis) == ""
+    experiment = notice.interrupt(stack(flight), node.id, flight.asked, lambda _: None)
+    fis.get_experiment(id=experiment)
+    notice.forget(flight.client)
+    fis.meta.events.unregister("provide-client-params.fis", note)
+    names = {name for name, _, _ in calls}
+    assert names >= {"CreateExperimentTemplate", "StartExperiment", "GetExperiment", "DeleteExperimentTemplate"}
+    assert [each for name, shape, params in calls for each in misfits(shape, params, name)] == []
+    template = next(params for name, _, params in calls if name == "CreateExperimentTemplate")
+    spoilt = {**template, "roleArn": "short", "description": "x" * 600, "other": 1}
+    del spoilt["actions"]
+    shape = next(shape for name, shape, _ in calls if name == "CreateExperimentTemplate")
+    assert len(list(misfits(shape, spoilt, "it"))) == 4
 
 
 def do_nothing(*_: Any, **__: Any) -> None:
