@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from gpufleet.infra.catalog import Catalog
 
 STACK_NAME = re.compile(r"[a-z][a-z0-9-]{0,38}[a-z0-9]")
-# Files that `gpufleet init` puts beside the definitions: the Pulumi program, alone in its folder, and the schema for
-# editors.
-PROGRAM, SCHEMA = "stacks/program", "stacks/definition.schema.json"
+# Files that `gpufleet init` puts beside the definitions: the Pulumi program and the canary's script, each alone in its
+# folder, and the schema for editors.
+PROGRAM, CANARY, SCHEMA = "stacks/program", "stacks/canary", "stacks/definition.schema.json"
 TRIALS = ".gpufleet/trials"  # definitions that a campaign has made; git ignores them
 _TOP_KEY = re.compile(rb"(?m)^['\"]?(\w[\w.-]*)['\"]?[ \t]*:")
 _SECTIONS = {"run", "job", "fleet", "limits"}  # sections that each definition must have
@@ -149,7 +149,7 @@ def of_project(root: Path) -> re.Pattern[str]:
     """
     stacks = "|".join(map(re.escape, names_of(root))) or "(?!)"
     return re.compile(
-        rf"(\.gpufleet|rehearsals|prices/\d{{4}}-[\d-]+|{PROGRAM}|(calibrations|receipts|results)/({stacks}))/"
+        rf"(\.gpufleet|rehearsals|prices/\d{{4}}-[\d-]+|{PROGRAM}|{CANARY}|(calibrations|receipts|results)/({stacks}))/"
         rf"|stacks/({stacks})\.yaml$|{re.escape(SCHEMA)}$|traces/[^/]+\.(csv|json)$|policy\.yaml$"
         r"|Pulumi(\.[^/]+)?\.yaml$|\.github/workflows/gpufleet-"
     )
