@@ -263,7 +263,14 @@ def test_an_object_that_is_overwritten_as_it_is_read_is_read_again(method: str) 
         return answer
 
     passes = gate.Gate(
-        moto, "1", lambda region: None, lambda token: (), lambda name: {}, lambda name: None, ManualClock()
+        moto,
+        "1",
+        lambda region: None,
+        lambda token: (),
+        lambda arn: (),
+        lambda name: {},
+        lambda name: None,
+        ManualClock(),
     )
     environ = {
         "REQUEST_METHOD": method,
