@@ -215,10 +215,16 @@ class Gate:
 
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any], service: str) -> Iterable[bytes]:
         """moto's answer. Only one request at a time reaches EC2: moto walks over its tables unguarded, and fails if
-        another request changes them.
+        another request changes them. It closes the file of an object that is overwritten, also while another request
+        reads it: that request reads the new object.
         """
         with self._one_of_ec2 if service == "ec2" else contextlib.nullcontext():
-            return self.app(environ, start)
+            try:
+                return self.app(environ, start)
+            except ValueError:
+                if service != "s3" or environ["REQUEST_METHOD"] != "GET":
+                    raise
+                return self.app(environ, start)
 
     def _simulated(self, key: str, environ: dict[str, Any]) -> tuple[str, dict[str, str], bytes]:
         """Answers for IAM's simulator, which moto lacks: by its policies for a role, and for the user everything that

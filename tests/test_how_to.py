@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from gpufleet.infra.cli import COMMANDS
-from gpufleet.infra.definition.loader import load
-from gpufleet.infra.definition.scenarios import scenarios
+from gpufleet.infra.definition import campaign
+from gpufleet.infra.definition.loader import find, load
 from gpufleet.job.kind.command import CommandConfig
 from tests import pages
 from tests.repository import ROOT
@@ -51,7 +51,10 @@ def written() -> dict[str, str]:
     return {heading: blocks[0] for heading, blocks in found.items() if blocks}
 
 
-@pytest.mark.parametrize("heading", written())
+CAMPAIGN = "Sweep over settings"
+
+
+@pytest.mark.parametrize("heading", sorted({*written()} - {CAMPAIGN}))
 def test_what_a_section_says_to_write_is_accepted(heading: str, tmp_path: Path) -> None:
     text, now = written()[heading], datetime(2026, 11, 21, 12, tzinfo=UTC)
     path = tmp_path / "mine.yaml"
@@ -59,8 +62,16 @@ def test_what_a_section_says_to_write_is_accepted(heading: str, tmp_path: Path) 
     assert isinstance(load(path, now=now).job.parameters, CommandConfig)
     if "rehearsal:" in text:
         load(path, now=now, rehearsal=True)
-    if "scenarios:" in text:
-        assert [each.scenario for each in scenarios(path, now=now)] == list(yaml.safe_load(text)["scenarios"])
+
+
+def test_the_campaign_that_a_section_says_to_write_is_accepted(tmp_path: Path) -> None:
+    for name, text in (("stacks/mine", BASE), ("campaigns/night", written()[CAMPAIGN])):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / f"{name}.yaml").write_text(text)
+    made = campaign.trials(campaign.load("night", tmp_path), tmp_path)
+    campaign.write(made, tmp_path)
+    read = [load(find(each.name, tmp_path), now=datetime(2026, 11, 21, 12, tzinfo=UTC)) for each in made]
+    assert [each.limits.max_usd for each in read] == [2] * 6
 
 
 def test_every_command_that_needs_aws_exists() -> None:

@@ -282,7 +282,9 @@ def _step_ms(
     seen: PhaseSpeed | None,
     own: StepTime | None,
 ) -> float:
-    """Milliseconds per optimizer step of a phase; without steps, those of a step of its shape."""
+    """Milliseconds per optimizer step of a phase; without steps, those of a step of its shape. 0 if no phase trains."""
+    if not any(size.steps for size in sizes):
+        return 0.0
     if estimate.step_ms is not None:
         training = [place for place, size in enumerate(sizes) if size.steps and place <= index]
         return float(estimate.step_ms[len(training) - 1])
@@ -407,6 +409,8 @@ def _basis(
 ) -> str:
     if own is not None:
         return own.said if own.guessed else f"{own.said} as declared, not measured"
+    if not any(phase.steps for phase in phases):
+        return "nothing trains here; the time of its other work as assumed"
     if estimate.step_ms is not None:
         return "step times from estimate.step_ms"
     derived = [each for phase, each in zip(phases, expected, strict=True) if phase.steps and phase.name not in launched]

@@ -57,6 +57,7 @@ def build(
     return Receipt(
         run=run.run,
         stack=run.stack,
+        owner=run.owner,
         reason=done.reason,
         detail=done.detail,
         at=done.at,
