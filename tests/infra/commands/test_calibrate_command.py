@@ -163,7 +163,7 @@ def test_a_probe_that_timed_no_step_of_a_phase_promises_no_bill(
 @pytest.mark.parametrize(
     ("extra", "gpu", "why"),
     [
-        ("estimate: {step_ms: [1, 2, 3]}\n", "NVIDIA A10G", "estimate.step_ms goes before a measurement"),
+        ("estimate: {step_ms: [1, 2, 3]}\n", "NVIDIA A10G", "estimate.step_ms takes precedence over a measurement"),
         ("", "NVIDIA L40S", "none of fleet.instance_types (g5.2xlarge) has whole GPUs of NVIDIA L40S"),
         ("", "NVIDIA A10G", ""),
     ],
