@@ -114,7 +114,7 @@ def test_data_of_ones_own_are_named_once_and_stay_until_the_settings_want_others
     assert "is prepared already" in capsys.readouterr().out
     file.write_text(re.sub(rf"\b{key}: \d+", f"{key}: {other}", written))
     assert main(["prepare", stack]) == 2
-    assert f"prepare it anew, `gpufleet prepare {stack} FILE" in capsys.readouterr().err
+    assert f"prepare it again by `gpufleet prepare {stack} FILE" in capsys.readouterr().err
     assert read_manifest(folder) == made
     (folder / made.files[0].name).write_bytes(b"damaged")
     assert main(["prepare", stack]) == 2
