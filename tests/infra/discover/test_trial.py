@@ -140,7 +140,7 @@ def test_the_file_that_is_written_has_what_was_seen_beside_each_key(
     assert job["stop"] == {"signal": "TERM", "saves": False}
     for key in ("each", "saves", "P<step>"):
         (line,) = [each for each in text.splitlines() if f"{key}:" in each or (key == "P<step>" and key in each)][:1]
-        assert "seen" in line
+        assert "in the trial" in line
 
 
 EPOCH_LINE = r"Train: (?P<epoch>\d+) \[ *(?P<batch>\d+)/(?P<batches>\d+)\]"
@@ -180,7 +180,7 @@ def test_patterns_that_were_read_tell_which_epoch_a_file_is_of(
 
 @pytest.mark.parametrize(
     ("step_ms", "steps", "every", "told"),
-    [(50.0, 600, 100, "[50.0]   # seen"), (3000.0, 10, 1, "[3000.0]   # seen"), (60_000.0, 6, 1, "[60000.0]   # seen"),
+    [(50.0, 600, 100, "[50.0]   # in the trial"), (3000.0, 10, 1, "[3000.0]   # in the trial"), (60_000.0, 6, 1, "[60000.0]   # in the trial"),
      (None, 60, 10, "[500]")],
 )  # fmt: skip
 def test_a_rehearsal_trains_as_long_as_its_interruptions_need_by_the_steps_that_were_seen(
@@ -219,10 +219,10 @@ def test_numbered_lines_that_come_at_once_are_no_steps() -> None:
     [
         (
             [f"Epoch [{epoch}/7], Step [{step}/900], loss 0.5" for epoch in (1, 2) for step in (100, 200)],
-            ": 7   # seen",
+            ": 7   # in the trial",
         ),
-        ([f"Iteration {step} of 900" for step in (10, 20, 30)], "steps: 900   # seen"),
-        (["Epoch 1/7", "Step 100/900", "Epoch 2/7", "Step 100/900"], ": 7   # seen"),
+        ([f"Iteration {step} of 900" for step in (10, 20, 30)], "steps: 900   # in the trial"),
+        (["Epoch 1/7", "Step 100/900", "Epoch 2/7", "Step 100/900"], ": 7   # in the trial"),
         (["Epoch 1/7", "Epoch 1/9"], "# work: "),  # of two trainings
         (["Epoch 1/7"], "# work: "),
     ],
@@ -302,7 +302,7 @@ def test_an_episode_is_no_epoch(word: str, group: str) -> None:
         ({"t.py": SAVES_EVERY},
          "python t.py --save_every 200", "checkpoints/{}.pt", ("every: {steps: 200}",)),
         ({"t.py": SAVES_EVERY, "requirements.txt": "torch==1.0", ".venv/bin/python": ""},
-         "python t.py", "checkpoints/{}.pt", ('    setup: ""   # seen',)),
+         "python t.py", "checkpoints/{}.pt", ('    setup: ""   # in the trial',)),
         ({"data.yaml": "train: images"}, "yolo train data=data.yaml epochs=12",
          "checkpoints/train/weights/last.pt", ("project={checkpoints}", "args: 'model={checkpoint} resume=True'")),
     ],
