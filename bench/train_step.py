@@ -1,4 +1,4 @@
-"""Speed of the trainer on an otherwise idle GPU: `python bench/train_step.py [--sequences 8]` prints a page.
+"""Measures the trainer's speed on an otherwise idle GPU: `python bench/train_step.py [--sequences 8]` prints a page.
 
 The page has tokens/s and MFU of each full-size phase at that many times 256 tokens; the least time that this GPU's data
 sheet allows (FLOPs over its peak, and the optimizer's traffic over its bandwidth); and how long the first step compiles
@@ -69,7 +69,7 @@ def full_size(scratch: Path, found: device.Device, sequences: int) -> None:
         opt = experiment.optimizer(phase, module)
         experiment.schedule(phase, opt, phase.first)
         compiling = []
-        for steps in (1, 2 * STEPS):  # once for a first node, then for its replacement, which is timed
+        for steps in (1, 2 * STEPS):  # first as on a first node, then as on its replacement, which is timed
             with fresh_cache(), compiled(module, found.torch):
                 graphs = CompileCache(experiment.session, phase, whole)
                 for step in range(steps):
