@@ -1,4 +1,4 @@
-"""Small folders of training code, each with a command, and what `gpufleet new` must write of it.
+"""Small folders of training code, each with a command, and the file that `gpufleet new` must write.
 
 `expects`: paths of the written file with a regular expression that the value must match; None: the key is not there.
 `says`, `silent`: regular expressions of the sentences and comments.
@@ -356,7 +356,7 @@ CASES: dict[str, CodeCase] = {
         },
         expects={"job.work.steps": "^3000$"},
     ),
-    # What starts
+    # How the training starts
     "the file with a main that imports a library": CodeCase(
         files={"start.py": STARTS_LIBRARY, "inner/__init__.py": "", "inner/work.py": LIBRARY},
         expects={
@@ -475,7 +475,7 @@ CASES: dict[str, CodeCase] = {
         expects={"job.command": "^teachify", "job.checkpoint.format": "^none$"},
         says=("whether the script saves",),
     ),
-    # What was typed
+    # The typed command
     "values that were typed, and accelerate's own save": CodeCase(
         files={"t.py": ACCELERATE},
         command="accelerate launch t.py --max_train_steps=1200 --dest=elsewhere",

@@ -1,4 +1,4 @@
-"""`gpufleet campaign`: the cap of several runs holds, whatever each spends and whenever the command is killed."""
+"""`gpufleet campaign`: the cap of several runs holds, whatever each run spends and whenever the command is killed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ CAMPAIGNS = 1000
 
 
 class CampaignKilledError(BaseException):
-    """The end of the process."""
+    """Stands for a kill of the command's process."""
 
 
 @dataclass(eq=False)
 class DrawnAccount:
-    """What has begun and ended, which outlives the command; each look at it may kill the command."""
+    """The runs that have begun and ended in the account. It outlives the command, and each look at it may kill the
+    command.
+    """
 
     draw: random.Random
     kills: int
     trials: list[DrawnTrial] = field(default_factory=list)
 
     def pass_time(self, _: float = 0) -> None:
-        """Some of the runs come to their end. A run spends up to its limit; some lose their receipt."""
+        """Ends some of the runs. A run spends up to its limit, and some runs lose their receipt."""
         for each in self.trials:
             if each.begun and each.spent is None and self.draw.random() < 0.5:
                 each.spent = each.most * Decimal(self.draw.choice(("0", "0.2", "0.5", "1")))
@@ -39,13 +41,13 @@ class DrawnAccount:
             raise CampaignKilledError
 
     def worst(self) -> Decimal:
-        """USD, if every run that goes on spends all that its limit allows."""
+        """The USD spent if every run that goes on spends its whole limit."""
         return sum((each.most if each.spent is None else each.spent for each in self.trials if each.begun), Decimal(0))
 
 
 @dataclass(eq=False)
 class DrawnTrial:
-    """A run whose end is drawn."""
+    """A run whose end is drawn at random."""
 
     account: DrawnAccount
     name: str
@@ -72,7 +74,7 @@ class DrawnTrial:
         self.account.perhaps_killed()
 
     def reserved(self) -> Decimal:
-        """USD of the cap that the ended run takes for good."""
+        """The USD of the cap that the ended run uses."""
         return Decimal(0) if self.spent is None else self.spent if self.has_receipt else self.most
 
     def finish(self) -> int:
@@ -82,7 +84,7 @@ class DrawnTrial:
 
 
 def drawn(seed: int) -> tuple[DrawnAccount, Decimal, int]:
-    """An account with up to twelve runs, a cap and how many at once."""
+    """An account with up to twelve runs, a cap, and the number of runs at one time."""
     draw = random.Random(seed)
     account = DrawnAccount(draw, kills=draw.randint(0, 4))
     for number in range(draw.randint(1, 12)):
@@ -101,7 +103,7 @@ def carried_out(account: DrawnAccount, max_usd: Decimal, at_once: int) -> int:
 
 
 def test_a_thousand_drawn_campaigns_never_pass_their_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every beginning, all that has begun may spend its whole limit."""
+    """Whenever a run begins, all runs that have begun may spend their whole limits within the cap."""
     begin = DrawnTrial.begin
 
     def watched(self: DrawnTrial) -> None:
@@ -123,7 +125,7 @@ def test_a_thousand_drawn_campaigns_never_pass_their_cap(monkeypatch: pytest.Mon
         receipts_lost = any(each.begun and not each.has_receipt for each in account.trials)
         assert code == (1 if waiting or receipts_lost else 0), seed
         held = sum((each.reserved() for each in account.trials), Decimal(0))
-        assert all(each.most > max_usd - held for each in waiting), seed  # else it would have fitted
+        assert all(each.most > max_usd - held for each in waiting), seed  # otherwise the trial would have fitted
         skipped += bool(waiting)
     assert skipped > 100  # campaigns in which the cap left something out
     assert killed > 100

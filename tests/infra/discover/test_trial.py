@@ -1,4 +1,4 @@
-"""`gpufleet new --try`: a command runs in a copy of its folder, and what it does is what is written."""
+"""`gpufleet new --try` runs a command in a copy of its folder, and writes its observations into the definition."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpufleet.infra.discover.trial import trial
 from gpufleet.infra.errors import GpufleetError
 from tests.infra.discover_cases import script
 
-# It trains by counting. What it saves, prints and does on a signal is said by its words.
+# This script trains by counting. Its arguments say what it saves, prints and does on a signal.
 SCRIPT = """
 import json, os, signal, sys, time
 said = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
@@ -150,7 +150,7 @@ SAVES_EVERY = script("torch.save({}, f'{args.dest}/{step}.pt')", arguments=EVERY
 
 
 def watched(names: list[str], *, epochs: int = 3) -> TrialRun:
-    """A start that tells its epoch and batch in columns, and writes one of the names after each epoch."""
+    """The record of a start that prints epoch and batch in columns, and writes one of the names after each epoch."""
     lines = [(10.0 * e + b, f"Train: {e} [{b:>4}/9]  Loss {e + 9.5:6.2f}") for e in range(epochs) for b in range(1, 10)]
     writes = [Written(name=name, at=10.0 * e + 9.5, began=10.0 * e + 9.5, bytes=9) for e, name in enumerate(names)]
     return TrialRun(lines=lines, writes=writes)
@@ -163,7 +163,7 @@ def watched(names: list[str], *, epochs: int = 3) -> TrialRun:
         ([f"checkpoints/1128_010159/at-{e}.pt" for e in range(3)], 3, "*/at-{epoch}.pt", 1),
         ([f"checkpoints/ppo/net_1/at-{e}.pt" for e in range(3)], 3, "ppo/net_*/at-{epoch}.pt", 1),
         (["checkpoints/last.pt"] * 3, 3, "last.pt", 1),
-        (["checkpoints/best.pt"] * 3, 30, "best.pt", None),  # not since it was best
+        (["checkpoints/best.pt"] * 3, 30, "best.pt", None),  # not because an evaluation was the best
         (["checkpoints/best.pt"] * 2, 2, "best.pt", None),
         ([f"checkpoints/plot-{e}.pdf" for e in range(3)], 3, None, None),
     ],
@@ -180,8 +180,8 @@ def test_patterns_that_were_read_tell_which_epoch_a_file_is_of(
 
 @pytest.mark.parametrize(
     ("step_ms", "steps", "every", "told"),
-    [(50.0, 600, 100, "[50.0]   # in the trial"), (3000.0, 10, 1, "[3000.0]   # in the trial"), (60_000.0, 6, 1, "[60000.0]   # in the trial"),
-     (None, 60, 10, "[500]")],
+    [(50.0, 600, 100, "[50.0]   # in the trial"), (3000.0, 10, 1, "[3000.0]   # in the trial"),
+     (60_000.0, 6, 1, "[60000.0]   # in the trial"), (None, 60, 10, "[500]")],
 )  # fmt: skip
 def test_a_rehearsal_trains_as_long_as_its_interruptions_need_by_the_steps_that_were_seen(
     tmp_path: Path, step_ms: float | None, steps: int, every: int, told: str
@@ -211,7 +211,7 @@ def test_numbered_lines_that_come_at_once_are_no_steps() -> None:
     seen = TrialFindings()
     learn(seen, TrialRun(lines=[(row / 100, f"| {row} | net.{row} | 12 K |") for row in range(9)]), [])
     assert seen.line is None
-    assert seen.problems[0].startswith("no checkpoint appeared")  # it did not end by itself
+    assert seen.problems[0].startswith("no checkpoint appeared")  # the script did not end by itself
 
 
 @pytest.mark.parametrize(

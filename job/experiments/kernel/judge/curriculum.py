@@ -40,8 +40,8 @@ def require_practice(pairs: Iterable[frozenset[str]], tried: Sequence[KernelTask
     names = {task.name for task in tried}
     if not any(names & tasks for tasks in pairs):
         raise ValueError(
-            f"{beginning} asks for one of the {len(tried)} tasks or names a function of theirs (docs/kernels.md), so no "
-            "pair can be drawn more often. Use other pairs, more of generate.tasks, or off."
+            f"{beginning} asks for one of the {len(tried)} tasks or names a function of theirs (docs/kernels.md), so "
+            "no pair can be drawn more often. Use other pairs, more of generate.tasks, or off."
         )
 
 
