@@ -212,7 +212,7 @@ def unlike(text: str, paths: list[str], folder: Path, values: int) -> list[str]:
 STRICTER = ('"1"', '" "')  # the loader accepts a quoted number, and blanks as empty
 DRAWN_BEYOND = [  # SUMS
     "storage.keep.days: 1 is taken by the schema alone",  # here the fleet lives longer
-    "job.parameters.towers.model: [1, 1] is taken by the schema alone",  # the tower must end with the other tower's width
+    "job.parameters.towers.model: [1, 1] is taken by the schema alone",  # both towers must end alike
 ]
 
 
