@@ -17,7 +17,7 @@ part() { # NAME COMMAND...: its output in FOLDER/NAME.txt, its exit code as the 
 
 nvidia-smi >"$folder/nvidia-smi.txt" 2>&1
 part growth-16 "$python" bench/train_step.py --sequences 16
-part growth-16-graphs env TORCHINDUCTOR_CUDAGRAPHS=1 "$python" bench/train_step.py --sequences 16
+part graphs-equal "$python" -m pytest -q tests/job/experiments/engine/test_cuda_graph.py
 part dense "$python" bench/dense_step.py --device cuda ${nanogpt:+--nanogpt "$nanogpt"}
 part serving "$python" bench/serving.py --characters 100 --clients 1 4
 part judge "$python" bench/judge_timing.py

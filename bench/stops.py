@@ -366,9 +366,21 @@ class Drawn:
             )
             self.store.objects[bucket.heartbeat_key(node.id)] = json.dumps(beat.to_json()).encode()
 
+    def lost_at(self, node: Machine) -> float:
+        """When AWS takes the node, unless the run ends before."""
+        return self.now + (self.draw.expovariate(self.losses_per_s) if self.losses_per_s else float("inf"))
+
+    def how_lost(self) -> str:
+        """Whether AWS gives a notice, and whether the node that the fleet believes to be gone lives on."""
+        return self.draw.choice(["notice", "notice", "lost", "lives on"])
+
+    def waits_s(self) -> float:
+        """Seconds from a node's end to the launch of the next."""
+        return self.draw.lognormvariate(-1.0, 1.3) * HOUR + 60
+
     def _live(self, node: Machine) -> None:
         """Runs one node to its end, then the wait for the next node, unless the run ends."""
-        lost_at = self.now + (self.draw.expovariate(self.losses_per_s) if self.losses_per_s else float("inf"))
+        lost_at = self.lost_at(node)
         while True:
             if AWS in self.on and self.now >= self.hour + self.ends_in:
                 return self._end(node, AWS, self.draw.uniform(10, 60))
@@ -437,7 +449,7 @@ class Drawn:
         """AWS takes the node, with a notice or without; or the fleet believes that the node is gone, and it lives on
         for a while.
         """
-        kind = self.draw.choice(["notice", "notice", "lost", "lives on"])
+        kind = self.how_lost()
         if kind == "notice":
             noticed = self.now
             if node.allowance is not None and self.now < node.loses_keeper_at:
@@ -446,7 +458,7 @@ class Drawn:
             told = noticed if node.allowance is not None else max(noticed, node.checks_at)  # not during its boot
             if told < self.now and not self.s3_out(told) and told < self.keys_die:
                 self._record(node, Exit(75, "notice", True, iso(told), iso(self.now)))
-        waits = self.draw.uniform(60, 180) if kind == "lives on" else self.draw.lognormvariate(-1.0, 1.3) * HOUR + 60
+        waits = self.draw.uniform(60, 180) if kind == "lives on" else self.waits_s()
         until = self.now + waits
         if kind == "lives on":
             node.ended = until + self.draw.uniform(30, 240)

@@ -1,8 +1,9 @@
 """Measures the trainer's speed on an otherwise idle GPU: `python bench/train_step.py [--sequences 8]` prints a page.
 
-The page has tokens/s and MFU of each full-size phase at that many times 256 tokens; the least time that this GPU's data
-sheet allows (FLOPs over its peak, and the optimizer's traffic over its bandwidth); and how long the first step compiles
-on a node without a cache, and on that node's replacement.
+The page has tokens/s and MFU of each full-size phase at that many times 256 tokens, with a CUDA graph; the least time
+that this GPU's data sheet allows (FLOPs over its peak, and the optimizer's traffic over its bandwidth); the time with
+kernels launched one by one; and how long the first step compiles on a node without a cache, and on that node's
+replacement.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from gpufleet.job.experiments.engine import device
 from gpufleet.job.experiments.engine.compile_cache import CompileCache
 from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.experiments.engine.requests import Requests
-from gpufleet.job.experiments.engine.step import compiled, update
+from gpufleet.job.experiments.engine.step import compiled, recorded, update
 from gpufleet.job.experiments.growth.model import build
 from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.kind.common import PhaseSize, Rung
@@ -60,35 +61,46 @@ def full_size(scratch: Path, found: device.Device, sequences: int) -> None:
     experiment, _ = trainer.start(Task.read(scratch), scratch, 0, Requests(scratch), World())
     whole = Rung(micro=config.batch.sequences)
     say(f"\n{sequences} x {config.data.sequence} tokens a step.\n")
-    say("| phase | ms/step | least ms | of it | tok/s | MFU | peak GB | predicted GB | no cache | an earlier node's |")
-    say("|---|---|---|---|---|---|---|---|---|---|")
+    say(
+        "| phase | ms/step | least ms | of it | launched singly, ms | tok/s | MFU | peak GB | predicted GB | no cache "
+        "| an earlier node's |"
+    )
+    say("|---|---|---|---|---|---|---|---|---|---|---|")
     for index, size in enumerate(config.phases()):
         phase = experiment.phases[index]
         found.tidy()  # the phase before is still held by reference cycles
         module = build(config, index, device=found.torch)
         opt = experiment.optimizer(phase, module)
         experiment.schedule(phase, opt, phase.first)
-        compiling = []
-        for steps in (1, 2 * STEPS):  # first as on a first node, then as on its replacement, which is timed
-            with fresh_cache(), compiled(module, found.torch):
+        compiling, timed = [], []
+        # A first node, then its replacement twice: its kernels launched one by one, and as a CUDA graph.
+        for steps, graph in ((1, False), (2 * STEPS, False), (2 * STEPS, True)):
+            with (
+                fresh_cache(),
+                compiled(module, found.torch),
+                recorded(opt, found.torch, say, wanted=graph) as passes,
+            ):
                 graphs = CompileCache(experiment.session, phase, whole)
                 for step in range(steps):
                     if step == STEPS:
                         found.synchronize()
                         began = time.perf_counter()
-                    update(experiment, module, opt, experiment.batch(phase, step, whole), step)
+                    update(experiment, module, opt, experiment.batch(phase, step, whole), step, recorded=passes)
                     if step == 0:
                         compiling.append(graphs.keep() or "nothing compiled")
                 found.synchronize()
-        seconds = (time.perf_counter() - began) / STEPS
+                if steps > STEPS:
+                    timed.append((time.perf_counter() - began) / STEPS)
+                used_gb = found.used_gb()
+        launched, seconds = timed
         tok_s = size.tokens_per_step / seconds
         mfu = "-" if not found.peak_tflops else f"{tok_s * size.flops_per_token / found.peak_tflops / 1e12:.1%}"
         predicted = config.memory(index, Rung(micro=config.batch.sequences)).total_gb
         least = least_s(found, size)
         limits = f"{least * 1000:.1f} | {seconds / least:.2f} x" if least else "- | -"
         say(
-            f"| {size.name} | {seconds * 1000:.1f} | {limits} | {tok_s:,.0f} | {mfu} | {found.used_gb():.1f} | "
-            f"{predicted:.1f} | {' | '.join(compiling)} |"
+            f"| {size.name} | {seconds * 1000:.1f} | {limits} | {launched * 1000:.1f} | {tok_s:,.0f} | {mfu} | "
+            f"{used_gb:.1f} | {predicted:.1f} | {' | '.join(compiling[:2])} |"
         )
         del module, opt
     say(f"\nThe bar: at most {BAR} x the least.")

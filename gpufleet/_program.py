@@ -32,9 +32,11 @@ def program() -> None:
         plan = engine.planned(root, name, was, scenario=config.get("scenario") or "")
         # Imported here, like the provider below: SDKs take a second, and an error of the definition need not wait for
         # it.
-        from gpufleet.infra.account import aws, unknown_fleets
+        from gpufleet.infra.account import aws, month, unknown_fleets
 
         preview = bool(pulumi.runtime.is_dry_run())
+        if not plan.verdict.continues:
+            month.require_run(plan.definition, root, aws.client, plan.now)
         unknown = unknown_fleets.look(plan.definition, was.fleet_ids, aws.client, datetime.now(UTC), preview=preview)
         approval.require(plan, os.environ.get(approval.VARIABLE))
         engine.begin(plan.verdict, was)

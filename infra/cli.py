@@ -26,7 +26,7 @@ GROUPS = {
     "Set up": {
         "init": "make this folder of your repository a project: Pulumi program, stacks/, ignore lines, review workflow",
         "new": "look at a folder of training code and write its definition file: what was found, what was not",
-        "schema": "the JSON Schema of the definition file, by which editors complete and check it; answers: of --json",
+        "schema": "the JSON Schema of the definition file, by which editors check it; campaign; answers: of --json",
         "docs": "these pages by name, such as bill: what screens and written files cite",
         "mcp": "the commands as tools for an agent, by the Model Context Protocol; it spends only on your approval",
         "completion": "lines for bash, zsh or fish, by which a tab completes commands, stacks, scenarios, runs",
@@ -50,7 +50,7 @@ GROUPS = {
         "doctor": "check the account: credentials, quotas, roles, offers, AMI, image; --pin writes AMI and image"
         " digest",
         "run": "all of a run in one command: bill, approval, up, wait, results, destroy, sweep; run again, it goes on",
-        "campaign": "several runs under one cap: each begins while its own limit fits what is left of it",
+        "campaign": "the runs of a file of campaigns/ under one cap: each begins once its own limit is reserved",
         "wait": "after pulumi up: wait for a node, and explain why there is none",
     },
     "While it runs": {

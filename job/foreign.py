@@ -136,18 +136,21 @@ class ForeignFolder:
                     _remove(path.name, folder)
             os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
 
-    def copy(self, source: Path, target: Path) -> None:
-        """Copies the bytes of `source` into a new file `target`; at least one of the two is in the folder. It shares
-        blocks on disks that can, and keeps holes.
+    def copy(self, source: Path | BinaryIO, target: Path) -> None:
+        """Copies the bytes of `source`, a path or an open file, into a new file `target`; at least one of the two is in
+        the folder. It shares blocks on disks that can, and keeps holes.
         """
-        with self.open(source) if source.is_relative_to(self.path) else source.open("rb") as read:
-            if target.is_relative_to(self.path):
-                made = self._made(target.parent)
-            else:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                made = _opened(target.parent)
-            with made as folder, self._create(target.name, folder) as write:
-                _copy(read.fileno(), write.fileno())
+        if isinstance(source, Path):
+            with self.open(source) if source.is_relative_to(self.path) else source.open("rb") as read:
+                self.copy(read, target)
+            return
+        if target.is_relative_to(self.path):
+            made = self._made(target.parent)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            made = _opened(target.parent)
+        with made as folder, self._create(target.name, folder) as write:
+            _copy(source.fileno(), write.fileno())
 
     def remove(self, path: Path) -> None:
         """Removes whatever is at `path`, if anything. Of a link it removes the link, not the target."""

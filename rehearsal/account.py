@@ -231,6 +231,12 @@ def statements(account: str, profile: str) -> list[dict[str, Any]]:
     return [statement for role in roles for statement in role_statements(role)]
 
 
+def statements_of(account: str, role_arn: str) -> list[dict[str, Any]] | None:
+    """The current statements of a role's inline policies; None: there is no such role."""
+    roles = list(iam_backends[account]["aws"].roles.values())
+    return next((role_statements(each) for each in roles if each.arn == role_arn), None)
+
+
 def role_statements(role: Any) -> list[dict[str, Any]]:
     """The statements of the role's inline policies."""
     policies = [json.loads(document) for document in list(role.policies.values())]

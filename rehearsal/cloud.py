@@ -99,6 +99,7 @@ class Cloud:
             self.account,
             self._seed,
             statements=self._statements,
+            statements_of=lambda role: account.statements_of(self.account, role),
             tags=self._tags_of,
             key_of=lambda bucket: account.key_of(self.account, bucket),
             clock=self.clock,

@@ -286,7 +286,7 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
     else:
         every = config.steps_between_saves()
         figure += f", saves every {every} steps" if every else ""
-        held = (resumption.resumed_step > 0 and reached) or not config.saves
+        held = (resumption.resumed_step > 0 and reached) or not (config.saves and evidence.total_steps)
         yield Promise(name="steps repeated after a loss without notice", figure=figure, held=held)
     if resumption.started_s is None:
         return

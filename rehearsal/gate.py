@@ -170,17 +170,18 @@ class Gate:
         account: str,
         seed_region: Callable[[str], None],
         statements: Callable[[str], Sequence[Statement] | None],
+        statements_of: Callable[[str], Sequence[Statement] | None],
         tags: Callable[[str], Mapping[str, str]],
         key_of: Callable[[str], str | None],
         clock: Clock,
     ) -> None:
-        """`statements` gives the statements of a node's role by its session token, None for an unknown token. `tags`
-        and `key_of` are as in `asked`.
+        """`statements` gives the statements of a node's role by its session token, None for an unknown token;
+        `statements_of` gives those of a role by its ARN. `tags` and `key_of` are as in `asked`.
         """
         self.app = app
         self.account = account
         self.seed_region = seed_region
-        self.statements = statements
+        self.statements, self.statements_of = statements, statements_of
         self.tags, self.key_of, self.clock = tags, key_of, clock
         self._one_of_ec2 = threading.Lock()
         self.endpoint = ""  # set as soon as the port is known
@@ -214,21 +215,38 @@ class Gate:
 
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any], service: str) -> Iterable[bytes]:
         """moto's answer. Only one request at a time reaches EC2: moto walks over its tables unguarded, and fails if
-        another request changes them.
+        another request changes them. It closes the file of an object that is overwritten, also while another request
+        reads it: that request reads the new object.
         """
         with self._one_of_ec2 if service == "ec2" else contextlib.nullcontext():
-            return self.app(environ, start)
+            try:
+                return self.app(environ, start)
+            except ValueError:
+                if service != "s3" or environ["REQUEST_METHOD"] != "GET":
+                    raise
+                return self.app(environ, start)
 
     def _simulated(self, key: str, environ: dict[str, Any]) -> tuple[str, dict[str, str], bytes]:
-        """Answers for IAM's simulator, which moto lacks: it allows everything that is not refused here."""
-        asked = parse_qs(_body(environ).decode())
-        actions = [value for name, (value,) in asked.items() if name.startswith("ActionNames.member.")]
-        members = "".join(
-            f"<member><EvalActionName>{action}</EvalActionName><EvalDecision>"
-            f"{'implicitDeny' if (key, action.partition(':')[2]) in self.denied else 'allowed'}"
-            "</EvalDecision></member>"
-            for action in actions
-        )
+        """Answers for IAM's simulator, which moto lacks: by its policies for a role, and for the user everything that
+        is not refused here.
+        """
+        asked = {name: value for name, (value,) in parse_qs(_body(environ).decode()).items()}
+        statements = self.statements_of(asked["PolicySourceArn"])
+        resource, members = asked.get("ResourceArns.member.1", "*"), ""
+        context = {
+            value: asked[name.replace("ContextKeyName", "ContextKeyValues.member.1")]
+            for name, value in asked.items()
+            if name.endswith(".ContextKeyName")
+        }
+        for action in (value for name, value in asked.items() if name.startswith("ActionNames.member.")):
+            if statements is None:
+                may = (key, action.partition(":")[2]) not in self.denied
+            else:
+                may = allowed(statements, AccessRequest(action, resource, context=context))
+            decision = "allowed" if may else "implicitDeny"
+            members += (
+                f"<member><EvalActionName>{action}</EvalActionName><EvalDecision>{decision}</EvalDecision></member>"
+            )
         result = f"<EvaluationResults>{members}</EvaluationResults><IsTruncated>false</IsTruncated>"
         result = f"<SimulatePrincipalPolicyResult>{result}</SimulatePrincipalPolicyResult>"
         space = 'xmlns="https://iam.amazonaws.com/doc/2010-05-08/"'

@@ -113,12 +113,15 @@ def code_is_untouched(before: Listing, root: Path) -> Promise:
 
 def doubts(config: CommandConfig) -> Callable[[Observed, int], str]:
     """Returns a function that gives the reason why the command will fail its rehearsal, from what was observed at a
-    step, so that it is reported at once instead of minutes later. The reason is empty if it may succeed.
+    step, so that it is reported at once instead of minutes later. The reason is empty if it may succeed, and for a node
+    that follows another one.
     """
     every, patterns = config.steps_between_saves(), ", ".join(config.patterns)
 
     def doubt(observed: Observed, step: int) -> str:
-        found = []
+        found = list[str]()
+        if observed.follows:
+            return ""
         is_due = every is None or not observed.told or step > every
         if observed.elsewhere and not observed.checkpoints and is_due:
             found.append(f"no checkpoint was saved in the declared place: {observed.elsewhere}")

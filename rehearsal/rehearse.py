@@ -159,7 +159,7 @@ def _lacking(definition: StackDefinition, *, stand_in: bool = False) -> list[str
         *([f"job.parameters.data.source: {config.dataset.generated}"] if config.dataset.argument() else []),
         *(["storage.dataset: a folder"] if definition.storage.dataset.startswith("s3://") else []),
         *(["storage.base_weights: null"] if definition.storage.base_weights else []),
-        *([f"estimate.step_ms: a list of {phases}"] if definition.estimate.step_ms is None else []),
+        *([f"estimate.step_ms: a list of {phases}"] if phases and definition.estimate.step_ms is None else []),
         *own.lacking(definition),
     ]
 

@@ -11,9 +11,12 @@ import pytest
 import yaml
 
 from gpufleet.infra.cli import COMMANDS
-from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition import campaign
+from gpufleet.infra.definition.loader import find, load
 from gpufleet.infra.definition.scenarios import scenarios
 from gpufleet.job.kind.command import CommandConfig
+from gpufleet.rehearsal.rehearse import _lacking as lacking
+from gpufleet.rehearsal.scratch import make
 from tests import pages
 from tests.repository import ROOT
 
@@ -51,16 +54,43 @@ def written() -> dict[str, str]:
     return {heading: blocks[0] for heading, blocks in found.items() if blocks}
 
 
-@pytest.mark.parametrize("heading", written())
+CAMPAIGN = "Try many settings"
+
+
+@pytest.mark.parametrize("heading", sorted({*written()} - {CAMPAIGN}))
 def test_what_a_section_says_to_write_is_accepted(heading: str, tmp_path: Path) -> None:
     text, now = written()[heading], datetime(2026, 11, 21, 12, tzinfo=UTC)
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(laid_over(yaml.safe_load(BASE), yaml.safe_load(text)), sort_keys=False))
-    assert isinstance(load(path, now=now).job.parameters, CommandConfig)
-    if "rehearsal:" in text:
-        load(path, now=now, rehearsal=True)
+    more = yaml.safe_load(text)
+    whole = more if "stages" in more else laid_over(yaml.safe_load(BASE), more)  # a file with stages is shown whole
+    path.write_text(yaml.safe_dump(whole, sort_keys=False))
+    loaded = load(path, now=now, staged=True)
+    assert all(isinstance(part.job.parameters, CommandConfig) for part in loaded.parts)
+    if "rehearsal" in more:
+        rehearsed = load(path, now=now, rehearsal=True, staged=True)
+        assert [key for part in rehearsed.parts for key in lacking(part)] == []
     if "scenarios:" in text:
         assert [each.scenario for each in scenarios(path, now=now)] == list(yaml.safe_load(text)["scenarios"])
+
+
+def test_the_campaign_that_a_section_says_to_write_is_accepted(tmp_path: Path) -> None:
+    for name, text in (("stacks/mine", BASE), ("campaigns/night", written()[CAMPAIGN])):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / f"{name}.yaml").write_text(text)
+    made = campaign.trials(campaign.load("night", tmp_path), tmp_path)
+    campaign.write(made, tmp_path)
+    read = [load(find(each.name, tmp_path), now=datetime(2026, 11, 21, 12, tzinfo=UTC)) for each in made]
+    assert [each.limits.max_usd for each in read] == [2] * 6
+
+
+def test_the_file_with_stages_is_priced_whole(tmp_path: Path) -> None:
+    (text,) = (text for text in written().values() if "stages:" in text)
+    project = make(tmp_path / "project", {"mine": text})
+    (project / "train.py").write_text("")
+    done = pages.run("gpufleet cost mine", project, tmp_path)
+    assert done.returncode == 0, done.stderr
+    for stage in yaml.safe_load(text)["stages"]:
+        assert re.search(rf"^{stage['name']} ", done.stdout, re.MULTILINE)
 
 
 def test_every_command_that_needs_aws_exists() -> None:

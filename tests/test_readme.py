@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from gpufleet.infra.cli import COMMANDS
-from gpufleet.infra.definition.loader import PROGRAM, SCHEMA
+from gpufleet.infra.definition.loader import CANARY, PROGRAM, SCHEMA
 from gpufleet.job.kind import EXPERIMENTS
 from tests import pages
 from tests.freezing import assert_frozen
@@ -36,6 +36,8 @@ CODE = re.compile(r"`([^`\n]+)`")
 OF_OTHERS = (
     f"{PROGRAM}/__main__.py",
     SCHEMA,
+    f"{CANARY}.yaml",
+    f"{CANARY}/",
     "stacks/mine.yaml",
 )  # that `gpufleet init` writes elsewhere
 MAKE_COMMANDS = ("make rehearse", "make test")

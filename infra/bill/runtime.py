@@ -86,6 +86,7 @@ class Runtime:
     slower: float  # above it
     shared: float = 0.0  # the part of both sigmas that is the same for the job on every GPU
     setup_seen: bool = False  # whether set-up was measured, by a receipt
+    setup_source: str = ""  # the canary from which set-up is taken; empty: another source
 
     @property
     def calibrated(self) -> bool:
@@ -192,7 +193,7 @@ def hours(
         stalls_s += blocked_s
         growth_s += growth
 
-    setup_s, setup_seen = _setup_s(instance, estimate, calibration, speeds)
+    setup_s, setup_seen, setup_source = _setup_s(instance, estimate, calibration, speeds)
     worked_s = sum(phase.seconds for phase in phases)
     restart = estimate.restart_minutes
     faster, slower, shared = _spread(speed, phases, expected, calibration, own)
@@ -212,6 +213,7 @@ def hours(
         slower=slower,
         shared=shared,
         setup_seen=setup_seen,
+        setup_source=setup_source,
     )
 
 
@@ -280,7 +282,9 @@ def _step_ms(
     seen: PhaseSpeed | None,
     own: StepTime | None,
 ) -> float:
-    """Milliseconds per optimizer step of a phase; without steps, those of a step of its shape."""
+    """Milliseconds per optimizer step of a phase; without steps, those of a step of its shape. 0 if no phase trains."""
+    if not any(size.steps for size in sizes):
+        return 0.0
     if estimate.step_ms is not None:
         training = [place for place, size in enumerate(sizes) if size.steps and place <= index]
         return float(estimate.step_ms[len(training) - 1])
@@ -378,20 +382,22 @@ def _beside_s(
 
 def _setup_s(
     instance: Instance, estimate: Estimate, calibration: Calibration | None, speeds: Speeds | None
-) -> tuple[float, bool]:
-    """Seconds from launch to first step, and whether they were measured. A probe measures only the trainer's part, a
-    receipt of this job all of it. Receipts of an earlier version of the stack are better than the assumption, and so is
-    the account's canary.
+) -> tuple[float, bool, str]:
+    """Seconds from launch to first step, whether they were measured, and the canary if they are from one. A probe
+    measures only the trainer's part, a receipt of this job all of it. Receipts of an earlier version of the stack are
+    better than the assumption, and so is the account's canary.
     """
-    if estimate.setup_minutes is not None:
-        return float(estimate.setup_minutes) * 60, False
-    if calibration is not None and calibration.setup_s is not None:
-        return calibration.setup_s, True
-    if speeds is not None and (seen := speeds.setup_s.get(family(instance.type))) is not None:
-        return seen, True
     kind = family(instance.type)
-    assumed = speeds.canary_s[kind] if speeds and kind in speeds.canary_s else SETUP_MINUTES[kind] * 60
-    return max(assumed, (calibration.start_s or 0.0) if calibration else 0.0), False
+    if estimate.setup_minutes is not None:
+        return float(estimate.setup_minutes) * 60, False, ""
+    if calibration is not None and calibration.setup_s is not None:
+        return calibration.setup_s, True, ""
+    if speeds is not None and (seen := speeds.setup_s.get(kind)) is not None:
+        return seen, True, ""
+    start_s = (calibration.start_s or 0.0) if calibration else 0.0
+    proven = speeds.canary_s.get(kind) if speeds else None
+    seconds, source = proven or (SETUP_MINUTES[kind] * 60, "")
+    return (seconds, False, source) if seconds >= start_s else (start_s, False, "")
 
 
 def _basis(
@@ -403,6 +409,8 @@ def _basis(
 ) -> str:
     if own is not None:
         return own.said if own.guessed else f"{own.said} as declared, not measured"
+    if not any(phase.steps for phase in phases):
+        return "nothing trains here; the time of its other work as assumed"
     if estimate.step_ms is not None:
         return "step times from estimate.step_ms"
     derived = [each for phase, each in zip(phases, expected, strict=True) if phase.steps and phase.name not in launched]

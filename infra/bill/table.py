@@ -276,7 +276,8 @@ def _trained(bill: Bill) -> str:
 def _setup_and_idle(bill: Bill) -> str:
     """The hours of a node that are not in the phases: set-up, and idle time at the end."""
     runtime = bill.chosen.runtime
-    parts = [f"{runtime.setup_s / 60:.1f} min of set-up before the first phase"]
+    source = f" (from {runtime.setup_source})" if runtime.setup_source else ""
+    parts = [f"{runtime.setup_s / 60:.1f} min of set-up before the first phase{source}"]
     if runtime.held_s:
         parts.append(f"{runtime.held_s / 3600:.2f} h held idle after the last")
     (used,) = (each.instance.used(runtime.ranks) for each in bill.types if each.type == bill.chosen.type)

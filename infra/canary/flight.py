@@ -126,6 +126,7 @@ class Flight:
             self.facts.add("end.reason", done.reason)
             folder = self._results(stack)
             probes.bucket(self.facts, self.asked("s3"), folder.bucket)
+            probes.role(self.facts, stack, self.asked, folder.bucket)
             # by then no node of it reads the hour any more
             stops = probes.stops_begin(self.facts, stack, self.asked, self.scale.stop_s)
             probes.stops_end(self.facts, stops, self.asked, self.sleep, self.scale.patience_s)
@@ -355,8 +356,10 @@ class Flight:
 
     def _left(self, stack: StackDefinition) -> list[Left]:
         """What of the stack is still there that nobody asked for, but for FIS's role, which goes last."""
-        found = leftovers.look(stack, lambda service, region: self.asked(service), datetime.now(UTC))
-        return [each for each in found if each.unwanted and each.id != notice.ROLE]
+        return [each for each in self._resources(stack) if each.unwanted and each.id != notice.ROLE]
+
+    def _resources(self, stack: StackDefinition) -> list[Left]:
+        return list(leftovers.look(stack, lambda service, region: self.asked(service), datetime.now(UTC)))
 
     def leave_nothing(self) -> None:
         """Removes whatever is there of both stacks, and says whether AWS shows nothing more of them."""
@@ -365,7 +368,7 @@ class Flight:
                 notice.forget(self.client)
         except ClientError as error:
             self.say(f"FIS: {refusals.refusal(error)}")
-        left = list[Left]()
+        left, doubtful = list[Left](), list[Left]()
         for name in NAMES:
             if not (self.project / "stacks" / f"{name}.yaml").is_file():
                 continue
@@ -373,6 +376,9 @@ class Flight:
             if self._left(stack):
                 sweep.delete(lambda: self._left(stack), self.client, pause=self.sleep, say=self.say)  # noqa: B023
             left += [each for each in self._left(stack) if each.kind != "fleet" or each.bills]
+            doubtful += [each for each in self._resources(stack) if not each.ours]
+        for each in doubtful:  # a kill between CreateBucket and its tags
+            self.say(f"Perhaps of a canary that was killed: {each.kind} {each.id}, which has no tags")
         if left:
             self.say("STILL THERE: " + ", ".join(f"{each.kind} {each.id}" for each in left))
             self.say(f"Look again with: cd {self.project} && gpufleet sweep {RUN} --delete, and {CAP}")

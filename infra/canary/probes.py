@@ -17,6 +17,7 @@ from gpufleet.infra.account.doctor import AMI_PARAMETER
 from gpufleet.infra.account.fleet import ENDED
 from gpufleet.infra.account.refusals import code
 from gpufleet.infra.account.run_folder import find_log_groups, name_prefix
+from gpufleet.infra.canary import role_rights
 from gpufleet.infra.canary.assumptions import known
 from gpufleet.infra.canary.facts import LATE, FlightFacts
 from gpufleet.infra.catalog import load_catalog
@@ -146,6 +147,42 @@ def _code(call: Callable[[], Any]) -> str:
     return "accepted"
 
 
+def role(facts: FlightFacts, stack: StackDefinition, asked: Asked, bucket: str) -> None:
+    """What the simulator says of the role of the stack's nodes."""
+    ec2, iam = asked("ec2"), asked("iam")
+    latest = {"LaunchTemplateId": _template(ec2, stack), "Versions": ["$Latest"]}
+    (version,) = ec2.describe_launch_template_versions(**latest)["LaunchTemplateVersions"]
+    (profile,) = version["LaunchTemplateData"]["IamInstanceProfile"].values()  # its name, or its ARN
+    named = iam.get_instance_profile(InstanceProfileName=profile.rpartition("/")[2])["InstanceProfile"]
+    arn, schedule = named["Roles"][0]["Arn"], _declared_stop(asked("scheduler"), stack)
+    account, of_bucket = arn.split(":")[4], f"arn:aws:s3:::{bucket}"
+    (group,) = find_log_groups(asked("logs"), stack.name)
+    places = {
+        "account": account,
+        "place": f"{stack.fleet.region}:{account}",
+        "bucket": of_bucket,
+        "own": f"{of_bucket}/{stack.run.id}",
+        "log_group": group["arn"].removesuffix(":*"),
+        "schedule": schedule["Arn"],
+        "stop_role": schedule["Target"]["RoleArn"],
+    }
+    role_rights.ask(facts, stack, iam, arn, places)
+
+
+def _template(ec2: Any, stack: StackDefinition) -> str:
+    """The id of the stack's launch template."""
+    tagged = [{"Name": f"tag:{STACK_TAG}", "Values": [stack.name]}]
+    (template,) = ec2.describe_launch_templates(Filters=tagged)["LaunchTemplates"]
+    return str(template["LaunchTemplateId"])
+
+
+def _declared_stop(scheduler: Any, stack: StackDefinition) -> dict[str, Any]:
+    """The schedule that ends the stack's fleet, as AWS describes it."""
+    groups = list(aws.pages(scheduler, "list_schedule_groups", "ScheduleGroups", NamePrefix=name_prefix(stack.name)))
+    group = next(each["Name"] for each in groups if "-cap-" not in each["Name"] or stack.name.endswith("cap"))
+    return dict(scheduler.get_schedule(Name=STOP, GroupName=group))
+
+
 class Stops(NamedTuple):
     """The two fleets without nodes, and the hour of both stops."""
 
@@ -159,22 +196,20 @@ def stops_begin(facts: FlightFacts, stack: StackDefinition, asked: Asked, stop_s
     stack's own role; holds the group, the schedule and the log group against what the program has declared.
     """
     ec2, scheduler, add = asked("ec2"), asked("scheduler"), facts.add
-    groups = list(aws.pages(scheduler, "list_schedule_groups", "ScheduleGroups", NamePrefix=name_prefix(stack.name)))
-    group = next(each["Name"] for each in groups if "-cap-" not in each["Name"] or stack.name.endswith("cap"))
-    schedule = scheduler.get_schedule(Name=STOP, GroupName=group)
+    schedule = _declared_stop(scheduler, stack)
     add("schedule.declared", schedule["Target"]["Arn"] == END_FLEET and schedule["State"] == "ENABLED")
     add("log.group", len(list(find_log_groups(asked("logs"), stack.name))))
-    tagged = [{"Name": f"tag:{STACK_TAG}", "Values": [stack.name]}]
-    (template,) = ec2.describe_launch_templates(Filters=tagged)["LaunchTemplates"]
-    subnets = ec2.describe_subnets(Filters=tagged)["Subnets"]
+    subnets = ec2.describe_subnets(Filters=[{"Name": f"tag:{STACK_TAG}", "Values": [stack.name]}])["Subnets"]
     until = datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=stop_s)
     due, later = until, until + timedelta(hours=1)
-    place = (template["LaunchTemplateId"], subnets[0]["SubnetId"])
-    fleets = [_empty_fleet(ec2, stack, *place, each) for each in (due, later)]
+    wanted = [_empty_fleet(stack, _template(ec2, stack), subnets[0]["SubnetId"], each) for each in (due, later)]
+    add("dry.run", _code(lambda: ec2.create_fleet(**wanted[0], DryRun=True)))
+    fleets = [str(ec2.create_fleet(**each)["FleetId"]) for each in wanted]
+    add("dry.run", _code(lambda: ec2.delete_fleets(FleetIds=fleets, TerminateInstances=True, DryRun=True)))
     target = schedule["Target"]
     asked_for = {
         "Name": f"{SCHEDULE}-{fleets[1][-12:]}",
-        "GroupName": group,
+        "GroupName": schedule["GroupName"],
         "FlexibleTimeWindow": {"Mode": "OFF"},
         "ScheduleExpressionTimezone": "UTC",
         "Target": {
@@ -192,28 +227,26 @@ def stops_begin(facts: FlightFacts, stack: StackDefinition, asked: Asked, stop_s
     return Stops(expiring=fleets[0], deleted=fleets[1], due=due.timestamp())
 
 
-def _empty_fleet(ec2: Any, stack: StackDefinition, template: str, subnet: str, until: datetime) -> str:
-    """A fleet of no nodes, tagged as the run's: the stop's role may end no other, and a sweep finds it."""
-    tags = own_tags(stack)
-    return str(
-        ec2.create_fleet(
-            Type="maintain",
-            LaunchTemplateConfigs=[
-                {
-                    "LaunchTemplateSpecification": {"LaunchTemplateId": template, "Version": "$Latest"},
-                    "Overrides": [{"InstanceType": stack.fleet.instance_types[0], "SubnetId": subnet}],
-                }
-            ],
-            TargetCapacitySpecification={"TotalTargetCapacity": 0, "DefaultTargetCapacityType": "spot"},
-            SpotOptions={"AllocationStrategy": "price-capacity-optimized"},
-            ValidUntil=until,
-            TerminateInstancesWithExpiration=True,
-            ExcessCapacityTerminationPolicy="termination",
-            TagSpecifications=[
-                {"ResourceType": "fleet", "Tags": [{"Key": key, "Value": value} for key, value in tags.items()]}
-            ],
-        )["FleetId"]
-    )
+def _empty_fleet(stack: StackDefinition, template: str, subnet: str, until: datetime) -> dict[str, Any]:
+    """CreateFleet's arguments for one of no nodes, tagged as the run's: the stop's role may end no other, and a sweep
+    finds it.
+    """
+    tags = [{"Key": key, "Value": value} for key, value in own_tags(stack).items()]
+    return {
+        "Type": "maintain",
+        "LaunchTemplateConfigs": [
+            {
+                "LaunchTemplateSpecification": {"LaunchTemplateId": template, "Version": "$Latest"},
+                "Overrides": [{"InstanceType": stack.fleet.instance_types[0], "SubnetId": subnet}],
+            }
+        ],
+        "TargetCapacitySpecification": {"TotalTargetCapacity": 0, "DefaultTargetCapacityType": "spot"},
+        "SpotOptions": {"AllocationStrategy": "price-capacity-optimized"},
+        "ValidUntil": until,
+        "TerminateInstancesWithExpiration": True,
+        "ExcessCapacityTerminationPolicy": "termination",
+        "TagSpecifications": [{"ResourceType": "fleet", "Tags": tags}],
+    }
 
 
 def _resize(ec2: Any, fleet: str) -> None:

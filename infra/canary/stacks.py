@@ -21,15 +21,18 @@ from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import problems
 from gpufleet.infra.bill.project import bill_of
 from gpufleet.infra.catalog import load_catalog
-from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.loader import CANARY, load
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import AwsRefused, DefinitionError, GpufleetError, PriceMissing
 
 NAMES = RUN, CAP = "canary", "canary-cap"
 MOST_USD = Decimal("0.50")
+LIMITS = {RUN: Decimal("0.19"), CAP: Decimal("0.06")}  # below MOST_USD with FIS: a node takes minutes to stop
+THIRD_H = Decimal("0.15")  # a node ends its run if it boots with five minutes left; four until it knows its price
 FIS_USD = Decimal("0.20")  # two action-minutes at 0.10 USD (AWS Price List of AWSFIS, 2024-10-01)
 TRIED = 8  # number of types to try, the cheapest first
 TYPES = 3  # number of types in the fleets: another is tried if all zones of one are full
+SCRIPT = Path(__file__).parent / "code" / "train.py"
 PYTORCH = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
 PYTHON = "public.ecr.aws/docker/library/python:3.13-slim"  # for what needs no torch: it boots sooner
 
@@ -59,7 +62,7 @@ AWS = Scale(
     steps=600, pace_s=0.5, every=20, cap_hours="0.25", heartbeat_s=10, poll_s=5, patience_s=1500, stop_s=150
 )  # fmt: skip
 EMBEDDED = Scale(
-    steps=1600, pace_s=0.1, every=20, cap_hours="0.04", heartbeat_s=1, poll_s=0.3, patience_s=400, stop_s=20,
+    steps=1300, pace_s=0.1, every=20, cap_hours="0.04", heartbeat_s=1, poll_s=0.3, patience_s=400, stop_s=20,
     device="cpu", setup_minutes=0.05,
 )  # fmt: skip
 
@@ -68,14 +71,15 @@ def text(name: str, run: str, region: str, zones: list[str], types: list[str], s
     """The definition file of one of the stacks."""
     capped = name == CAP
     step_ms = json.dumps({load_catalog().instances[each].gpu.name: scale.pace_s * 1000 for each in types})
-    steps = scale.every if capped else scale.steps
+    steps, here = scale.every if capped else scale.steps, EMBEDDED
+    command = "python3 train.py {checkpoints} {outputs}"
     return f"""\
-# {name}: {"a cap, met on purpose" if capped else "the first run on an account"}. Written by `gpufleet canary`.
+# {name}: {"a cap, met on purpose" if capped else "the first run on an account"}, of `gpufleet canary`.
 run: {{id: {run}, owner: canary}}
 job:
   image: {PYTHON if capped or not scale.gpus else PYTORCH}
-  code: {{folder: code}}
-  command: python3 train.py {{checkpoints}} {{outputs}} {10**6 if capped else steps} {scale.pace_s} {scale.every}
+  code: {{folder: {CANARY}}}
+  command: {command} {10**6 if capped else steps} {scale.pace_s} {scale.every}
   device: {scale.device}
   checkpoint:
     each: step-{{step}}.bin
@@ -96,7 +100,19 @@ estimate:
   capacity_wait_minutes: 0.05
   setup_minutes: {scale.setup_minutes}
   restart_minutes: {scale.setup_minutes}
-limits: {{max_usd: {"0.12" if capped else "0.18"}, max_hours: {scale.cap_hours if capped else 1}}}
+rehearsal:
+  job:
+    command: {command} {4 * here.every} {here.pace_s} {here.every}
+    device: cpu
+    work: {{steps: {4 * here.every}}}
+    checkpoint: {{heartbeat_s: {here.heartbeat_s}}}
+  estimate:
+    step_ms: [{here.pace_s * 1000}]
+    capacity_wait_minutes: {here.setup_minutes}
+    setup_minutes: {here.setup_minutes}
+    restart_minutes: {here.setup_minutes}
+  interruptions: {{with_notice: 1, without_notice: 1}}
+limits: {{max_usd: {LIMITS[name]}, max_hours: {scale.cap_hours if capped else 1}}}
 """
 
 
@@ -110,11 +126,21 @@ class Chosen:
     lines: list[str]  # the bill as text
 
 
+def shipped(region: str = "us-east-2") -> dict[str, str]:
+    """The files that `gpufleet init` writes, by their names: the stack that is interrupted, on the cheapest types, and
+    its script. `gpufleet canary` runs both stacks elsewhere, on what the account offers.
+    """
+    priced = _cheapest(region, AWS.gpus)
+    types = [kind for kind, usd in priced if _interrupted_usd(kind, usd, region, AWS) <= LIMITS[RUN]][:TYPES]
+    definition_file = text(RUN, "r1", region, list(load_catalog().zones(region)), types, AWS)
+    return {f"stacks/{RUN}.yaml": definition_file, f"{CANARY}/{SCRIPT.name}": SCRIPT.read_text(encoding="utf-8")}
+
+
 def write(project: Path, run: str, region: str, chosen: tuple[list[str], list[str]], scale: Scale) -> None:
     """Writes both definition files, and the script."""
     types, zones = chosen
-    (project / "code").mkdir(exist_ok=True)
-    (project / "code" / "train.py").write_bytes((Path(__file__).parent / "code" / "train.py").read_bytes())
+    (project / CANARY).mkdir(exist_ok=True)
+    (project / CANARY / SCRIPT.name).write_bytes(SCRIPT.read_bytes())
     for name in NAMES:
         (project / "stacks" / f"{name}.yaml").write_text(text(name, run, region, zones, types, scale), encoding="utf-8")
 
@@ -129,9 +155,9 @@ def choose(project: Path, run: str, region: str, client: Callable[[str], Any], s
     GpufleetError, with a sentence for each that stands in the way, before anything is made in the account.
     """
     reasons, fitting, zones = list[str](), list[str](), set[str]()
-    cheapest = list(_cheapest(region, scale.gpus))
-    offers = _offers(client("ec2"), region, cheapest)
-    for kind in cheapest[:TRIED]:
+    cheapest = dict(_cheapest(region, scale.gpus))
+    offers = _offers(client("ec2"), region, list(cheapest))
+    for kind in list(cheapest)[:TRIED]:
         if len(fitting) == TYPES:
             break
         if not offers.get(kind, set()) or not zones <= offers[kind]:
@@ -139,6 +165,8 @@ def choose(project: Path, run: str, region: str, client: Callable[[str], Any], s
             continue
         write(project, run, region, ([kind], sorted(offers[kind])), scale)
         try:
+            if (needed := _interrupted_usd(kind, cheapest[kind], region, scale)) > LIMITS[RUN]:
+                raise PriceMissing(f"with two interruptions it needs {needed:.2f} USD of {LIMITS[RUN]}")
             for name in NAMES:
                 _bill(project, name)
         except (DefinitionError, PriceMissing) as error:
@@ -158,13 +186,21 @@ def choose(project: Path, run: str, region: str, client: Callable[[str], Any], s
     lines, most = [], Decimal(0)
     for name in NAMES:
         lines.append(f"{name}: {headline(_bill(project, name))}")
-        most += definition(project, name).limits.max_usd
+        most += LIMITS[name]
     if notice:
         lines.append(f"a notice by AWS Fault Injection Service: {FIS_USD} USD, two action-minutes")
         most += FIS_USD
     if most > MOST_USD:
         raise GpufleetError(f"the canary would cost up to {most} USD, above its {MOST_USD}: nothing was made")
     return Chosen(types=fitting, zones=sorted(zones), usd=most, lines=lines)
+
+
+def _interrupted_usd(kind: str, spot: Decimal, region: str, scale: Scale) -> Decimal:
+    """What the run that is interrupted must be able to spend: two nodes at the spot price, and then THIRD_H at the
+    on-demand price, by which a node that boots counts what is left. Raises PriceMissing.
+    """
+    two_h = Decimal(2 * scale.setup_minutes + 4) / 60  # each trains for a minute, and AWS announces the end of one
+    return two_h * spot + THIRD_H * load_catalog().on_demand(kind, region).amount
 
 
 def _refuse_account(stack: StackDefinition, client: Callable[[str], Any]) -> None:
@@ -189,15 +225,15 @@ def _bill(project: Path, name: str) -> Bill:
     return bill
 
 
-def _cheapest(region: str, gpus: int) -> Iterator[str]:
-    """The usable types of a region with so many GPUs, by their spot price."""
+def _cheapest(region: str, gpus: int) -> Iterator[tuple[str, Decimal]]:
+    """The usable types of a region with so many GPUs, and the spot price in the dearest zone, the cheapest first."""
     catalog = load_catalog()
     priced = []
     for kind in catalog.instances.values():
         zones = catalog.spot_zones(kind.type, region)
         if zones and not kind.unusable and kind.gpu_count == gpus and region in (kind.regions or (region,)):
             priced.append((max(each.price.amount for each in zones), kind.type))
-    yield from (kind for _, kind in sorted(priced))
+    yield from ((kind, usd) for usd, kind in sorted(priced))
 
 
 def _offers(ec2: Any, region: str, types: list[str]) -> dict[str, set[str]]:

@@ -1,4 +1,4 @@
-"""`gpufleet cost STACK`: the bill of a definition, without Pulumi, credentials or network.
+"""`gpufleet cost STACK`: the bill of a definition or of a campaign, without Pulumi, credentials or network.
 
 A scenario that cannot be launched (with several nodes, a buffer, or nodes held longer than the work needs) has a bill
 too, which says so. For a scenario that ran elsewhere, the command shows only what its plan claims.
@@ -21,7 +21,8 @@ from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.commands import stack
 from gpufleet.infra.compare.cheaper import bill_and_cheaper
-from gpufleet.infra.definition.loader import project_root
+from gpufleet.infra.definition import campaign as campaigns
+from gpufleet.infra.definition.loader import names_of, project_root
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.scenarios import scenario
 from gpufleet.infra.discover.marks import checks_warning
@@ -57,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     """
     root = project_root(Path.cwd())
     now = datetime.now(UTC)
+    if campaigns.path_of(args.stack, root) and args.stack not in names_of(root):
+        return _campaign(args, root, now)
     if args.others or args.times is not None:
         return _several(args, root, now)
     if args.scenario is not None:
@@ -143,6 +146,30 @@ def _stages(definition: StackDefinition, root: Path, now: datetime, *, as_json: 
     if wrong:
         raise DefinitionError(str(definition.source), in_order(wrong))
     return 1 if broken else 0
+
+
+def _campaign(args: argparse.Namespace, root: Path, now: datetime) -> int:
+    """Prints what a campaign comes to."""
+    from gpufleet.infra.bill.campaign import CampaignTerms, PricedTrial, price
+    from gpufleet.infra.bill.project import bill_of
+    from gpufleet.infra.evidence.observations import observations
+    from gpufleet.infra.risk.hazard import learn
+
+    if args.others or args.times is not None or args.scenario is not None:
+        raise GpufleetError(f"{args.stack} is a campaign, which is priced alone")
+    described = campaigns.load(args.stack, root)
+    trials = campaigns.trials(described, root)
+    campaigns.write(trials, root)
+    catalog, hazards, priced = load_catalog(day=now.date()), learn(observations(root)), []
+    for each in trials:
+        definition = stack.definition_of(argparse.Namespace(stack=each.name), past_deadline=False)
+        bill = bill_of(definition, root, catalog, today=now.date(), hazards=hazards)
+        priced.append(PricedTrial.build(str(each), definition, bill))
+    if described.order == "cheapest":
+        priced.sort(key=lambda each: each.bill.usd.p90)
+    found = price(priced, CampaignTerms(described.max_usd, described.max_hours, described.at_once))
+    sys.stdout.write(json.dumps(found.to_json(), indent=2) + "\n" if args.json else "\n".join(found.lines()) + "\n")
+    return 0
 
 
 def _several(args: argparse.Namespace, root: Path, now: datetime) -> int:

@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from gpufleet.infra.canary import stacks
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.commands import new
 from gpufleet.infra.definition import json_schema
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     # not for a checkout of gpufleet itself
     if json_schema.modeline(root / "stacks", root) in ("", f"{MODELINE}{Path(SCHEMA).name}"):
         _write(root / SCHEMA, json_schema.text(), root)
+    for name, text in stacks.shipped().items():
+        _write(root / name, text, root)
     _ignore(root)
     _workflow(root, repository)
     if args.name:

@@ -1,4 +1,4 @@
-"""`gpufleet schema`: the JSON Schemas of the definition file and of `--json`, for editors and other programs."""
+"""`gpufleet schema`: the JSON Schemas of a definition, of a campaign and of `--json`, for editors and programs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import argparse
 import sys
 
 from gpufleet.infra import envelope
-from gpufleet.infra.definition import json_schema
+from gpufleet.infra.definition import campaign, json_schema
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the choice between the two schemas."""
-    parser.add_argument("of", nargs="?", choices=("definition", "answers"), default="definition", help="of what")
+    """Adds the choice between the schemas."""
+    of = ("definition", "campaign", "answers")
+    parser.add_argument("of", nargs="?", choices=of, default="definition", help="of what")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the schema's file as it was shipped."""
-    sys.stdout.write(json_schema.text() if args.of == "definition" else envelope.SCHEMA_FILE.read_text())
+    files = {"campaign": campaign.SCHEMA_FILE, "answers": envelope.SCHEMA_FILE}
+    sys.stdout.write(json_schema.text() if args.of == "definition" else files[args.of].read_text())
     return 0

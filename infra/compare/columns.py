@@ -15,6 +15,7 @@ from gpufleet.infra.text import hours
 # For each table the keys of its columns, where `*` is the mark of the frontier; then the columns that a narrow terminal
 # omits, in the order in which it omits them.
 ANSWER = ("* place market gpus_used hours_p50 usd_p50 usd_p90 cheaper marks", "gpus_used usd_p90 hours_p50")
+STAGES = (f"scenario {ANSWER[0].removeprefix('* ')}", ANSWER[1])
 SCENARIOS = (
     "scenario place market claim_h claim_usd hours_p50 hours_p90 usd_p50 usd_p90 basis marks",
     "claim_h claim_usd basis hours_p90 usd_p90",

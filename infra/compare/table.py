@@ -99,18 +99,16 @@ def answer(comparison: Comparison, command: str, today: date) -> Iterator[str]:
     name = (
         definition.name if comparison.scenario in ("", definition.name) else f"{definition.name}, {comparison.scenario}"
     )
-    if not able:
+    if definition.stages:
+        yield from _stages(comparison, command)
+    elif not able:
         yield from wrap(f"{name}: no type of the catalog can run this in {definition.fleet.region}.")
         for row in comparison.own_rows[:SHOWN]:
             yield from wrap(
                 f"  {row.place} {row.capacity}: {row.reason}{f'; {row.nearest}' if row.nearest else ''}", indent=4
             )
     else:
-        fitting = [row for row in able if not row.over_limit and row.late <= SURE]
-        best = (fitting or able)[0]
-        own = [row for row in comparison.listed if row.scenario == comparison.scenario]
-        same = [row for row in able for mine in own if (row.place, row.capacity) == (mine.place, mine.capacity)]
-        own = [row for row in same or own if row.usd is not None]
+        best, own = _best(comparison, comparison.scenario, able)
         least = "costs least" if best is able[0] else "is the cheapest option within the limits"
         yield from wrap(f"{name}: {_figures(best)}, {least}{_against(best, own)}.")
         yield from sheet(able[:SHOWN], columns.ANSWER, comparison.own_frontier).text()
@@ -123,8 +121,41 @@ def answer(comparison: Comparison, command: str, today: date) -> Iterator[str]:
     yield from ages(comparison.rows, today, definition.estimate.max_price_age_days)
     yield from policy(comparison)
     more = len(able) - SHOWN
-    others = f"{more} more can be run. " if more > 0 else ""
+    others = f"{more} more can be run. " if more > 0 and not definition.stages else ""
     yield from wrap(f"{others}Every option, scenario and region: `{command} --all`")
+
+
+def _stages(comparison: Comparison, command: str) -> Iterator[str]:
+    """The cheapest way to do the work of each stage, and what they cost together."""
+    best, own = list[Row](), list[Row]()
+    for name in (each.stage for each in comparison.definition.stages):
+        able = [row for row in comparison.rows if row.ranked and name in row.scenario.split(", ")]
+        if not able:
+            yield from wrap(f"{name}: no type of the catalog can run this in {comparison.definition.fleet.region}.")
+            continue
+        cheapest, file = _best(comparison, name, able)
+        best.append(cheapest)
+        own += file[:1]
+    if not best:
+        return
+    usd, theirs = (sum((row.usd.p50 for row in rows if row.usd), Decimal(0)) for rows in (best, own))
+    yield from wrap(
+        f"{comparison.definition.name}: with the cheapest type for each stage about {usd:.2f} USD in all, with the"
+        f" file's about {theirs:.2f}."
+    )
+    yield from sheet(best, columns.STAGES).text()
+    yield from wrap(
+        "less: how likely it costs less than the file's own fleet. A stage's fleet.instance_types and fleet.capacity"
+        f" take it. One stage's options: `{command} --scenario {comparison.definition.stages[-1].stage}`"
+    )
+
+
+def _best(comparison: Comparison, name: str, able: Sequence[Row]) -> tuple[Row, list[Row]]:
+    """The best of the options that can do this work, and the file's own fleet for it, if it has figures."""
+    fitting = [row for row in able if not row.over_limit and row.late <= SURE]
+    own = [row for row in comparison.listed if row.scenario == name]
+    same = [row for row in able for mine in own if (row.place, row.capacity) == (mine.place, mine.capacity)]
+    return (fitting or able)[0], [row for row in same or own if row.usd is not None]
 
 
 def _figures(row: Row) -> str:

@@ -15,6 +15,7 @@ from gpufleet.infra.catalog import Instance, load_catalog
 from gpufleet.infra.catalog.regions import Region, known_regions
 from gpufleet.infra.definition.checks import BUCKET, ROOT_MINIMUM_GIB
 from gpufleet.infra.definition.model import Notify
+from gpufleet.infra.definition.stages import STAGES
 from gpufleet.infra.market.fallback import MOST_HEARTBEAT_S
 from gpufleet.job.kind import COMMAND, EXPERIMENTS
 from gpufleet.job.kind.command import (
@@ -157,6 +158,9 @@ def of_ready_made(name: str) -> Iterator[Schema]:
         asked = no(has("job.parameters.precision.compute", {"const": "fp32"}))
     yield when(every(on_gpus, asked), _types(lambda kind: kind.gpu.bf16))
     yield when(has("fleet.fallback", {"const": "on-demand"}), _heartbeat("job.parameters"))
+    if hasattr(config, "candidates"):
+        whole = {"part": no({"const": "judge"}), "candidates": _EMPTY}
+        yield when(no(has(STAGES)), limited("job.parameters", {"properties": whole}))
     if config.demands.one_node:
         yield limited("fleet.nodes", {"maximum": 1})
     if not config.sizes().base_weights:

@@ -175,7 +175,8 @@ def _check_given(s: StackDefinition, findings: Findings) -> None:
     for path, name in config.demands.inputs:
         if name not in named:
             there = f"an input of storage.inputs or an earlier stage, which are {', '.join(named) or 'none'}"
-            findings.add(f"{config.path}.{path}", there, nearest(name, named), value=f"{{inputs.{name}}}")
+            value = name if _standing(config, path) == name else f"{{inputs.{name}}}"
+            findings.add(f"{config.path}.{path}", there, nearest(name, named), value=value)
 
 
 def _saves(s: StackDefinition, findings: Findings) -> None:
@@ -294,7 +295,7 @@ def _check_keep(s: StackDefinition, findings: Findings, now: datetime) -> None:
 def _estimate(s: StackDefinition, findings: Findings) -> None:
     steps = s.estimate.step_ms
     phases = sum(1 for phase in s.job.parameters.phases() if phase.steps)
-    if steps is not None and len(steps) != phases:
+    if steps is not None and phases and len(steps) != phases:
         findings.add(
             "estimate.step_ms",
             f"{counted(phases, 'number')} (ms), one per phase with optimizer steps",

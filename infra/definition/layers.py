@@ -36,11 +36,11 @@ def definition(
     launchable: bool = True,
     catalog: Catalog | None = None,
     plain: StackDefinition | None = None,
-    earlier: stages.Earlier = stages.NONE_EARLIER,
+    earlier: stages.Earlier | None = None,
 ) -> tuple[StackDefinition, list[Problem]]:
     """The tree's definition and its problems. Without `launchable`, its types need only be known. `plain` is the
-    definition without the overlay, which has no problems: sections that are equal in it are not read again. `earlier`
-    has the stages before this one.
+    definition without the overlay, which has no problems: sections that are equal in it are not read again. `earlier`,
+    for a stage, has the stages before this one; a stage is given what its job takes of the file's storage.
     """
     if stages.STAGES in tree.entries:
 
@@ -68,11 +68,12 @@ def definition(
         purpose=purpose(text),
         python=python.text if isinstance(python, Scalar) else "",
         interruptions=interruptions,
-        before=earlier.before,
-        taken=earlier.taken,
         tree=tree,
         **parts,
     )
+    if earlier is not None:
+        storage = built.storage.taken_by(built.job.parameters)
+        built = replace(built, before=earlier.before, taken=earlier.taken, storage=storage)
     if catalog is None:
         # imported here, so that `pin` need not spend time on reading tables
         from gpufleet.infra.catalog import load_catalog

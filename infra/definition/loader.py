@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from gpufleet.infra.catalog import Catalog
 
 STACK_NAME = re.compile(r"[a-z][a-z0-9-]{0,38}[a-z0-9]")
-# Files that `gpufleet init` puts beside the definitions: the Pulumi program, alone in its folder, and the schema for
-# editors.
-PROGRAM, SCHEMA = "stacks/program", "stacks/definition.schema.json"
+# Files that `gpufleet init` puts beside the definitions: the Pulumi program and the canary's script, each alone in its
+# folder, and the schema for editors.
+PROGRAM, CANARY, SCHEMA = "stacks/program", "stacks/canary", "stacks/definition.schema.json"
+TRIALS = ".gpufleet/trials"  # definitions that a campaign has made; git ignores them
 _TOP_KEY = re.compile(rb"(?m)^['\"]?(\w[\w.-]*)['\"]?[ \t]*:")
 _SECTIONS = {"run", "job", "fleet", "limits"}  # sections that each definition must have
 
@@ -89,8 +90,9 @@ def tagged(definition: StackDefinition, tags: abc.Mapping[str, str]) -> StackDef
 
 
 def find(name_or_path: str, root: Path) -> Path:
-    """`stacks/<name>.yaml` under `root`, or the file at a path. Raises GpufleetError, with the nearest name, if there
-    is none."""
+    """`stacks/<name>.yaml` under `root`, a campaign's trial of that name, or the file at a path. Raises GpufleetError,
+    with the nearest name, if there is none.
+    """
     if is_path(name_or_path):
         for path in (Path(name_or_path), root / name_or_path):  # the program's working directory is infra/
             if path.is_file():
@@ -102,8 +104,9 @@ def find(name_or_path: str, root: Path) -> Path:
             raise GpufleetError(f"{name_or_path} is a folder, and a stack is one file{hint or ': name that'}")
         raise GpufleetError(f"there is no file {name_or_path}{hint}")
     path = root / "stacks" / f"{name_or_path}.yaml"
-    if path.is_file():
-        return path
+    for each in (path, root / TRIALS / path.name):
+        if each.is_file():
+            return each
     if path.exists():
         raise GpufleetError(f"{path} is a folder or device, not a file; a stack is one file: move it away")
     if path.with_suffix(".yml").is_file():
@@ -146,7 +149,7 @@ def of_project(root: Path) -> re.Pattern[str]:
     """
     stacks = "|".join(map(re.escape, names_of(root))) or "(?!)"
     return re.compile(
-        rf"(\.gpufleet|rehearsals|prices/\d{{4}}-[\d-]+|{PROGRAM}|(calibrations|receipts|results)/({stacks}))/"
+        rf"(\.gpufleet|rehearsals|prices/\d{{4}}-[\d-]+|{PROGRAM}|{CANARY}|(calibrations|receipts|results)/({stacks}))/"
         rf"|stacks/({stacks})\.yaml$|{re.escape(SCHEMA)}$|traces/[^/]+\.(csv|json)$|policy\.yaml$"
         r"|Pulumi(\.[^/]+)?\.yaml$|\.github/workflows/gpufleet-"
     )

@@ -160,6 +160,15 @@ class Storage:
         places = {name: _local(place, root) for name, place in (self.inputs or {}).items()}
         return {name: folder for name, folder in places.items() if folder is not None}
 
+    def taken_by(self, config: JobConfig) -> Storage:
+        """What one stage's job takes of the storage of a run in stages."""
+        return replace(
+            self,
+            dataset=self.dataset if config.dataset_kind else "",
+            base_weights=self.base_weights if config.sizes().base_weights else None,
+            inputs=None if config.processes != "own" else self.inputs,
+        )
+
     @property
     def prefixes(self) -> dict[str, str]:
         """All s3:// prefixes, by the name that they have in the nodes' rights."""

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from gpufleet.infra.definition.model import Run, StackDefinition
+from gpufleet.infra.definition.model import Run, StackDefinition, Storage
 from gpufleet.infra.definition.rules import RULES
 from gpufleet.infra.definition.schema import Findings, check_keys, entries_of
+from gpufleet.infra.definition.schema import build as build_section
 from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, merge
 from gpufleet.infra.errors import Problem, of_form
+from gpufleet.job.kind import JobConfig
 
 STAGES, REHEARSAL, INTERRUPTIONS = "stages", "rehearsal", "interruptions"
 LAID = ("job", "fleet", "estimate")  # sections of an entry
@@ -34,7 +36,6 @@ class Earlier(NamedTuple):
     taken: tuple[str, ...] = ()
 
 
-NONE_EARLIER = Earlier()
 Build = Callable[[Mapping, Earlier], tuple[StackDefinition, list[Problem]]]
 
 
@@ -48,6 +49,7 @@ def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]
     earlier, begin = _rerun(tree, [entry for _, entry in entries], findings)
     taken: list[str] = []
     names: list[str] = []
+    jobs: dict[str, JobConfig] = {}
     for index, (path, entry) in enumerate(entries):
         check_keys(entry, list(KEYS), path, findings)
         name = _name(entry.get("name"), path, [*names, *(each.partition("/")[2] for each in taken)], findings)
@@ -57,6 +59,8 @@ def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]
         stage, wrong = build(replace(tree, entries={**rest, **own}), Earlier(tuple(names), tuple(taken)))
         problems += of_form(f"{STAGES}[{index}]", wrong)
         _fleet(stage, path, findings)
+        _takes(stage, jobs, path, findings)
+        jobs[name] = stage.job.parameters
         if index < begin:
             taken.append(f"{earlier}/{name}")
             continue
@@ -64,12 +68,12 @@ def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]
         names.append(name)
         built.append(replace(stage, run=run, before=before))
     if not built:
-        return build(replace(tree, entries=rest), NONE_EARLIER)[0], findings.problems
+        return build(replace(tree, entries=rest), Earlier())[0], findings.problems
     built = [replace(each, next_stage=name) for each, name in zip(built, [*names[1:], ""], strict=True)]
-    whole = replace(
-        built[0], run=replace(built[0].run, id=built[0].run.id.partition("/")[0]), before=(), taken=(), next_stage=""
-    )
-    return replace(whole, stages=tuple(built), tree=tree), [*findings.problems, *problems]
+    storage = build_section(Storage, tree.entries.get("storage"), "storage", Findings(tree=tree))
+    run = replace(built[0].run, id=built[0].run.id.partition("/")[0])
+    whole = replace(built[0], run=run, storage=storage, before=(), taken=(), next_stage="", stages=tuple(built))
+    return replace(whole, tree=tree), [*findings.problems, *problems]
 
 
 def _rerun(tree: Mapping, stages: Sequence[dict[str, Node]], findings: Findings) -> tuple[str, int]:
@@ -136,6 +140,15 @@ def _name(node: Node | None, path: str, names: list[str], findings: Findings) ->
     elif name in names:
         findings.add(f"{path}.name", "each name once", value=name)
     return name
+
+
+def _takes(one: StackDefinition, earlier: dict[str, JobConfig], path: str, findings: Findings) -> None:
+    """Reports a stage whose output has not the files that this one takes of it."""
+    config = one.job.parameters
+    for key, name in config.demands.inputs:
+        if name in earlier and not set(config.demands.takes) <= set(earlier[name].hands_on):
+            wanted = f"a stage that leaves {' and '.join(config.demands.takes)}, and {name} does not"
+            findings.add(f"{path}.{config.path}.{key}", wanted, value=name)
 
 
 def _fleet(one: StackDefinition, path: str, findings: Findings) -> None:

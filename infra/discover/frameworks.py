@@ -98,7 +98,12 @@ def _distance(reach: Reach, row: Framework) -> int | None:
 
 
 def _is_used(reach: Reach, row: Framework, name: str) -> bool:
-    """Whether a name of the framework's is called or inherited from, and is not another package's of the same name."""
+    """Whether a name of the framework's is called or inherited from, and is not another package's of the same name. A
+    name with its module is called by this module, or one below: torch.save is not torch.distributed.checkpoint.save.
+    """
+    module, _, last = name.rpartition(".")
+    if module:
+        return any(f"{reach.full_name(site)}.".startswith(f"{module}.") for site in reach.by_name.get(last, ()))
     owners = [each for each in reach.imported if each.endswith(f".{name}")]
     is_own = not owners or any(each.startswith(wanted) for each in owners for wanted in row.imports)
     return is_own and (name in reach.by_name or name in reach.based_on)

@@ -186,6 +186,12 @@ class Reach:
                 self.imported.setdefault(f"{module}.{there}" if is_imported and there else module, len(self.units))
         return None
 
+    def full_name(self, site: Site) -> str:
+        """The called name with the module that it is imported from; as it is written if it is not imported."""
+        head, dot, rest = dotted(site.call.func).partition(".")
+        module, there = self.names(site.scope.file).imports.get(head, (head, ""))
+        return ".".join(filter(None, (module, there))) + dot + rest
+
     def calls_of(self, function: Function, scope: Scope) -> list[Site]:
         """The calls outside of `function` that may call it; for a method `__init__`, the calls of its class."""
         name = scope.cls.name if scope.cls is not None and function.name == "__init__" else function.name

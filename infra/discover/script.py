@@ -146,7 +146,8 @@ def look(folder: Path, command: str = "") -> ScriptFacts:
     calls = (each for name in (row.restores if row else ()) for each in reach.by_name.get(name, []))
     if found.resume is None and (call := next(calls, None)) is not None:
         found.reads_itself = found.reads_itself or Finding(f"{call.name} looks for a checkpoint by itself", call.where)
-    found.saves_else = next((Finding(shown(each), each.where) for each in saves.found if each.score > -1), None)
+    others = (each for each in saves.found if each.score > -1 and pattern(each, values) is not None)
+    found.saves_else = next((Finding(shown(each), each.where) for each in others), None)
     _read_calls(found, reach)
     found.names_own = {each.value.partition("/")[0]: each for each in _names_own(found, reach, code)}
     return found

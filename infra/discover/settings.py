@@ -356,6 +356,7 @@ def _hydra_file(
     reach: Reach, folder: str, name: str, prefix: str, chosen: dict[str, str], depth: int
 ) -> Iterator[Setting]:
     """The values of a configuration file; they override the values of the files that its `defaults` name."""
+    name = posixpath.normpath(name)  # the folder is often "."
     if name not in reach.folder.files or depth > 6:
         return
     for setting in of_file(reach.folder, name, "{name}={}", prefix):

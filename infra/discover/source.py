@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from gpufleet.infra.definition.loader import CANARY, PROGRAM
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.inputs.code import files_in
 
 MOST_BYTES = 1_000_000  # larger files are data or generated
 _SKIPPED = {"node_modules", "site-packages", "build", "dist", ".tox"}
+_OURS = (f"/{PROGRAM}/", f"/{CANARY}/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,8 @@ class Finding:
 
 
 class CodeFolder:
-    """The files of a folder by name, without the files of installed packages. Raises GpufleetError if `folder` is no
-    folder.
+    """The files of a folder by name, without the files of installed packages and of `gpufleet init`. Raises
+    GpufleetError if `folder` is no folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +41,7 @@ class CodeFolder:
 
     @cached_property
     def files(self) -> frozenset[str]:
-        listed = (name for name, _ in files_in(self.path))
+        listed = (name for name, _ in files_in(self.path) if not any(each in f"/{name}" for each in _OURS))
         return frozenset(name for name in listed if not _SKIPPED & set(name.split("/")[:-1]))
 
     @cached_property

@@ -562,7 +562,7 @@ class _Writer:
             return
         yield "  progress:"
         shown = [(plan.named(each.regex), each.where) for each in plan.lines]
-        if row is not None and row.progress:
+        if row is not None and row.progress and not (row.named and shown):  # then the loop is the script's own
             shown = [(plan.named(each), f"{row.name}, {row.version}") for each in row.progress]
         if not shown:
             bar = "^\\s*" + BAR.format(count="step", total="total")

@@ -142,6 +142,7 @@ class Values:
         self._reach, self.settings, self.entry = reach, settings, reach.entry
         self._locals: dict[ast.AST, dict[str, list[ast.expr | ast.For]]] = {}
         self._attributes: dict[ast.ClassDef, dict[str, list[Bound]]] = {}
+        self._defaults: set[ast.AST] = set()  # values of attributes that are None otherwise
         self._following: set[str] = set()
 
     def resolve(self, expr: ast.AST | None, scope: Scope, depth: int = 0) -> list[Parts]:
@@ -299,9 +300,10 @@ class Values:
 
     def _named(self, chain: str, expr: ast.expr, scope: Scope, depth: int) -> Iterator[Parts]:
         counted, bound = unit(chain), self.bound(chain, expr, scope)
+        setting = self.settings.find(_key(expr)) if self._defaults.issuperset(node for node, _ in bound) else None
         if counted and not any(pieces(node) for node, _ in bound):
             yield (Hole(counted, chain),)
-        elif bound:
+        elif bound and (setting is None or setting.value is None):
             for node, there in bound[:MOST]:
                 yield from self.resolve(node, there, depth + 1)
         elif (own := self._own_setting(chain, scope)) is not None:
@@ -369,6 +371,7 @@ class Values:
                 table = self._attributes[cls] = {}
                 for method in cls.body:
                     inner = Scope(file, (method,) if isinstance(method, Function) else (), cls)
+                    self._defaults.update(_defaults(method))
                     for key, value in assignments(walk(method)):
                         if not _is_none(value):
                             table.setdefault(key.removeprefix("self."), []).append((value, inner))
@@ -459,6 +462,14 @@ def _set_before(
         if isinstance(each, ast.expr) and any(dotted(node) == chain for node in walk(each)):
             break
     return found
+
+
+def _defaults(function: ast.AST) -> Iterator[ast.AST]:
+    """The values that code like `if name is None: name = value` gives."""
+    for node in walk(function):
+        match node:
+            case ast.If(test=ast.Compare(left=left, ops=[ast.Is()], comparators=[ast.Constant(value=None)])):
+                yield from (value for name, value in assignments(node.body) if name == dotted(left))
 
 
 def _is_none(value: ast.AST | None) -> bool:

@@ -11,7 +11,7 @@ from gpufleet.infra.catalog import Instance
 from gpufleet.infra.evidence import calibration, receipts
 from gpufleet.infra.evidence.proofs import newest
 from gpufleet.infra.evidence.roofline import launch_ms, limit_ms
-from gpufleet.infra.evidence.speeds import OURS, Speed, SpeedGroup, Speeds, family, shipped
+from gpufleet.infra.evidence.speeds import OURS, ProvenStartUp, Speed, SpeedGroup, Speeds, family, shipped
 from gpufleet.job.kind import from_json
 
 _HOST_BOUND = 0.7  # share of a step above which the host's launches, not the GPU, decide its time
@@ -32,13 +32,16 @@ def known(root: Path, instances: Mapping[str, Instance], stack: str = "") -> Spe
     return Speeds([*shipped().figures, *own], setup_s, canary_s) if own or setup_s or canary_s else shipped()
 
 
-def canary_start_ups(root: Path) -> dict[str, float]:
-    """Seconds from launch to first step by a type's family, in the account's newest canary. The canary's image may be
-    smaller than the job's.
+def canary_start_ups(root: Path) -> dict[str, ProvenStartUp]:
+    """The start-up of nodes by a type's family, in the account's newest canary. The canary's image may be smaller than
+    the job's.
     """
     last = newest(root)
     seconds = None if last is None else last.figure("node.started_s")
-    return {} if last is None or seconds is None else {family(kind): seconds for kind in last.tree.get("types", [])}
+    if last is None or seconds is None:
+        return {}
+    proven = ProvenStartUp(seconds, f"the canary of {last.day} in {last.tree['region']}")
+    return dict.fromkeys(map(family, last.tree.get("types", [])), proven)
 
 
 def start_ups(root: Path, stack: str) -> dict[str, float]:

@@ -59,6 +59,13 @@ class Expected:
     whose: str = ""  # the source of a measurement, for the bill
 
 
+class ProvenStartUp(NamedTuple):
+    """Seconds from launch to first step, and the canary that showed them."""
+
+    seconds: float
+    source: str
+
+
 class Speeds:
     """The fitted figures. `setup_s` has the seconds to the first step of this stack's nodes, by family of types;
     `canary_s` has the same seconds from the account's newest canary.
@@ -68,7 +75,7 @@ class Speeds:
         self,
         figures: Iterable[Speed],
         setup_s: Mapping[str, float] | None = None,
-        canary_s: Mapping[str, float] | None = None,
+        canary_s: Mapping[str, ProvenStartUp] | None = None,
     ) -> None:
         self.figures = tuple(figures)
         self.setup_s, self.canary_s = dict(setup_s or {}), dict(canary_s or {})

@@ -10,9 +10,9 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
-from decimal import Decimal
 from typing import Any
 
+from gpufleet.infra.definition.campaign import CampaignFile
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program.plan import Plan
 
@@ -28,11 +28,17 @@ def approval(plan: Plan) -> str:
     return _digits([_begins_with(plan), cents, plan.kept_after_destroy()])
 
 
-def of_campaign(plans: Iterable[Plan], max_usd: Decimal, at_once: int) -> str:
-    """The hash of runs under one cap: over everything that each run begins with, and over the cap. Their bills are not
-    in it: they move with each receipt of the campaign, and the cap does not.
+def of_campaign(plans: Iterable[Plan], described: CampaignFile) -> str:
+    """The hash of runs under one cap: over everything that each run begins with, whatever their order, and over what
+    the file allows. Their bills are not in it: they move with each receipt of the campaign, and the cap does not.
     """
-    return _digits([[_begins_with(each) for each in plans], f"{max_usd:f}", at_once])
+    allowed = [str(each) for each in (described.max_usd, described.max_hours, described.at_once, described.open)]
+    return _digits([sorted(begins_with(each) for each in plans), described.name, allowed])
+
+
+def begins_with(plan: Plan) -> str:
+    """The hash of what the run begins with, in hexadecimal digits."""
+    return _digits([plan.definition.name, _begins_with(plan)])
 
 
 def _begins_with(plan: Plan) -> dict[str, str]:

@@ -17,6 +17,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program import approval
 
 END_S = 20.0  # the longest that a rehearsal's engine takes to finish its current resource and to end its plugins
+_NO_STACK = "no stack named"  # of the engine's error
 INSTALL = "https://www.pulumi.com/docs/install/"
 
 
@@ -32,14 +33,16 @@ class PulumiStack:
 
     def select(self) -> None:
         """Selects the stack, and makes it the first time."""
-        if shutil.which("pulumi") is None:
-            raise GpufleetError(f"`pulumi` is not on PATH; {INSTALL} says how to install it")
+        _require()
         self._call("stack", "select", "--create")
 
     def outputs(self) -> dict[str, Any]:
         """The outputs of the last `up`; empty before the first `up` and after a destroy."""
+        _require()
         words = ["pulumi", "stack", "output", "--json", "--non-interactive", "--stack", self.name]
         done = subprocess.run(words, cwd=self.root, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if done.returncode and _NO_STACK in done.stderr:
+            return {}
         if done.returncode:
             raise GpufleetError(f"`{' '.join(words)}` failed: {done.stderr.strip()}")
         return dict(json.loads(done.stdout))
@@ -62,6 +65,11 @@ class PulumiStack:
                 f"`{' '.join(command)}` failed, for the reason above. `gpufleet docs real-aws` says what to do after a "
                 "killed command; then the same `gpufleet run` goes on from here."
             )
+
+
+def _require() -> None:
+    if shutil.which("pulumi") is None:
+        raise GpufleetError(f"`pulumi` is not on PATH; {INSTALL} says how to install it")
 
 
 def streamed(

@@ -23,6 +23,7 @@ from gpufleet.infra.bill.fallback import price_fallbacks
 from gpufleet.infra.bill.limits import AS_COUNTED
 from gpufleet.infra.bill.options import BillBasis
 from gpufleet.infra.bill.side import Quantiles
+from gpufleet.infra.bill.stages import StagedBill, price_stages
 from gpufleet.infra.bill.table import price_age
 from gpufleet.infra.catalog import Catalog
 from gpufleet.infra.definition.loader import load
@@ -31,7 +32,7 @@ from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, Un
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.evidence import own_speeds
 from gpufleet.infra.evidence.calibration import find_all
-from gpufleet.infra.review.policy import Broken, Policy, broken, facts, held_to
+from gpufleet.infra.review.policy import Broken, Facts, Policy, broken, facts, held_to
 from gpufleet.infra.risk.hazard import Hazards
 from gpufleet.infra.show.sheet import plain
 
@@ -56,12 +57,28 @@ class StackAtCommit:
     tree: Mapping | None = None
     definition: StackDefinition | None = None
     bill: Bill | None = None
+    staged: StagedBill | None = None  # of a run in stages, which has no single bill
     errors: tuple[str, ...] = ()
 
     @property
     def usd(self) -> Quantiles | None:
         """The bill's USD to finish: a run that a limit stops is cheap but not done."""
+        if self.staged:
+            return self.staged.usd
         return self.bill.chosen.needed_usd if self.bill else None
+
+    @property
+    def priced(self) -> list[tuple[StackDefinition, Bill]]:
+        """What has a fleet of its own, with its bill."""
+        bills = self.staged.bills if self.staged else (self.bill,) if self.bill else ()
+        return list(zip(self.definition.parts if self.definition else (), bills, strict=False))
+
+    @property
+    def counted_p90(self) -> Decimal | None:
+        """The p90 that is held against limits.max_usd."""
+        if self.staged:
+            return self.staged.usd.p90
+        return self.bill.chosen.metered_usd.p90 if self.bill else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,27 +157,33 @@ class Pricer:
         path = self.folder / f"{name}.yaml"
         path.write_bytes(text)
         try:
-            definition = held_to(load(path, now=self.now, past_deadline=True, catalog=known.catalog), self.rules)
-            instances = known.catalog.instances
-            basis = BillBasis(
-                definition,
-                known.catalog,
-                calibrations=find_all(definition, instances, known.folder),
-                hazards=known.hazards,
-                speeds=own_speeds.known(known.folder, instances, definition.name),
-                today=self.now.date(),
-            )
-            bill = price_of(basis)
-            return StackAtCommit(tree=tree, definition=definition, bill=bill)
+            found = load(path, now=self.now, past_deadline=True, catalog=known.catalog, staged=True)
+            definition = found.changed(lambda each: held_to(each, self.rules))
+            if not definition.stages:
+                return StackAtCommit(tree=tree, definition=definition, bill=self._price(definition, known))
+            staged, wrong = price_stages(definition, lambda each: self._price(each, known), self.now.date())
+            return StackAtCommit(tree=tree, definition=definition, staged=staged, errors=tuple(map(str, wrong)))
         except DefinitionError as error:
             return StackAtCommit(tree=tree, errors=tuple(str(problem) for problem in error.problems))
         except GpufleetError as error:
             return StackAtCommit(tree=tree, errors=(str(error).replace(f"{self.folder}/", "stacks/"),))
 
-    def bill(self, name: str, tree: Mapping, known: Known) -> Bill | None:
-        """The bill of a tree without a file; None if the tree does not load or has no price."""
+    def usd(self, name: str, tree: Mapping, known: Known) -> Quantiles | None:
+        """USD to finish of a tree without a file; None if the tree does not load or has no price."""
         entries = {key: node for key, node in tree.entries.items() if key not in ASIDE}
-        return self.side(name, dump(replace(tree, entries=entries)).encode(), known).bill
+        return self.side(name, dump(replace(tree, entries=entries)).encode(), known).usd
+
+    def _price(self, definition: StackDefinition, known: Known) -> Bill:
+        instances = known.catalog.instances
+        basis = BillBasis(
+            definition,
+            known.catalog,
+            calibrations=find_all(definition, instances, known.folder),
+            hazards=known.hazards,
+            speeds=own_speeds.known(known.folder, instances, definition.name),
+            today=self.now.date(),
+        )
+        return price_of(basis)
 
 
 def compare(
@@ -183,19 +206,27 @@ def _stack(
     aside: tuple[str, ...] = ()
     if base and head and base.tree and head.tree:
         aside = tuple(key for key in ASIDE if _plain(base.tree.entries.get(key)) != _plain(head.tree.entries.get(key)))
-        if base.bill and head.bill:
+        if base.usd and head.usd:
             steps = tuple(_attribute(name, base, head, known, pricer))
     judged: dict[str, Any] = {}
-    if head and head.bill and head.definition:
-        fallbacks = price_fallbacks(head.definition, head.bill, pricer.now)
-        cap, p90 = head.definition.limits.max_usd, head.bill.chosen.metered_usd.p90
+    if head and head.definition and (p90 := head.counted_p90) is not None:
+        cap = head.definition.limits.max_usd
+        rules = {each.rule: each for one in _facts(head, pricer.now) for each in broken(policy, one)}
+        ages = [price_age(bill, pricer.now.date()) for _, bill in head.priced]
         judged = {
             "over_cap": f"p90 {p90:.2f} {AS_COUNTED} passes limits.max_usd {cap}" if p90 > cap else "",
-            "refused": tuple(str(problem) for problem in problems(head.definition, head.bill)),
-            "policy": broken(policy, facts(head.definition, head.bill, fallbacks)),
-            "age": price_age(head.bill, pricer.now.date()),
+            "refused": tuple(str(problem) for each in head.priced for problem in problems(*each)),
+            "policy": tuple(rules.values()),
+            "age": "; ".join(dict.fromkeys(ages)),
         }
     return StackReview(name=name, base=base, head=head, steps=steps, aside=aside, **judged)
+
+
+def _facts(side: StackAtCommit, now: datetime) -> Iterator[Facts]:
+    """What a policy's rules judge; with stages, each has its own hardware, and all have the dollars of the whole."""
+    for definition, bill in side.priced:
+        found = facts(definition, bill, price_fallbacks(definition, bill, now))
+        yield replace(found, usd_p90=side.staged.usd.p90) if side.staged else found
 
 
 def _attribute(
@@ -203,10 +234,10 @@ def _attribute(
 ) -> Iterator[CostStep]:
     assert base.tree is not None
     assert head.tree is not None
-    assert base.bill is not None
-    assert head.bill is not None
+    assert base.usd is not None
+    assert head.usd is not None
     old, new = known
-    tree, now, bill = base.tree, old, base.bill
+    tree, now, usd = base.tree, old, base.usd
     waits: list[str] = []  # the stack of BASE cannot be priced with these prices
     for key, step, before, after in (
         ("prices", replace(old, catalog=new.catalog), _named(old.catalog), _named(new.catalog)),
@@ -214,33 +245,32 @@ def _attribute(
     ):
         if replace(step, catalog=now.catalog) == now if waits else step == now:
             continue
-        moved = None if waits else pricer.bill(name, tree, step)
+        moved = None if waits else pricer.usd(name, tree, step)
         if moved is None:
             waits.append(key)
             continue
-        found = _step((key,), before, after, bill, moved)
+        found = _step((key,), before, after, usd, moved)
         if key == "prices" or found.p50 or found.p90:  # most measurements are of other stacks
             yield found
-        now, bill = step, moved
+        now, usd = step, moved
     pending = _changes(base.tree, head.tree)
     going = not waits
     while going and pending:
         going, waiting = False, []
         for path, value, wanted in pending:
             trial = _with_value(tree, path, wanted)
-            moved = pricer.bill(name, trial, now)
+            moved = pricer.usd(name, trial, now)
             if moved is None:
                 waiting.append((path, value, wanted))
                 continue
-            yield _step((".".join(path),), _shown(value), _shown(wanted), bill, moved)
-            tree, bill, going = trial, moved, True
+            yield _step((".".join(path),), _shown(value), _shown(wanted), usd, moved)
+            tree, usd, going = trial, moved, True
         pending = waiting
     if rest := (*waits, *(".".join(path) for path, _, _ in pending)):
-        yield _step(rest, "", "", bill, head.bill)
+        yield _step(rest, "", "", usd, head.usd)
 
 
-def _step(keys: tuple[str, ...], before: str, after: str, old: Bill, new: Bill) -> CostStep:
-    was, now = old.chosen.needed_usd, new.chosen.needed_usd
+def _step(keys: tuple[str, ...], before: str, after: str, was: Quantiles, now: Quantiles) -> CostStep:
     return CostStep(keys=keys, before=before, after=after, p50=now.p50 - was.p50, p90=now.p90 - was.p90)
 
 
@@ -349,6 +379,6 @@ def _side_record(side: StackAtCommit) -> dict[str, Any]:
     return {
         "p50": str(usd.p50) if usd else None,
         "p90": str(usd.p90) if usd else None,
-        "calibrated": side.bill.calibrated if side.bill else None,
+        "calibrated": all(bill.calibrated for _, bill in side.priced) if side.priced else None,
         "errors": list(side.errors),
     }

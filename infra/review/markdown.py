@@ -81,7 +81,7 @@ def _totals(stacks: Sequence[StackReview]) -> tuple[Decimal, Decimal, list[str]]
     """The sums of p50 at BASE and at HEAD, and the stacks that the sums omit because a commit has no bill for them. If
     a sum counted them, a broken stack would look like saved money.
     """
-    unknown = [stack.name for stack in stacks if any(side and not side.bill for side in (stack.base, stack.head))]
+    unknown = [stack.name for stack in stacks if any(side and not side.usd for side in (stack.base, stack.head))]
     known = [stack for stack in stacks if stack.name not in unknown]
     return _sum(stack.base for stack in known), _sum(stack.head for stack in known), unknown
 
@@ -131,8 +131,8 @@ def _holds(stack: StackReview) -> str:
 
 
 def _counted(stack: StackReview) -> str:
-    bill = stack.head.bill if stack.head else None
-    return f"{bill.chosen.metered_usd.p90:.2f}" if bill else ""
+    p90 = stack.head.counted_p90 if stack.head else None
+    return "" if p90 is None else f"{p90:.2f}"
 
 
 def _change(stack: StackReview, which: str) -> str:
@@ -160,7 +160,7 @@ def _details(stack: StackReview) -> Iterator[str]:
         yield "HEAD has no bill:"
         yield from (f"- {_code(error, whole=True)}" for error in errors)
         yield ""
-    if base_errors and stack.head and stack.head.bill:
+    if base_errors and stack.head and stack.head.usd:
         yield "BASE has no bill with this version, so there is nothing to compare with:"
         yield from (f"- {_code(error, whole=True)}" for error in base_errors)
         yield ""

@@ -33,7 +33,8 @@ RUN_CONFIG = "run-config"  # the name of run.json's resource; if a program decla
 class Policy:
     """The rules that every run must obey.
 
-    None (no such key) or false means that there is no such rule. Patterns may contain * and ?.
+    None (no such key) or false means that there is no such rule. Patterns may contain * and ?. `max_usd_per_month` is
+    held before a run begins (infra/account/month.py), as no definition says what others have spent.
     """
 
     max_usd_per_run: Decimal | None = field(default=None, metadata={"minimum": 0.01, "maximum": 1_000_000})
@@ -42,6 +43,7 @@ class Policy:
     allowed_regions: tuple[str, ...] | None = None
     spot_only: bool = False
     required_owner: tuple[str, ...] | None = None  # patterns, one of which the owner matches: *@example.org
+    max_usd_per_month: Decimal | None = field(default=None, metadata={"minimum": 0.01, "maximum": 10_000_000})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -232,6 +232,18 @@ def simulate_each(
     return found
 
 
+def simulate_together(exposures: Sequence[Exposure], *, runs: int) -> list[SimulatedRuns]:
+    """Runs that are begun in the same days. In each simulated case, speed, set-up and prices are as far off in all of
+    them that use the same GPUs and offers, and each has interruptions of its own.
+    """
+    shared, found = Draws(runs, np.random.SeedSequence(SEED)), []
+    for at, exposure in enumerate(exposures):
+        luck = Luck(runs, np.random.SeedSequence(SEED, spawn_key=(1, at)))
+        luck.unknown = shared
+        found += _chunk([exposure], luck, MAX_ATTEMPTS)
+    return found
+
+
 def within_limits(exposure: Exposure, free: SimulatedRuns, *, seed: int = SEED) -> SimulatedRuns:
     """The result of `simulate(exposure)`, from the result `free` of `simulate(exposure.unlimited)`. Only runs that come
     near a limit are simulated again.

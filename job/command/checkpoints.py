@@ -13,6 +13,7 @@ the command's lines had shown when the checkpoint was written. A commit keeps bo
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,16 +21,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from gpufleet.job import atomic
-from gpufleet.job.command.names import MOST_STEPS, FoundCheckpoint, Key, Names, place, torn
+from gpufleet.job.command.names import MOST_STEPS, FileState, FoundCheckpoint, Key, Names, place, torn
 from gpufleet.job.command.progress import ToldProgress
 from gpufleet.job.contract import commit
 from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.commit import COMMIT, Commit, Reason
 from gpufleet.job.contract.messages import LeaderSaved
 from gpufleet.job.contract.metrics import Save
+from gpufleet.job.contract.reading import NAME_BYTES
 from gpufleet.job.contract.workdir import CHECKPOINTS, STEPS, step_folder
 from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.kind.command import PHASE, CommandConfig
@@ -43,6 +45,8 @@ UNKNOWN_QUIET_S = 5.0  # seconds for which a file must be unchanged if it is not
 SAVING_S = 5.0  # the longest pause between two files of one checkpoint
 AGAIN_S = 30.0  # seconds from a failed copy to the next try
 LEADER_S = 30.0  # seconds that a node at its end waits for the leader to announce its last checkpoint
+HELD_S = 30.0  # seconds for which the files of a part that the command has deleted wait for the leader to name the part
+MOST_HELD = 16  # checkpoints whose parts are held, and files of one part, because each file takes a descriptor
 ARRIVAL_S = 0.02  # seconds that a line takes from the command to the host
 
 File = tuple[int, int]  # device and inode
@@ -60,6 +64,22 @@ class Watched:
     still: bool = False
     doubtful: bool = False
     not_before: float = 0.0
+
+
+@dataclass(slots=True)
+class Held:
+    """A node's part of a checkpoint, with its files open: they can be copied also after the command has deleted them.
+    `is_still`: two looks saw the same.
+    """
+
+    found: FoundCheckpoint
+    files: dict[str, BinaryIO]
+    seen: float
+    is_still: bool = False
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
 
 
 class LineReader(Protocol):
@@ -113,6 +133,8 @@ class CommandCheckpoints:
         self._nodes, self._node, self._leader = nodes, node, leader
         self._knows_parts = False  # whether a part's files are known
         self._leaders_step: dict[Key, int] = {}  # checkpoints that the leader has named
+        # Parts that the leader may name. A key stays, with None, when the files are not held any more.
+        self._held: dict[Key, Held | None] = {}
         self._alive, self._writing, self._lines = alive, writing or self._find_written, lines
         self.moment = moment
         self._before: set[int] = set()  # the command's processes at the last look
@@ -142,6 +164,8 @@ class CommandCheckpoints:
         newest = self._newest()
         self._own.empty(self.folder)
         self._watched, self._done, self._put_back, self.newest = {}, {}, {}, -1
+        self._let_go(self._held)
+        self._held = {}
         self._number, self._offset, self.count, self.counted = -1, 0, 0, -1
         if newest is not None:
             self.copy_newest(self.folder)
@@ -216,15 +240,50 @@ class CommandCheckpoints:
         return [each for each in found if (before := self._put_back.get(each.key)) is None or each.is_anew(before)]
 
     def _find_part(self) -> list[FoundCheckpoint]:
-        """On a node that follows another: its part of the checkpoint announced last; it may have no files."""
+        """On a node that follows another: its part of the checkpoint announced last; it may have no files. Empty also
+        if the command has deleted the part before it was whole here.
+        """
+        there = [each for each in self.find() if self._is_new(each)]
+        if self._copying is None:
+            self._hold([each for each in there if self._number < (each.number or 0) and len(each.files) <= MOST_HELD])
         leader = self._leader()
         named = None if leader is None or leader.step <= self.newest else self.names.named(leader.named_by)
         if leader is None or named is None:
             return []
-        same = [each for each in self.find() if each.number == named.number and self._is_new(each)]
-        part = max(same, key=lambda each: (each.folder == named.folder, each.written), default=named)
+        same = {each.key: each for each in there if each.number == named.number}
+        held = {key: each.found for key, each in self._held.items() if each is not None and each.is_still}
+        same |= {key: found for key, found in held.items() if found.number == named.number}
+        if not same and any(key[1] == named.number for key in self._held):
+            return []
+        part = max(same.values(), key=lambda each: (each.folder == named.folder, each.written), default=named)
         self._leaders_step[part.key] = leader.step
         return [part]
+
+    def _hold(self, there: Sequence[FoundCheckpoint]) -> None:
+        """Opens the files of the parts that are there. Files that the command has deleted since remain part of it."""
+        now = self._clock()
+        for each in there[-MOST_HELD:]:
+            held = self._held.get(each.key) or Held(each.without_files(each.files), {}, now)
+            is_same = {**held.found.files, **each.files} == held.found.files
+            if not is_same:
+                held.close()
+                held = Held(each, {}, now)
+                for name, look in each.files.items():
+                    with suppress(OSError):
+                        file = held.files[name] = self._own.open(self.folder / name)
+                        if FileState.from_stat(os.fstat(file.fileno())) != look:
+                            held.files.pop(name).close()
+            held.is_still, held.seen = is_same and len(held.files) == len(held.found.files), now
+            self._held[each.key] = held
+        self._let_go(
+            key for key, held in self._held.items() if held and (key in self._done or now > held.seen + HELD_S)
+        )
+
+    def _let_go(self, keys: Iterable[Key]) -> None:
+        for key in list(keys):
+            if (held := self._held.get(key)) is not None:
+                held.close()
+                self._held[key] = None
 
     def _find_again(self, found: FoundCheckpoint) -> FoundCheckpoint:
         """The checkpoint as it is on disk now; it has no files if nothing is left."""
@@ -324,6 +383,7 @@ class CommandCheckpoints:
                         self._own.remove_empty((self.folder / name).parent)
 
     def close(self) -> None:
+        self._let_go(self._held)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _is_new(self, found: FoundCheckpoint) -> bool:
@@ -375,7 +435,9 @@ class CommandCheckpoints:
             )
             return False
         has_later = found.number is not None and latest is not None and found.number < latest
-        return self._is_settled or has_later or quiet >= FIRST_QUIET_S
+        # The leader names its first checkpoint only when its ranks have gone on, or after FIRST_QUIET_S. By then the
+        # ranks of other nodes have written their parts too, so that a notice's time is not spent on waiting.
+        return self._is_settled or has_later or quiet >= (SAVING_S if self._node else FIRST_QUIET_S)
 
     def _shows_a_cut(self, found: FoundCheckpoint) -> bool:
         with suppress(OSError):
@@ -408,14 +470,20 @@ class CommandCheckpoints:
         reason = self.reason
         if reason == "stop" and not on_signal:
             reason = "timed"  # the command would have made it anyway
+        held = self._held.get(found.key)
+        opened = {} if held is None or not held.is_still else held.files
         try:
             for name in {**found.files, **also}:
-                self._own.copy(self.folder / name, unfinished / FILES / name)
+                self._own.copy(opened.get(name, self.folder / name), unfinished / FILES / name)
+            for name in also:
+                self._point(unfinished / FILES / name, found)
             for name, look in found.files.items():
                 made = unfinished / FILES / name
                 if made.stat().st_size != look.bytes or (why := torn(made)):
                     raise ValueError(f"{name}: {why or 'another length than it had'}")
-            if self._find_again(found) != found or (alive and self._is_written(found)):
+            again = self._find_again(found)
+            is_same = again == found if not opened else {**found.files, **again.files} == found.files
+            if not is_same or (alive and self._is_written(found)):
                 raise ValueError("it was changed meanwhile")
             names = sorted(path.relative_to(unfinished).as_posix() for path in unfinished.rglob("*") if path.is_file())
             made_of = tuple((name, (unfinished / name).stat().st_size) for name in names)
@@ -455,6 +523,14 @@ class CommandCheckpoints:
         size = f"{len(made_of)} files, {record.bytes / 1e6:.1f} MB"
         what = f"this node's part of step {step:,}" if self._node else f"checkpoint of step {step:,}"
         self._say(f"{what} is whole: {size}, copied in {took:.1f} s")
+
+    def _point(self, copied: Path, found: FoundCheckpoint) -> None:
+        """Makes the copy of a companion that names a checkpoint name this one."""
+        with suppress(UnicodeDecodeError):
+            if copied.stat().st_size <= NAME_BYTES:
+                text = copied.read_text()
+                if (own := self.names.pointing(text, found, self.find())) != text:
+                    copied.write_text(own)
 
     def _in_unit(self, found: FoundCheckpoint) -> int | None:
         """The number in the checkpoint's name in the run's unit, without `_offset`; None if it cannot be converted."""

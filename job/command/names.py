@@ -14,7 +14,7 @@ import shutil
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
@@ -190,6 +190,18 @@ class Names:
                 with suppress(OSError):
                     sizes[name] = look().st_size
         return sizes
+
+    @staticmethod
+    def pointing(text: str, found: FoundCheckpoint, others: Iterable[FoundCheckpoint]) -> str:
+        """The text of a companion. One that only names another checkpoint, as DeepSpeed's `latest` does by the folder
+        and Megatron's by the number, names `found` instead: it was read when the command had gone on, or not yet.
+        """
+        words = [(PurePath(place(each)).name, str(each.number)) for each in others if each.places]
+        for there in words:
+            for word, own in zip(there, (PurePath(place(found)).name, str(found.number)), strict=True):
+                if text.strip() == word:
+                    return text.replace(word, own)
+        return text
 
     def _problem(self, name: str, counts: Mapping[str, int]) -> str:
         """Why a checkpoint with a file of this name cannot be published; empty when it can."""

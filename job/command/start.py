@@ -169,6 +169,7 @@ class CommandStart:
             why="" if self._resumption is None else self._resumption.why,
             met=self.meeting.figure,
             has_first=self.meeting.has_first and not self.meeting.is_open,
+            follows=self._follows,
             elsewhere="" if there else self._search.look(now, at_once=is_over),
         )
         if seen == self._observed and not is_over:

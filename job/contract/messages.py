@@ -228,6 +228,7 @@ class Observed(Message):
     elsewhere: str = ""  # files at places that nobody reads, and the line to add for these files
     met: str = ""  # the ranks of several nodes that train together; empty: not seen
     has_first: bool = False  # whether rank 0 is on this node
+    follows: bool = False  # whether another node leads, so that this one may print and save nothing
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,7 @@ class Receipt:
 
     run: str
     stack: str
+    owner: str = ""  # earlier versions did not name them
     reason: str  # why the run ended: job/contract/done.py
     detail: str = ""
     at: str  # the time until which costs count: UTC, ISO
@@ -163,6 +164,7 @@ class Receipt:
             "schema": SCHEMA,
             "run": self.run,
             "stack": self.stack,
+            "owner": self.owner,
             "reason": self.reason,
             "detail": self.detail,
             "counted_until": self.at,
@@ -204,6 +206,7 @@ class Receipt:
         return reading.filled(
             cls,
             fields,
+            owner=fields.take("owner", reading.text, ""),
             at=fields.need("counted_until", reading.text),
             device=fields.take("device", reading.text, ""),
             # earlier versions ran on a CPU only in rehearsals

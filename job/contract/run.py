@@ -122,6 +122,7 @@ class RunFile(Terms):
 
     run: str
     stack: str
+    owner: str
     experiment: str
     parameters: dict[str, Any]
     config: JobConfig  # the job's parameters
@@ -278,6 +279,7 @@ def _typed(fields: Fields) -> RunFile:
         **{each.name: getattr(money, each.name) for each in dataclasses.fields(Terms)},
         run=run.need("id", reading.name),
         stack=run.need("stack", reading.text),
+        owner=run.take("owner", reading.text, ""),
         experiment=experiment,
         parameters=parameters,
         config=config,

@@ -98,6 +98,10 @@ class ExperimentConfig(JobConfig):
         """Whether blocks and loss are compiled on a GPU."""
         return True
 
+    def records(self) -> bool:
+        """Whether a step's passes are one CUDA graph on a GPU: they draw no random numbers, in one process."""
+        return False
+
     def runs_compiled(self) -> bool:
         """Whether the job's steps run compiled: on a GPU, unless the parameters say no."""
         return self.device == "cuda" and self.compiles()

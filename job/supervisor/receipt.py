@@ -57,6 +57,7 @@ def build(
     return Receipt(
         run=run.run,
         stack=run.stack,
+        owner=run.owner,
         reason=done.reason,
         detail=done.detail,
         at=done.at,
@@ -117,7 +118,7 @@ def measure(
         parameters=run.parameters,
         device={
             "kind": run.config.device,
-            "name": machine.gpu or "CPU",
+            "name": machine.gpu or attempts[0].record.type,  # without a GPU a speed counts for this type alone
             "count": machine.gpu_count,
             "ranks": node.ranks,
             "memory_gb": machine.gpu_memory_gb,

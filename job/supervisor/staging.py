@@ -80,8 +80,8 @@ def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
         _fill(stage, "base weights", stage.run.weights, WEIGHTS, stage.workdir / INPUTS, opened)
     user = stage.workdir / USER
     for name, wanted in stage.run.folders.items():
-        manifest = HANDED_ON if wanted.stage else ""
-        _fill(stage, f"input {name}", wanted, manifest, user / NAMED / name, opened)
+        manifest, takes = (HANDED_ON, stage.run.config.demands.takes) if wanted.stage else ("", ())
+        _fill(stage, f"input {name}", wanted, manifest, user / NAMED / name, opened, takes)
         ForeignFolder(user).open_to_all(user / NAMED / name)
     if stage.run.code is not None:
         _fill(stage, "code", stage.run.code, "", stage.workdir / INPUTS, opened)
@@ -91,10 +91,16 @@ def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
 
 
 def _fill(
-    stage: Stage, what: str, wanted: InputData, manifest: str, folder: Path, opened: Callable[[str], Store]
+    stage: Stage,
+    what: str,
+    wanted: InputData,
+    manifest: str,
+    folder: Path,
+    opened: Callable[[str], Store],
+    takes: Sequence[str] = (),
 ) -> None:
     """Downloads an input's files into `folder`. If run.json does not name the files, the input's own `manifest` does;
-    without a manifest, the listing of the input's place.
+    without a manifest, the listing of the input's place. With `takes`, only the files of these names are downloaded.
     """
     shared = bucket_uri(stage.store.uri, stage.run.run)
     left = f"{shared}/{wanted.stage}/{FINAL}"
@@ -105,6 +111,7 @@ def _fill(
             files = retried(stage, lambda: _listed(place, folder / manifest, wanted, what), f"{place.uri}/{manifest}")
         elif not files:
             files = _as_listed(retried(stage, lambda: place.entries(""), place.uri), wanted, what)
+        files = tuple(file for file in files if not takes or file.name in takes)
         folder.mkdir(parents=True, exist_ok=True)
         stage.say(f"{what}: {len(files)} files, {sum(file.bytes for file in files) / 1e6:.1f} MB from {place.uri}")
         _download(stage, place, {file.name: file for file in files}, folder)

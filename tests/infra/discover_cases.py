@@ -142,6 +142,37 @@ def main():
 main()
 """
 EVERY_50 = 'parser.add_argument("--often", type=int, default=50)'
+# The kind of pytorch/examples: distributed/minGPT-ddp. The configuration stands beside the script, and a class has a
+# name for where none is given.
+BESIDE = """
+import hydra, torch
+class Trainer:
+    def __init__(self, config, net):
+        self.config, self.net = config, net
+        if self.config.kept_as is None:
+            self.config.kept_as = "another.pt"
+    def train(self):
+        for epoch in range(self.config.epochs):
+            loss.backward()
+            if epoch % self.config.each == 0:
+                torch.save({"net": self.net, "epoch": epoch}, self.config.kept_as)
+@hydra.main(config_path=".", config_name="main")
+def main(cfg):
+    Trainer(cfg["trainer"], 1).train()
+if __name__ == "__main__":
+    main()
+"""
+# The kind of distributed/FSDP2 there: helpers of torch.distributed.checkpoint, and torch.save at the end.
+HELPERS = """
+import time, torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+class Keeper:
+    def save(self, net):
+        torch.save(get_model_state_dict(net), f"kept/{int(time.time() * 1000)}/net_state.pt")
+for _ in range(30):
+    loss.backward()
+Keeper().save(net)
+"""
 LIGHTNING = """
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ModelCheckpoint
@@ -786,6 +817,30 @@ CASES: dict[str, CodeCase] = {
             "job.resume": None,
         },
         says=("last is its checkpoint",),
+    ),
+    "a value that stands where none is given does not hide the configuration's": CodeCase(
+        files={"t.py": BESIDE, "main.yaml": "trainer:\n  kept_as: mine.pt\n  epochs: 40\n  each: 3\n"},
+        command="torchrun --nnodes 2 --nproc-per-node 8 t.py",
+        expects={
+            "job.checkpoint.each": r"^mine\.pt$",
+            "job.command": r"trainer\.kept_as=\{checkpoints\}/mine\.pt$",
+            "job.work.steps": "^40$",
+        },
+    ),
+    "a script with a loop of its own tells its step by its own lines": CodeCase(
+        files={
+            "t.py": "import deepspeed\nengine = deepspeed.initialize(model=net)\nfor step in range(90):\n"
+            "    engine.backward(loss); engine.step(); print(f'step {step} loss {loss.item():.3f}')\n"
+            "    if step % 9 == 0:\n        engine.save_checkpoint('kept', tag=f'global_step{step}')\n"
+        },
+        command="python t.py",
+        expects={"job.progress.stdout": r"^\['step\\\\s\+\(\?P<step>"},
+    ),
+    "helpers of a framework are not its checkpoints": CodeCase(
+        files={"t.py": HELPERS},
+        command="torchrun --nnodes 2 --nproc-per-node 8 t.py",
+        expects={"job.checkpoint.format": "^none$"},
+        says=(r"saves net_state\.pt alone",),
     ),
     "a call that looks for a checkpoint by itself needs no words": CodeCase(
         files={"t.py": FLAX},

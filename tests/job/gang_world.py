@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 from gpufleet.job import atomic
+from gpufleet.job.command.checkpoints import LEADER_S
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.attempt import Node
 from gpufleet.job.contract.bucket import CheckpointPlace
@@ -310,6 +311,7 @@ class GangTrainer:
         self.stepped_at = machine.town.now
         self.output_at = machine.clock()
         self.fails: int | None = None
+        self.code_at = 0.0  # when it ended
         self.ends_at: float | None = None  # a leader that saves for the last time
         if machine.town.first_rank_on == machine.name:
             Observed(has_first=True).write(machine.workdir)
@@ -341,6 +343,9 @@ class GangTrainer:
         if self.fails is not None:
             self.code, self.fails = self.fails, None
         is_done = not self.parts or self._commit_part()
+        if self.code is not None:  # a command that ended waits for its leader's last word, but not for ever
+            self.code_at = self.code_at or self.machine.town.now
+            is_done = is_done or self.machine.town.now >= self.code_at + LEADER_S
         if self.ends_at is not None:
             self.code = 0 if self.machine.town.now >= self.ends_at else None
             return self.code

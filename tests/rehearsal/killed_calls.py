@@ -83,7 +83,7 @@ class SharedAccount:
             running = [node for node in cloud.instances() if not node.ended_at and OWN.items() <= node.tags.items()]
             known = sum(node.fleet_id in (fleets_that_a_node_sees(cloud, node.id) or ()) for node in running)
             swept = self._sweep()
-            left = {each for each in set(cloud.leftovers()) - set(self.others) if not _is_empty(cloud, each)}
+            left = {each for each in set(cloud.leftovers()) - set(self.others) if not is_empty(cloud, each)}
             return KilledCall(
                 fired=killer.fired,
                 action=killer.calls[-1],
@@ -166,7 +166,7 @@ def fleets_that_a_node_sees(cloud: Cloud, instance: str) -> list[str] | None:
         return Objects(buckets[0] if buckets else "gone", "r1").fleets()
 
 
-def _is_empty(cloud: Cloud, resource: Resource) -> bool:
+def is_empty(cloud: Cloud, resource: Resource) -> bool:
     """A bucket that was killed before it got its tags: sweep shows it as perhaps ours, and it costs nothing."""
     kind, name = resource
     if kind != "bucket" or cloud.inventory()[resource]:

@@ -7,6 +7,7 @@ to one phase, and only that phase is flown, over a stack that is up and whose no
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import boto3
 import pytest
+from botocore.model import ListShape, MapShape, Shape, StructureShape
 
 from gpufleet.infra.account.fleet import fleets_of
 from gpufleet.infra.canary import notice, probes, replay, stacks
@@ -111,6 +113,11 @@ def fly_bucket(flown: Flight) -> None:
     probes.bucket(flown.facts, flown.asked("s3"), name)
 
 
+def fly_role(flown: Flight) -> None:
+    (name,) = (each["Name"] for each in flown.client("s3").list_buckets()["Buckets"])
+    probes.role(flown.facts, stack(flown), flown.asked, name)
+
+
 def fly_stops(flown: Flight) -> None:
     stops = probes.stops_begin(flown.facts, stack(flown), flown.asked, 15)
     probes.stops_end(flown.facts, stops, flown.asked, time.sleep, 5)
@@ -142,6 +149,7 @@ PHASES: dict[str, Callable[[Flight], None]] = {
     "account": fly_account,
     "refusals": fly_refusals,
     "bucket": fly_bucket,
+    "role": fly_role,
     "stops": fly_stops,
     "node": fly_node,
     "tags": fly_tags,
@@ -212,10 +220,22 @@ def renamed(old: str, new: str) -> How:
     return rename
 
 
+def decided(action: str, decision: str) -> How:
+    """What the simulator says of one action, on any resource."""
+
+    def decide(parsed: dict[str, Any]) -> None:
+        for item in parsed["EvaluationResults"]:
+            if item["EvalActionName"] == action:
+                item["EvalDecision"] = decision
+
+    return decide
+
+
 QUOTA, TYPES, HISTORY = "service-quotas.GetServiceQuota", "ec2.DescribeInstanceTypes", "ec2.DescribeSpotPriceHistory"
 IMAGES, INSTANCES, VOLUMES = "ec2.DescribeImages", "ec2.DescribeInstances", "ec2.DescribeVolumes"
 PRICES, IN_USE, UNKNOWN = "SpotPriceHistory", "fleetNotInDeletableState", "fleetIdDoesNotExist"
 PUBLIC, CLOSED = "PublicAccessBlockConfiguration", "s3.GetPublicAccessBlock"
+DRY = Refuses("UnauthorizedOperation", 1)  # the first fleet is only tried
 RIGHTS, SIMULATED = "EvaluationResults", "iam.SimulatePrincipalPolicy"
 # By phase: what AWS does otherwise, in which call, how, and the one assumption that it refutes.
 ANSWERS: dict[str, tuple[tuple[str, str, How, str], ...]] = {
@@ -257,7 +277,12 @@ ANSWERS: dict[str, tuple[tuple[str, str, How, str], ...]] = {
         ("a fleet that lingers", "ec2.DescribeFleets", each("Fleets", FleetState="deleted_running"), "fleet-deleted"),
     ),
     "tags": (("late consistency", "ec2.DescribeFleets", LateFleets(40), "fleet-tags"),),
+    "role": (
+        ("a node that may launch", SIMULATED, decided("ec2:RunInstances", "allowed"), "role-may-not"),
+        ("a node that may not end itself", SIMULATED, decided("ec2:DeleteFleets", "implicitDeny"), "role-may"),
+    ),
     "stops": (
+        ("a right that only a dry run shows", "ec2.CreateFleet", DRY, "dry-runs"),
         ("a fleet that keeps its target", "ec2.ModifyFleet", Refuses("UnsupportedOperation", 1), "fleet-resized"),
         ("other words for an ended fleet", "ec2.DeleteFleets", renamed(IN_USE, "unexpectedError"), "delete-again"),
         ("other words for no fleet", "ec2.DeleteFleets", renamed(UNKNOWN, "fleetIdMalformed"), "delete-unknown"),
@@ -301,6 +326,57 @@ def test_fis_gives_a_notice_by_a_role_of_its_own_and_leaves_nothing(flight: Flig
     assert flight.client("fis").list_experiment_templates()["experimentTemplates"] == []
     assert notice.ROLE not in [each["RoleName"] for each in flight.client("iam").list_roles()["Roles"]]
     notice.forget(flight.client)
+
+
+def misfits(shape: Shape, value: Any, path: str) -> Iterator[str]:
+    """The parts of a request that botocore's model of the service does not allow: botocore itself checks kinds and
+    lower bounds alone.
+    """
+    limits = shape.metadata
+    if isinstance(shape, StructureShape):
+        yield from (f"{path} lacks {name}" for name in limits.get("required", []) if name not in value)
+        yield from (f"{path} has {name}" for name in value if name not in shape.members)
+        for name in value.keys() & shape.members.keys():
+            yield from misfits(shape.members[name], value[name], f"{path}.{name}")
+    elif isinstance(shape, ListShape):
+        for each in value:
+            yield from misfits(shape.member, each, f"{path}[]")
+    elif isinstance(shape, MapShape):
+        for name, each in value.items():
+            yield from misfits(shape.key, name, f"{path} key")
+            yield from misfits(shape.value, each, f"{path}.{name}")
+    elif isinstance(value, str):
+        if not limits.get("min", 0) <= len(value) <= limits.get("max", 10**6):
+            yield f"{path} has {len(value)} letters"
+        if not re.fullmatch(limits.get("pattern", r"[\s\S]*"), value):
+            yield f"{path} is {value!r}"
+        if value not in limits.get("enum", [value]):
+            yield f"{path} is {value!r}"
+
+
+def test_each_call_to_fis_is_one_of_botocores_model(flight: Flight) -> None:
+    calls, fis = list[tuple[str, Any, dict[str, Any]]](), flight.client("fis")
+
+    def note(params: dict[str, Any], model: Any, **_: Any) -> None:
+        calls.append((model.name, model.input_shape, params))
+
+    fis.meta.events.register("provide-client-params.fis", note)
+    flight.facts = FlightFacts()
+    (fleets,) = FLEETS.values()
+    node = next(each for each in fleets.instances.values() if not each.ended_at)
+    assert notice.refused(fis) == ""
+    experiment = notice.interrupt(stack(flight), node.id, flight.asked, lambda _: None)
+    fis.get_experiment(id=experiment)
+    notice.forget(flight.client)
+    fis.meta.events.unregister("provide-client-params.fis", note)
+    names = {name for name, _, _ in calls}
+    assert names >= {"CreateExperimentTemplate", "StartExperiment", "GetExperiment", "DeleteExperimentTemplate"}
+    assert [each for name, shape, params in calls for each in misfits(shape, params, name)] == []
+    template = next(params for name, _, params in calls if name == "CreateExperimentTemplate")
+    spoilt = {**template, "roleArn": "short", "description": "x" * 600, "other": 1}
+    del spoilt["actions"]
+    shape = next(shape for name, shape, _ in calls if name == "CreateExperimentTemplate")
+    assert len(list(misfits(shape, spoilt, "it"))) == 4
 
 
 def do_nothing(*_: Any, **__: Any) -> None:

@@ -86,9 +86,20 @@ def test_a_right_that_is_missing_is_named(cloud: Cloud, tmp_path: Path, monkeypa
 def test_a_price_above_the_cap_is_refused(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "TYPES", 1)
     monkeypatch.setattr(stacks, "MOST_USD", Decimal("0.40"))
-    with pytest.raises(GpufleetError, match=r"up to 0.50 USD, above its 0.40: nothing was made"):
+    with pytest.raises(GpufleetError, match=r"up to 0.45 USD, above its 0.40: nothing was made"):
         choose(cloud, tmp_path)
-    assert choose(cloud, tmp_path / "again", by_notice=False).usd == Decimal("0.30")
+    assert choose(cloud, tmp_path / "again", by_notice=False).usd == Decimal("0.25")
+
+
+def test_a_type_on_which_two_interruptions_would_meet_the_cap_is_refused_with_its_price(
+    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node counts what is left at the on-demand price when it boots, and ends a run with too little."""
+    monkeypatch.setattr(stacks, "TRIED", 1)
+    monkeypatch.setitem(stacks.LIMITS, stacks.RUN, Decimal("0.12"))
+    with pytest.raises(AwsRefused, match=r"g4dn.xlarge: its price is above .*two interruptions it needs 0.13 USD"):
+        choose(cloud, tmp_path)
+    assert cloud.leftovers() == {}
 
 
 @pytest.mark.parametrize("way", [[], ["--embedded"]])

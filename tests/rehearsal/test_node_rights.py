@@ -251,3 +251,34 @@ def test_a_node_reads_the_secrets_that_its_job_names_and_no_other(
             ssm.describe_parameters()
     finally:
         rights_are(cloud, _statements(cloud.account))
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT"])
+def test_an_object_that_is_overwritten_as_it_is_read_is_read_again(method: str) -> None:
+    answers: list[list[bytes]] = [[], [b"the new one"]]
+
+    def moto(environ: dict[str, Any], start: Any) -> list[bytes]:
+        if not (answer := answers.pop(0)):
+            raise ValueError("I/O operation on closed file.")
+        return answer
+
+    passes = gate.Gate(
+        moto,
+        "1",
+        lambda region: None,
+        lambda token: (),
+        lambda arn: (),
+        lambda name: {},
+        lambda name: None,
+        ManualClock(),
+    )
+    environ = {
+        "REQUEST_METHOD": method,
+        "PATH_INFO": "/bucket/key",
+        "HTTP_AUTHORIZATION": f"AWS4-HMAC-SHA256 Credential={gate.USER_KEY}/20270115/us-east-2/s3/aws4_request",
+    }
+    if method == "GET":
+        assert list(passes(environ, lambda *words: None)) == [b"the new one"]
+    else:
+        with pytest.raises(ValueError, match="closed file"):
+            passes(environ, lambda *words: None)

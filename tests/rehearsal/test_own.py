@@ -323,6 +323,8 @@ UNREAD = ("ep 3 of 9", "ep 4 of 9")
         ({"lines": 50, "told": True}, 31, ["nothing came into {checkpoints} by step 31, though job.checkpoint.every"]),
         ({"lines": 50, "told": True, "begun": 1}, 31, []),
         ({"begun": 1, "checkpoints": 2}, 0, []),  # its lines may come in blocks
+        ({"lines": 50, "told": True, "follows": True}, 31, []),  # rank 0 saves, on another node
+        ({"lines": 50, "unread": UNREAD, "checkpoints": 1, "begun": 1, "follows": True}, 0, []),  # and it alone prints
         ({"begun": 1, "checkpoints": 3}, 0, ["3 checkpoints are whole, and nothing tells their steps"]),
     ],
 )  # fmt: skip

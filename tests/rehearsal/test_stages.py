@@ -31,6 +31,7 @@ from gpufleet.rehearsal.node import NodeRunner
 from gpufleet.rehearsal.rehearse import rehearse
 from tests.infra.staged_files import STAGED
 from tests.rehearsal.engine_world import AMI
+from tests.repository import ROOT
 from tests.waiting import wait_for
 
 STAGES = ("prepare", "train", "judge")
@@ -177,6 +178,32 @@ def test_a_file_with_stages_is_rehearsed_each_stage_on_its_own_fleet(tmp_path: P
     whole = Receipt.from_json(json.loads((folder / RECEIPT).read_bytes()))
     assert whole.actual == sum(each.actual for each in parts)
     assert all((folder / stage / "report.html").is_file() for stage in STAGES)
+
+
+@pytest.mark.slow
+def test_kernel_sft_in_two_stages_judges_nothing_twice_and_costs_their_sum(tmp_path: Path) -> None:
+    name = "kernel-sft-stages"
+    project = scratch.make(tmp_path / "project", {name: (ROOT / "stacks" / f"{name}.yaml").read_text()})
+    said: list[str] = []
+    assert rehearse(name, root=project, out=said.append) == 0, "\n".join(said)
+    folder = project / "rehearsals" / name / "r1"
+    train, judge = (folder / "results" / stage for stage in ("train", "judge"))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [each.split()[0] for each in summary["interruptions"]] == ["notice", "loss"]
+    assert summary["nodes"] == 4
+    verdicts = [json.loads(line) for line in (judge / "stages" / "verdicts.jsonl").read_text().splitlines()]
+    assert len({each["candidate"] for each in verdicts}) == len(verdicts) == 8 + 60
+    assert not (train / "stages" / "verdicts.jsonl").exists()
+    trained, judged = (json.loads((part / "results.json").read_text()) for part in (train, judge))
+    del trained["statement"]
+    assert {key: judged[key] for key in trained} == trained
+    assert judged["generated"]["candidates"] == 8
+    said_by_nodes = (judge / "job.log").read_text()
+    assert "input train: 2 files" in said_by_nodes  # neither weights nor a dataset
+    assert "base weights:" not in said_by_nodes
+    parts = [Receipt.from_json(json.loads((part / RECEIPT).read_bytes())) for part in (train, judge)]
+    whole = Receipt.from_json(json.loads((folder / RECEIPT).read_bytes()))
+    assert whole.actual == sum(each.actual for each in parts)
 
 
 def test_interrupted_in_each_stage_and_killed_between_them_it_ends_once_and_costs_the_sum(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from gpufleet.job.experiments.engine.metrics import MetricsFile
 from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.experiments.engine.requests import Requests
 from gpufleet.job.experiments.spec import ExperimentConfig
-from gpufleet.job.kind import EXPERIMENTS
+from gpufleet.job.kind import JobConfig
 from gpufleet.job.kind.common import PhaseSize
 from gpufleet.job.kind.job import named
 from gpufleet.job.text import printable
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     requests.heed_signals()
     if args.wait:
         with suppress(ValueError):  # reported below
-            imported(Task.read(args.workdir).name)
+            imported(Task.read(args.workdir).config)
         args.rung = await_start(args.workdir)
     return train(args.workdir, args.rung, requests)
 
@@ -85,7 +85,7 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
                 session.device.tidy()
                 checkpoints = Checkpoints(workdir / CHECKPOINTS, config_sha256=run.digest, world=world)
                 session = dataclasses.replace(session, checkpoints=checkpoints)
-                experiment = imported(run.name)(session)
+                experiment = imported(run.config)(session)
     except Stopped:
         code = TrainerExit.STOPPED
     except RuntimeError as error:
@@ -177,9 +177,9 @@ def out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or short
 
 
-def imported(name: str) -> Callable[[Session], Experiment]:
+def imported(config: JobConfig) -> Callable[[Session], Experiment]:
     """The class of an experiment."""
-    found: Callable[[Session], Experiment] = named(cast(type[ExperimentConfig], EXPERIMENTS[name]).trainer)
+    found: Callable[[Session], Experiment] = named(cast(ExperimentConfig, config).trainer)
     return found
 
 
@@ -212,7 +212,7 @@ def start(run: Task, workdir: Path, rung: int, requests: Requests, world: World)
         predicted=run.predicted,
         say=speak,
     )
-    experiment = imported(run.name)(session)
+    experiment = imported(config)(session)
     for line in banner_lines(session, run.tree):
         speak(line)
     return experiment, session
@@ -234,9 +234,11 @@ def banner_lines(session: Session, run: dict[str, Any]) -> Iterator[str]:
     config = session.config
     sizes = config.phases()
     yield "phases: " + ", ".join(f"{s.name} {s.params_total:,} / {s.params_active:,} active" for s in sizes)
-    yield _work(sizes)
+    if any(size.steps for size in sizes):
+        yield _work(sizes)
     yield f"precision: products in {config.precision.compute}, state {config.state_in_words()}"
-    yield f"data: {describe(read_manifest(session.data))}"
+    if config.dataset_kind:
+        yield f"data: {describe(read_manifest(session.data))}"
     for predicted in session.predicted:
         yield f"predicted {predicted['phase']}: {_figures(predicted)}"
     if session.predicted:

@@ -15,12 +15,14 @@ import gc
 import math
 from contextlib import suppress
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
 from gpufleet.job.contract.commit import Commit, Reason, Retry
+from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.contract.metrics import Save
 from gpufleet.job.contract.workdir import STEPPED
 from gpufleet.job.experiments.dataset.prepare import read_manifest
@@ -29,6 +31,7 @@ from gpufleet.job.experiments.engine.cadence import Cadence
 from gpufleet.job.experiments.engine.checkpoint import Saved, State, all_finite
 from gpufleet.job.experiments.engine.committed import Found
 from gpufleet.job.experiments.engine.compile_cache import CompileCache
+from gpufleet.job.experiments.engine.cuda_graph import RecordedPasses
 from gpufleet.job.experiments.engine.experiment import (
     Experiment,
     LossNotFiniteError,
@@ -58,7 +61,6 @@ class Loop:
         self._delivered: Weights | None = None  # the module's weights once the module's training is over
         self._ended: str | None = None  # why this phase ends before its last step
         self._unevaluated = False  # whether a stop came before this step's evaluation was over
-        self._manifest = read_manifest(session.data)
         given = session.inputs if self.world.first else None
         self._base_weights = None if given is None else committed.weights_identity(given)
         self._clock = metrics.StepClock(session.device.synchronize)
@@ -71,6 +73,10 @@ class Loop:
         self._look = False  # whether a save waits for the next step's loss
         self._finite = torch.ones((), dtype=torch.bool, device=session.device.torch)
         self._graphs: CompileCache | None = None  # of this phase, if anything is compiled
+
+    @cached_property
+    def _manifest(self) -> DatasetManifest:
+        return read_manifest(self.session.data)  # only where something trains: else there is no dataset
 
     def run(self) -> bool:
         """Trains to the end. False if training diverged, and another loop must resume from the checkpoint before."""
@@ -204,11 +210,15 @@ class Loop:
             module.recompute(rung.checkpointing, products_too=rung.products_too)  # type: ignore[operator]
         started = self.step
         self._handle_stop(phase, state, self.world.agree(self._stop()))
-        with step.compiled(module, self.session.device.torch, wanted=self.config.compiles()) as compiling:
+        where = self.session.device.torch
+        with (
+            step.compiled(module, where, wanted=self.config.compiles()) as compiling,
+            step.recorded(opt, where, self._aloud, wanted=self.config.records()) as recorded,
+        ):
             self._graphs = CompileCache(self.session, phase, rung) if compiling else None
             self._make_up(phase, module, rung)
             while not self._phase_ended(phase):
-                val_loss = self._step(phase, module, opt, rung, first=self.step == started)
+                val_loss = self._step(phase, module, opt, rung, recorded, first=self.step == started)
                 if not self._phase_ended(phase):
                     self._note(self.session.checkpoints.poll())
                 due, stop = self.world.agree((self._due(phase, val_loss), self._stop()))
@@ -230,14 +240,21 @@ class Loop:
         return self.step >= phase.last or self._ended is not None
 
     def _step(
-        self, phase: Phase, module: nn.Module, opt: torch.optim.Optimizer, rung: Rung, *, first: bool
+        self,
+        phase: Phase,
+        module: nn.Module,
+        opt: torch.optim.Optimizer,
+        rung: Rung,
+        recorded: RecordedPasses | None,
+        *,
+        first: bool,
     ) -> float | None:
         """One optimizer step with its log line; returns the validation loss if this step is evaluated."""
         lr = self._lower(opt, self.experiment.schedule(phase, opt, self.step))
         self._clock.start()
         self._own.begin()
         work = self.experiment.batch(phase, self.step, rung)
-        result = step.update(self.experiment, module, opt, work, self.step, self._own.end)
+        result = step.update(self.experiment, module, opt, work, self.step, self._own.end, recorded)
         self._finite &= result.loss.isfinite() & result.grad_norm.isfinite()
         self.step += 1
         if self.world.spans_nodes and self.world.first_here:
@@ -382,6 +399,9 @@ class Loop:
             "experiment": copy.deepcopy(self.experiment.progress),
         }
         self._note(checkpoints.save(state, commit, progress))
+
+    def _aloud(self, text: str) -> None:
+        self._journal.event(text, aloud=True)
 
     def _note(self, ended: list[Saved]) -> None:
         """Logs how saves ended. A failed one costs a checkpoint, never the run."""

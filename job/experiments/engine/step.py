@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpufleet.job.experiments.engine import optimizer, parallel
+from gpufleet.job.experiments.engine.cuda_graph import CudaRecorder, RecordedPasses, StepSums
 from gpufleet.job.experiments.engine.data import mix
 from gpufleet.job.experiments.engine.experiment import Experiment, ForwardOutput, Micro, Work
 
@@ -36,39 +37,61 @@ def update(
     work: Work,
     step: int,
     before_exchange: Callable[[], None] = lambda: None,
+    recorded: RecordedPasses | None = None,
 ) -> StepResult:
     """Forward and backward over the micro-batches of the global batch after `step` steps, then one update.
 
     Loss and gradient are means over the tokens of the whole batch, so the batch's split over micro-batches and ranks
     changes neither (an auxiliary term, itself a mean, is weighted by each micro-batch's share). Random numbers drawn
     within the model are a function of (seed, step, place of the micro-batch). `before_exchange` is called before the
-    last backward pass, in which several nodes sum their gradients.
+    last backward pass, in which several nodes sum their gradients. `recorded` runs the passes as a CUDA graph, which
+    has neither random numbers nor other ranks.
+    """
+    if recorded is None:
+        sums = _passes(experiment, module, work.micros, work.total, step, before_exchange)
+    else:
+        sums = recorded.run(lambda micros: _passes(experiment, module, micros, work.total), list(work.micros))
+        before_exchange()
+    parallel.reduce(optimizer.parameters(opt), experiment.session.world)
+    norm = experiment.clip(opt)
+    opt.step()
+    opt.zero_grad(set_to_none=True)
+    return StepResult(sums.loss, norm, sums.aux)
+
+
+def _passes(
+    experiment: Experiment,
+    module: nn.Module,
+    micros: Iterable[Micro],
+    total: int,
+    step: int | None = None,
+    before_exchange: Callable[[], None] = lambda: None,
+) -> StepSums:
+    """Forward and backward over this rank's micro-batches, whose gradients are summed. `step` None: the module draws no
+    random numbers.
     """
     loss: Tensor | None = None
     aux: dict[str, Tensor] = {}
-    world = experiment.session.world
-    for micro, is_last in _with_last(work.micros):
-        experiment.session.device.seed(mix(experiment.session.config.seed, step, micro.place))
+    session = experiment.session
+    for micro, is_last in _with_last(micros):
+        if step is not None:
+            session.device.seed(mix(session.config.seed, step, micro.place))
         output: ForwardOutput = module(*micro.inputs)
         assert output.loss_sum is not None
-        share = micro.tokens / work.total
-        objective = output.loss_sum / work.total
+        share = micro.tokens / total
+        objective = output.loss_sum / total
         loss = objective.detach() if loss is None else loss + objective.detach()
         if output.aux_loss is not None:
             objective = objective + experiment.aux_weight * share * output.aux_loss
         for name, figure in output.aux.items():
             part = share * figure if figure.is_floating_point() else figure
             aux[name] = aux[name] + part if name in aux else part
-        parallel.reduce_between(module, world, wanted=is_last)
+        parallel.reduce_between(module, session.world, wanted=is_last)
         if is_last:
             before_exchange()
         torch.autograd.backward(objective)
     assert loss is not None
-    parallel.reduce(optimizer.parameters(opt), world)
-    norm = experiment.clip(opt)
-    opt.step()
-    opt.zero_grad(set_to_none=True)
-    return StepResult(loss, norm, aux)
+    return StepSums(loss, aux)
 
 
 def _with_last(micros: Iterable[Micro]) -> Iterator[tuple[Micro, bool]]:
@@ -102,3 +125,20 @@ def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) ->
         for owner, name in parts:
             delattr(owner, name)
         torch.compiler.reset()  # the graphs of all phases share one cache, which is emptied here
+
+
+@contextlib.contextmanager
+def recorded(
+    opt: Optimizer, device: torch.device, say: Callable[[str], None], *, wanted: bool = True
+) -> Iterator[RecordedPasses | None]:
+    """Within the block a phase's passes run as a CUDA graph, if wanted and on CUDA; behind it the graph's memory is
+    free.
+    """
+    if device.type != "cuda" or not wanted:
+        yield None
+        return
+    passes = RecordedPasses(CudaRecorder(device), optimizer.parameters(opt), say)
+    try:
+        yield passes
+    finally:
+        passes.drop()

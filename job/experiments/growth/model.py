@@ -122,10 +122,10 @@ class Growth(Checkpointed):
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> GrowthOutput:
         """Logits if there are no targets, otherwise the summed loss. Tokens and targets are int64."""
         x_BTd = self.look_up(tokens_BT).to(self.compute_dtype)
-        cos_TP, sin_TP = rotations(tokens_BT.shape[1], self.shape.width // self.shape.heads, x_BTd)
+        cos_TD, sin_TD = rotations(tokens_BT.shape[1], self.shape.width // self.shape.heads, x_BTd)
         routings: list[Routing] = []
         for block in self.blocks:
-            x_BTd, routing = block(x_BTd, cos_TP, sin_TP)
+            x_BTd, routing = block(x_BTd, cos_TD, sin_TD)
             if routing is not None:
                 routings.append(routing)
         x_BTd = self.norm(x_BTd)

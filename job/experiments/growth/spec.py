@@ -25,6 +25,9 @@ COMPILED_KEEPS, COMPILED_LOGIT_BYTES = 0.8, 5
 # first phase, of 7 layers, 24.4 and 25.5 in the second (bench/results/gpu.md); an empty launch takes 26 us on a core of
 # 2.8 GHz, a launch of these steps 36.
 LAYER_LAUNCH_MS, LAUNCH_MS = (1.9, 3.1), 3.0
+# The same with CUDA graphs, fitted to 10.9 and 21.8 ms on an H100 with the compiler's graphs, one for each block. One
+# graph for all passes of a step leaves the host less to launch, but is not measured.
+LAYER_GRAPH_MS = (1.1, 2.7)
 GROWTH_PASSES = 5  # passes over the new fp32 weights at 1 GB/s: grow, check before and after, export, read back
 COMPILE_S = 40.0  # per grown phase, on CUDA only; the first phase compiles within the set-up minutes
 BYTES_PER_STORY = 444  # 50,000 stories = 11,091,575 GPT-2 tokens of 2 bytes
@@ -119,6 +122,7 @@ class GrowthConfig(ExperimentConfig):
     optim: AdamW = AdamW()
     precision: Precision = Precision()
     deliver: common.Deliver = common.added_later("last", version="0.1.0")
+    cuda_graphs: bool = common.added_later(True)  # on a GPU, a step's passes are one graph
     checkpoint: common.Checkpoint = common.Checkpoint()
     guard: common.Guard = common.added_later(common.Guard(), version="0.1.0")
     eval: Eval = Eval()
@@ -202,6 +206,16 @@ class GrowthConfig(ExperimentConfig):
         first = max(activations + max(logits, head), gradients + layer)
         second = min(micro, self.batch.sequences - micro) / micro
         shared = max(first, gradients + second * (activations + logits))
+        if self.device == "cuda" and self.records():
+            # A graph keeps its memory between steps, so evaluation has its own: one layer's, and the logits'.
+            rows = min(micro, self.eval.windows) * self.data.sequence
+            layers_own = rows * _layer_bytes(s, compute, checkpointing=False) + cast * made / s.layers * compute
+            logits_own = rows * s.vocab * (compute if fused else compute + 8) + cast * table * compute
+            activations, logits, shared = (
+                activations + layers_own,
+                logits + logits_own,
+                shared + layers_own + logits_own,
+            )
         held = {"weights": weights, "gradients": gradients, "moments": moments}
         return common.in_gb(**held, activations=activations, logits=logits, peak=weights + moments + shared)
 
@@ -214,6 +228,9 @@ class GrowthConfig(ExperimentConfig):
     def state_dtype(self, phase_index: int) -> str:
         """fp32 or bf16, the same for weights, gradients and moments. It never depends on the GPU."""
         return self.precision.phase3_state if phase_index == 2 else "fp32"
+
+    def records(self) -> bool:
+        return self.cuda_graphs
 
     def state_in_words(self) -> str:
         kept = ", ".join(f"{name} {self.state_dtype(index)}" for index, name in enumerate(_PHASES))
@@ -299,7 +316,8 @@ def flops_per_token(s: Shape, sequence: int) -> int:
 def _launch_ms(config: GrowthConfig, s: Shape) -> float:
     """Milliseconds of the host for one step; with `batch.micro` unset the whole batch is one micro-batch."""
     micros = -(-config.batch.sequences // (config.batch.micro or config.batch.sequences))
-    return micros * s.layers * LAYER_LAUNCH_MS[1 if s.experts else 0] + LAUNCH_MS
+    layer_ms = LAYER_GRAPH_MS if config.records() else LAYER_LAUNCH_MS
+    return micros * s.layers * layer_ms[1 if s.experts else 0] + LAUNCH_MS
 
 
 def _growth_s(config: GrowthConfig, parameters: int) -> float:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gpufleet.job import atomic
-from gpufleet.job.contract.workdir import FINAL
+from gpufleet.job.contract.workdir import FINAL, NAMED, USER
 from gpufleet.job.experiments.dataset.packing import order
 from gpufleet.job.experiments.dataset.prepare import read_manifest
 from gpufleet.job.experiments.engine import optimizer
@@ -30,7 +30,9 @@ from gpufleet.job.experiments.engine.packed_rows import PackedBatches
 from gpufleet.job.experiments.kernel import results, stages
 from gpufleet.job.experiments.kernel.judge import curriculum
 from gpufleet.job.experiments.kernel.judge.catalog import TASKS
+from gpufleet.job.experiments.kernel.results import Training
 from gpufleet.job.experiments.kernel.spec import KernelConfig
+from gpufleet.job.experiments.kernel.stages import Made
 from gpufleet.job.experiments.models import decoder
 from gpufleet.job.experiments.models.decoder import Decoder
 from gpufleet.job.experiments.tuning import run as tuning
@@ -133,10 +135,20 @@ class Kernel(Experiment):
             stages.candidates(self, module, phase)
 
     def finish(self) -> None:
-        """Writes weights, candidates, verdicts and results. Raises Stopped."""
+        """Writes weights, candidates, verdicts and results; as the part `train`, what the part `judge` needs. Raises
+        Stopped.
+        """
         assert self.module is not None
-        if (found := stages.finish(self, self.module)) is not None:
-            results.write(self, *found)
+        digest = stages.deliver(self, self.module)
+        made = {
+            each.name: stages.candidates(self, self.module if each is self.phases[-1] else None, each)
+            for each in self.phases
+        }
+        trained = results.training(self, digest)
+        if self.config.part == "train":
+            results.hand_on(self.session, trained, made)
+        else:
+            _judge(self.session, self.config, trained, made)
 
     def cut(self, step: int, weights: Weights) -> None:
         """Writes the weights of the last step, unless `finish` has written these."""
@@ -176,3 +188,24 @@ class Kernel(Experiment):
         tried = TASKS[: self.config.generate.tasks]
         curriculum.require_practice(itertools.chain.from_iterable(found), tried, beginning)
         return found
+
+
+class Judging(Kernel):
+    """The part `judge`: it has no phases, so the loop asks for nothing but its end."""
+
+    def __init__(self, session: Session) -> None:
+        assert isinstance(session.config, KernelConfig)
+        self.session, self.config = session, session.config
+        require(self.config)
+        self.phases, self.progress = [], {}
+        self.trained, self.made = results.handed_on(session.workdir / USER / NAMED / self.config.candidates)
+
+    def finish(self) -> None:
+        """Writes verdicts and results. Raises Stopped."""
+        _judge(self.session, self.config, self.trained, self.made)
+
+
+def _judge(session: Session, config: KernelConfig, trained: Training, made: Made) -> None:
+    """Judges all candidates and writes results.json. Raises Stopped."""
+    if (found := stages.verified(session, config, made)) is not None:
+        results.write(session, config, trained, found)

@@ -1,5 +1,7 @@
 """kernel-sft: trains all weights on packed rows, then generates, then runs the funnel. A micro-batch counts rows.
 
+A run does all of it, or one part: `train` ends with the candidates, `judge` judges those of an earlier stage.
+
 The funnel's seconds per candidate are assumptions until a run has measured them, except for the judge's own work on a
 CPU. Compilation is spread over all vCPUs: seconds to tens of seconds of one core. One worker per GPU does the other
 stages, one candidate after another: the worker starts a process, sends inputs, and compares tens of megabytes per input
@@ -34,6 +36,8 @@ CORRECT_SHARE = 0.2  # KernelLLM-8B reports pass@1 20.2
 AT_ONCE = 32  # sequences that a rank generates together, and loses together if the run is stopped
 TRIED = 4  # candidates per task in a curriculum's evaluation
 HELD_OUT = 0.02  # share of the pairs in each evaluation (job/experiments/kernel/pairs.py)
+CANDIDATES, TRAINING = HANDED = ("candidates.jsonl", "training.json")  # in final/ of the part that trains
+_KERNEL = "gpufleet.job.experiments.kernel"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,15 +82,13 @@ class Funnel:
 class KernelConfig(TuningConfig):
     """kernel-sft: all weights of a 7-8 B code model, 20 tasks x 10 candidates, judged on the node's GPUs and CPUs."""
 
-    trainer: ClassVar[str] = "gpufleet.job.experiments.kernel.run:Kernel"
-    dataset_class: ClassVar[str] = "gpufleet.job.experiments.kernel.data:KernelPairs"
-    leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "generate", "funnel", "data.samples", "data.curriculum")
-    demands: ClassVar[common.Demands] = common.Demands(
-        one_node="its candidates are judged on one node, while the others would wait and be billed",
-        # Untrusted candidates run in namespaces, which docker's default profile forbids; this one forbids the rest.
-        container_options="--security-opt seccomp={app}/gpufleet/job/node/namespaces.json",
-    )
+    dataset_class: ClassVar[str] = f"{_KERNEL}.data:KernelPairs"
+    leaves_speed: ClassVar[tuple[str, ...]] = (
+        "epochs", "generate", "funnel", "data.samples", "data.curriculum", "part", "candidates",
+    )  # fmt: skip
 
+    part: Literal["all", "train", "judge"] = common.added_later("all")
+    candidates: str = common.added_later("")  # of the part `judge`: the stage that has written the candidates
     epochs: int = common.bounded(1, 1, 1000)
     seed: int = common.bounded(1337, 0, 2**31 - 1)
     device: Literal["cuda", "cpu"] = "cuda"
@@ -103,8 +105,37 @@ class KernelConfig(TuningConfig):
     guard: common.Guard = common.added_later(common.Guard(), version="0.1.0")
     log: common.Log = common.Log()
 
+    @property
+    def trainer(self) -> str:  # type: ignore[override]
+        return f"{_KERNEL}.run:{'Kernel' if self.trains else 'Judging'}"
+
+    @property
+    def trains(self) -> bool:
+        """Whether this part trains and generates."""
+        return self.part != "judge"
+
+    @property
+    def dataset_kind(self) -> str:  # type: ignore[override]
+        return "packed" if self.trains else ""
+
+    @property
+    def demands(self) -> common.Demands:  # type: ignore[override]
+        return common.Demands(
+            one_node="its candidates are judged on one node, while the others would wait and be billed",
+            # Untrusted candidates run in namespaces, which docker's default profile forbids; this one forbids the rest.
+            container_options="--security-opt seccomp={app}/gpufleet/job/node/namespaces.json",
+            inputs=(("candidates", self.candidates),) if self.candidates else (),
+            takes=HANDED,
+        )
+
+    @property
+    def hands_on(self) -> tuple[str, ...]:  # type: ignore[override]
+        return HANDED if self.part == "train" else ()
+
     def problems(self) -> list[tuple[str, str]]:
         found = tuning.problems(self.model)
+        if self.trains == bool(self.candidates):
+            found.append(("candidates", "an earlier stage's name, of a part `train`; for the part `judge` alone"))
         found += tuning.batch_problems(self.batch, self.data.row, self.optim.betas)
         if self.data.curriculum != "off" and self.epochs < 2:
             found.append(("data.curriculum", "off unless epochs is 2 or more: it acts upon what is tried between them"))
@@ -112,7 +143,9 @@ class KernelConfig(TuningConfig):
 
     @common.remembered
     def phases(self) -> tuple[common.PhaseSize, ...]:
-        """`sft`, or `sft-uniform` and `sft-adaptive`, each with its candidates; `generate`, `verify`."""
+        """`sft`, or `sft-uniform` and `sft-adaptive`, each with its candidates; `generate`; `verify`, alone for the
+        part `judge`.
+        """
         m = self.model
         total = tuning.parameters(m)
         context = min(self.data.tokens_per_sample, self.data.row)
@@ -151,24 +184,23 @@ class KernelConfig(TuningConfig):
                 **sizes,  # type: ignore[arg-type]
             )
 
-        return (
-            *map(training, names),
-            common.PhaseSize(
-                name="generate",
-                steps=0,
-                decode_steps=len(names) * self.generate.max_tokens,
-                decode_sequences=self.generate.tasks * self.generate.candidates,
-                decode_at_once=AT_ONCE,
-                **sizes,  # type: ignore[arg-type]
-            ),
-            common.PhaseSize(
-                name="verify",
-                steps=0,
-                cpu_core_s=judged * compile_s,
-                gpu_s=judged * judge_s,
-                **sizes,  # type: ignore[arg-type]
-            ),
+        generate = common.PhaseSize(
+            name="generate",
+            steps=0,
+            decode_steps=len(names) * self.generate.max_tokens,
+            decode_sequences=self.generate.tasks * self.generate.candidates,
+            decode_at_once=AT_ONCE,
+            **sizes,  # type: ignore[arg-type]
         )
+        verify = common.PhaseSize(
+            name="verify",
+            steps=0,
+            cpu_core_s=judged * compile_s,
+            gpu_s=judged * judge_s,
+            **sizes,  # type: ignore[arg-type]
+        )
+        made = (*map(training, names), generate) if self.trains else ()
+        return made if self.part == "train" else (*made, verify)
 
     @common.remembered
     def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
@@ -176,18 +208,18 @@ class KernelConfig(TuningConfig):
         trained weights, still split; whole weights of the compute dtype on each GPU; and the cache for the GPU's share
         of the sequences. `verify` needs the memory limit of a candidate.
         """
-        m, first = self.model, len(trainings(self))
+        m, phase = self.model, self.phases()[phase_index]
         compute = 2 if self.precision.compute == "bf16" else 4
         total = tuning.parameters(m)
         weights = gradients = moments = activations = logits = 0.0
-        if phase_index < first:
+        if phase.steps:
             weights, gradients, moments = tuning.whole_state(
                 m, compute, ranks, reshard=self.reshard_after_forward, checkpointing=rung.checkpointing
             )
             tokens = rung.micro * self.data.row
             activations = tuning.activations(m, tokens, compute, rung)
             logits = tuning.loss_bytes(m, tokens, trained=True)
-        elif phase_index == first:
+        elif phase.decode_steps:
             weights = total * (compute + 4 / ranks)
             sequences = min(AT_ONCE, -(-self.generate.tasks * self.generate.candidates // ranks))
             cache = 2 * m.layers * m.kv_heads * m.head_dim * compute
@@ -214,8 +246,11 @@ class KernelConfig(TuningConfig):
 
     @common.remembered
     def sizes(self) -> common.Sizes:
-        """Full state during training; then fp32 weights for the later stages, which leave only small results."""
-        total, training = tuning.parameters(self.model), len(trainings(self))
+        """Full state during training; then fp32 weights for the later stages, which leave only small results. The part
+        `judge` has neither.
+        """
+        total = tuning.parameters(self.model) if self.trains else 0
+        training = sum(1 for phase in self.phases() if phase.steps)
         after = (0,) * (len(self.phases()) - training)
         each = 6 if self.model.vocab > 1 << 16 else 4
         return common.Sizes(
@@ -224,7 +259,7 @@ class KernelConfig(TuningConfig):
             exports={},
             final={"weights": 2 * total},
             final_if_cut=(2 * total,) * len(self.phases()),
-            dataset=int(self.data.samples * self.data.tokens_per_sample * each),
+            dataset=int(self.data.samples * self.data.tokens_per_sample * each) if self.trains else 0,
             base_weights=2 * total,  # bf16, the published dtype
         )
 

@@ -49,6 +49,7 @@ from gpufleet.job.ledger import Ledger
 SILENT_S = 60.0  # between two lines within a batch
 T = TypeVar("T")
 Pair = tuple[KernelTask, int]  # a task, and the number of its candidate
+Made = Mapping[str, Sequence[Candidate]]  # the candidates of each phase, by its name, in the order of the phases
 
 
 class KernelRun(Protocol):
@@ -63,9 +64,9 @@ class KernelRun(Protocol):
     outcome: Mapping[str, Any]
 
 
-def finish(kernel: KernelRun, module: Decoder) -> tuple[dict[str, list[Verdict]], str] | None:
-    """Makes weights, candidates and verdicts; returns the verdicts by phase, and the weights' sha256; None on ranks
-    other than the first. Raises Stopped between two tensors, tokens or candidates.
+def deliver(kernel: KernelRun, module: Decoder) -> str:
+    """Writes the weights of the last phase to final/; returns their sha256, on the first rank. Raises Stopped between
+    two tensors.
     """
     session, phase = kernel.session, kernel.phases[-1]
     tensors = tuning.gathered(session, module)
@@ -74,17 +75,20 @@ def finish(kernel: KernelRun, module: Decoder) -> tuple[dict[str, list[Verdict]]
     meta |= kernel.outcome
     digest = tuning.deliver(session, kernel.manifest, kernel.config, tensors, torch.bfloat16, meta)
     session.world.barrier()
-    made = {each.name: candidates(kernel, module if each is phase else None, each) for each in kernel.phases}
-    found = _by_the_first(session, partial(_verified, kernel, made))
-    return None if found is None else (found, digest)
+    return digest
 
 
 def candidates(kernel: KernelRun, module: Decoder | None, phase: Phase) -> list[Candidate]:
     """All candidates of the weights at the end of `phase`, in order; `module` writes missing candidates now. Raises
     Stopped, and ValueError if candidates are missing and the weights are gone.
     """
-    weights = tuning.of_weights(phase.last, kernel.progress["val_loss"][phase.name])
+    weights = of_phase(phase, kernel.progress)
     return _written(kernel, module, "candidates", phase.name, weights, kernel.config.generate.candidates)
+
+
+def of_phase(phase: Phase, progress: Mapping[str, Any]) -> str:
+    """The name of the weights at the end of a phase."""
+    return tuning.of_weights(phase.last, progress["val_loss"][phase.name])
 
 
 def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, float]:
@@ -96,8 +100,8 @@ def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, fl
 
     def judged() -> dict[str, float]:
         ledger = Ledger(session.workdir / STAGES / "verdicts-tried.jsonl")
-        look = partial(_look, kernel)
-        with _judge(kernel) as judge:
+        look = partial(_look, session)
+        with _judge(session, kernel.config) as judge:
             found = figures.verify(judge, written, ledger, check=look, say=session.say)
         correct = [verdict.task for verdict in found if verdict.passed]  # at any speed
         return {task.name: correct.count(task.name) / TRIED for task in TASKS[: kernel.config.generate.tasks]}
@@ -145,11 +149,11 @@ def _written(
 
 def _known(folder: Path, file: str, weights: str) -> dict[str, Candidate]:
     """The candidates of these weights, from the files of all ranks."""
-    kept = [each for path in sorted(folder.glob(f"{file}*.jsonl")) for each in Ledger(path).read(_candidate)]
-    return {candidate.name: candidate for of, candidate in kept if of == weights}
+    kept = [each for path in sorted(folder.glob(f"{file}*.jsonl")) for each in Ledger(path).read(candidate)]
+    return {made.name: made for of, made in kept if of == weights}
 
 
-def _candidate(entry: dict[str, Any]) -> tuple[str, Candidate]:
+def candidate(entry: dict[str, Any]) -> tuple[str, Candidate]:
     """(the weights that wrote the candidate, the candidate). Raises DoubtError."""
     fields = Fields(entry)
     name, task, source = fields.need("name", reading.text), fields.need("task", reading.text), entry.get("source")
@@ -215,7 +219,7 @@ def _generate(kernel: KernelRun, model: Decoder, wanted: list[Pair], salt: str, 
 
     def look() -> None:
         nonlocal said_s
-        _look(kernel)
+        _look(kernel.session)
         number = next(token)
         if number and time.monotonic() >= said_s + SILENT_S:
             said_s = time.monotonic()
@@ -243,21 +247,23 @@ def _by_the_first(session: Session, act: Callable[[], T]) -> T | None:
     return found
 
 
-def _verified(kernel: KernelRun, made: dict[str, list[Candidate]]) -> dict[str, list[Verdict]]:
-    """The verdicts on each phase's candidates, by the phase's name. The last phase comes first, with planted
-    candidates.
-
-    Raises Stopped.
+def verified(session: Session, config: KernelConfig, made: Made) -> dict[str, list[Verdict]] | None:
+    """The verdicts on each phase's candidates, by the phase's name; None on ranks other than the first. The last phase
+    comes first, with planted candidates. Raises Stopped between two candidates.
     """
-    session, kept = kernel.session, kernel.phases[-1].name
-    judged = [*made[kept], *planted.candidates(kernel.config.funnel.planted)]
+    return _by_the_first(session, partial(_verified, session, config, made))
+
+
+def _verified(session: Session, config: KernelConfig, made: Made) -> dict[str, list[Verdict]]:
+    kept = [*made][-1]
+    judged = [*made[kept], *planted.candidates(config.funnel.planted)]
     ledger = Ledger(session.workdir / STAGES / "verdicts.jsonl")
-    with _judge(kernel) as judge:
+    with _judge(session, config) as judge:
         session.say(
             f"funnel: {len(judged)} candidates, {len(ledger.entries)} verdicts are there, {judge.parallel} workers, "
             f"at most {judge.bound_s(len(judged)) / 60:.0f} min; stage 2 {judge.compilation.words}"
         )
-        verify = partial(figures.verify, judge, ledger=ledger, check=partial(_look, kernel), say=session.say)
+        verify = partial(figures.verify, judge, ledger=ledger, check=partial(_look, session), say=session.say)
         try:
             found = {kept: verify(judged)}
             return found | {name: verify(own) for name, own in made.items() if name != kept}
@@ -267,14 +273,13 @@ def _verified(kernel: KernelRun, made: dict[str, list[Candidate]]) -> dict[str, 
 
 
 @contextmanager
-def _judge(kernel: KernelRun) -> Iterator[Judge]:
+def _judge(session: Session, config: KernelConfig) -> Iterator[Judge]:
     """A judge that has been tried on this machine. If the trial fails, another machine goes on, and this machine leaves
     no verdicts.
     """
-    session = kernel.session
     gpus = torch.cuda.device_count() if session.device.is_cuda else 0
-    with _workers(kernel) as workers:
-        judge = Judge(kernel.config.funnel, kernel.config.seed, workers, gpus=gpus)
+    with _workers(session) as workers:
+        judge = Judge(config.funnel, config.seed, workers, gpus=gpus)
         try:
             judge.prove(session.say)
             yield judge
@@ -282,14 +287,14 @@ def _judge(kernel: KernelRun) -> Iterator[Judge]:
             raise NodeRefusedError(f"the funnel: {error}") from error
 
 
-def _look(kernel: KernelRun) -> None:
+def _look(session: Session) -> None:
     """Looks for a stop request, without the other ranks. Raises Stopped."""
-    if (stop := kernel.session.requests.stop()) is not None:
+    if (stop := session.requests.stop()) is not None:
         raise Stopped(stop.reason, ends=stop.ends)
 
 
-def _workers(kernel: KernelRun) -> Workers:
-    return Workers(kernel.session.workdir / "scratch", gpus=kernel.session.device.is_cuda)
+def _workers(session: Session) -> Workers:
+    return Workers(session.workdir / "scratch", gpus=session.device.is_cuda)
 
 
 def _name(phase: str, task: KernelTask, number: int) -> str:

@@ -1,5 +1,5 @@
 """The layers of the growth model. Legend: B batch, T sequence, N = B x T tokens, d width, H heads, D head_dim,
-P = D / 2 pairs that turn together, E experts, K experts per token.
+E experts, K experts per token.
 
 - rotary positions are computed in forward, so there are no position parameters, and no tables that would lose precision
   when the dtype changes;
@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from gpufleet.job.experiments.models.config import CAPACITY, Shape
@@ -40,16 +41,16 @@ class Block(nn.Module):
         self.norm2 = Norm(s.width)
         self.ffn: Experts | FeedForward = Experts(s) if s.experts else FeedForward(s)
 
-    def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> tuple[Tensor, Routing | None]:
+    def forward(self, x_BTd: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Routing | None]:
         if self.checkpointing and self.training:
             result: tuple[Tensor, Routing | None] = checkpoint(
-                self._run, x_BTd, cos_TP, sin_TP, use_reentrant=False, context_fn=keep_products
+                self._run, x_BTd, cos_TD, sin_TD, use_reentrant=False, context_fn=keep_products
             )
             return result
-        return self._run(x_BTd, cos_TP, sin_TP)
+        return self._run(x_BTd, cos_TD, sin_TD)
 
-    def _run(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> tuple[Tensor, Routing | None]:
-        x_BTd = x_BTd + self.attention(self.norm1(x_BTd), cos_TP, sin_TP)
+    def _run(self, x_BTd: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Routing | None]:
+        x_BTd = x_BTd + self.attention(self.norm1(x_BTd), cos_TD, sin_TD)
         y_BTd, routing = self.ffn(self.norm2(x_BTd))
         return x_BTd + y_BTd, routing
 
@@ -62,11 +63,11 @@ class Attention(nn.Module):
         self.heads = s.heads
         self.q, self.k, self.v, self.o = (Linear(s.width, s.width) for _ in range(4))
 
-    def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
-        q, k, v = (torch.unflatten(y, -1, (self.heads, -1)) for y in fused_linear(x_BTd, self.q, self.k, self.v))
+    def forward(self, x_BTd: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        product = fused_linear(x_BTd, self.q, self.k, self.v).unflatten(-1, (3 * self.heads, -1))
         # Turned before heads and positions swap, so attention's result has o's layout, without a copy.
-        cos_T1P, sin_T1P = cos_TP[:, None], sin_TP[:, None]
-        q, k = rotate(q, cos_T1P, sin_T1P), rotate(k, cos_T1P, sin_T1P)
+        qk, v = product.split((2 * self.heads, self.heads), dim=2)
+        q, k = rotate(qk, cos_TD[:, None], sin_TD[:, None]).chunk(2, dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         y_BHTD = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y_BTd: Tensor = self.o(y_BHTD.transpose(1, 2).flatten(2))
@@ -122,11 +123,12 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), bias)
 
 
-def fused_linear(x: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
-    """The results of several layers for the same x, by one product: fewer kernels for the host to launch."""
+def fused_linear(x: Tensor, *layers: Linear) -> Tensor:
+    """The results of several layers for the same x, one behind the other, by one product: fewer kernels for the host to
+    launch.
+    """
     weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
-    product = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
-    return torch.split(product, [layer.out_features for layer in layers], dim=-1)
+    return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
 
 
 class Stacked(nn.Module):
@@ -149,24 +151,43 @@ class Norm(nn.LayerNorm):
 
 
 def rotations(sequence: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, P] of the rotary angles, on `like`'s device, fp32 or wider."""
+    """What `rotate` takes, [T, D] each, for positions from 0 on, on `like`'s device."""
     frequency = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float64) / head_dim)
     return turns(torch.outer(torch.arange(sequence, device=like.device, dtype=torch.float64), frequency), like.dtype)
 
 
 def turns(angle: Tensor, compute: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of rotary angles in fp64, as fp32 or wider."""
+    """cos and sin of rotary angles in fp64 [.., D / 2], as fp32 or wider [.., D]: sin is negative in the left half."""
     wide = at_least_fp32(compute)
-    return angle.cos().to(wide), angle.sin().to(wide)
+    cos, sin = angle.cos().to(wide), angle.sin().to(wide)
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
-def rotate(x_D: Tensor, cos_P: Tensor, sin_P: Tensor) -> Tensor:
-    """x with rotary positions along the last dimension: elements i and i + D/2 turn together. The computation is in
-    cos's dtype, the result in x's dtype.
+def rotate(x_D: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
+    """x with rotary positions along the last dimension: elements i and i + D/2 turn together, by the result of `turns`.
+    The computation is in cos's dtype, the result in x's dtype.
     """
-    left, right = x_D.chunk(2, dim=-1)
-    turned = torch.cat([left * cos_P - right * sin_P, right * cos_P + left * sin_P], dim=-1)
-    return turned.to(x_D.dtype)
+    turned: Tensor = _Rotation.apply(x_D, cos_D, sin_D)  # type: ignore[no-untyped-call]
+    return turned
+
+
+class _Rotation(torch.autograd.Function):
+    """A rotation, whose gradient is the rotation back: five kernels each way, where autograd would launch twenty."""
+
+    @staticmethod
+    def forward(ctx: Any, x_D: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_D, sin_D)
+        return (x_D * cos_D).add_(_halves_swapped(x_D) * sin_D).to(x_D.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope_D: Tensor) -> tuple[Tensor, None, None]:
+        cos_D, sin_D = ctx.saved_tensors
+        return (slope_D * cos_D).sub_(_halves_swapped(slope_D) * sin_D).to(slope_D.dtype), None, None
+
+
+def _halves_swapped(x_D: Tensor) -> Tensor:
+    return x_D.roll(x_D.shape[-1] // 2, -1)
 
 
 class _Generating:

@@ -25,24 +25,25 @@ class Routing(NamedTuple):
     @classmethod
     def from_logits(cls, logits_NE: Tensor, chosen_NK: Tensor) -> Routing:
         """The result from the router's logits and the chosen experts."""
-        experts = logits_NE.shape[-1]
+        tokens, experts = logits_NE.shape
         load_E = (chosen_NK.flatten()[:, None] == torch.arange(experts, device=chosen_NK.device)).sum(0)
-        log_NE = logits_NE.log_softmax(-1)
-        probability_NE = log_NE.exp()
-        balance = experts * (load_E / chosen_NK.numel() * probability_NE.mean(0)).sum()
-        return cls(load_E, balance, -(probability_NE * log_NE).sum(-1).mean().detach())
+        probability_NE = logits_NE.softmax(-1)
+        # Few operations, which a step without compiled blocks launches one by one.
+        balance = (load_E * probability_NE.sum(0)).sum() * (experts / (tokens * chosen_NK.numel()))
+        return cls(load_E, balance, torch.special.entr(probability_NE.detach()).sum() / tokens)
 
 
 def grouped_experts(x_Nd: Tensor, weights_NK: Tensor, chosen_NK: Tensor, load_E: Tensor, w: list[Tensor]) -> Tensor:
     """The experts' results without dropped pairs: pairs are sorted by expert, and each Linear is one grouped product.
     `w`: up weight and bias, down weight and bias.
     """
-    order_S, place_S = _sort(chosen_NK)
+    expert_S, order_S, place_S = _sort(chosen_NK)
     rows_Sd = rearrange(_repeat(x_Nd, chosen_NK), order_S, None, place_S, None)
-    ends_E = load_E.cumsum(0).to(torch.int32)
-    expert_S = chosen_NK.flatten().index_select(0, order_S)
-    hidden_Sh = F.gelu(grouped_linear(rows_Sd, w[0], w[1], expert_S, ends_E))
-    result_Sd = grouped_linear(hidden_Sh, w[2], w[3], expert_S, ends_E)
+    ends_E = load_E.cumsum(0, dtype=torch.int32)
+    # Not one_hot, whose checks of the values add two kernels when compiled.
+    one_SE = (expert_S[:, None] == torch.arange(len(load_E), device=expert_S.device)).to(x_Nd.dtype)
+    hidden_Sh = F.gelu(grouped_linear(rows_Sd, w[0], w[1], expert_S, one_SE, ends_E))
+    result_Sd = grouped_linear(hidden_Sh, w[2], w[3], expert_S, one_SE, ends_E)
     return _combine(rearrange(result_Sd, place_S, None, order_S, None), weights_NK)
 
 
@@ -52,7 +53,7 @@ def padded_experts(
     """Every expert gets C rows. Pairs beyond C are dropped, and so add nothing. `capacity` None: C = N, no pair is
     dropped.
     """
-    order_S, place_S = _sort(chosen_NK)
+    _, order_S, place_S = _sort(chosen_NK)
     rows = rows_per_expert(x_Nd.shape[0], chosen_NK.shape[1], load_E.numel(), capacity)
     start_E = load_E.cumsum(0) - load_E
     within_EC = torch.arange(rows, device=x_Nd.device).expand(load_E.numel(), rows)
@@ -101,27 +102,29 @@ def rearrange(x: Tensor, there: Tensor, there_mask: Tensor | None, back: Tensor,
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_Si: Tensor, w_Eoi: Tensor, b_Eo: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-        ctx.save_for_backward(x_Si, w_Eoi, expert_S, ends_E)
+    def forward(
+        ctx: Any, x_Si: Tensor, w_Eoi: Tensor, b_Eo: Tensor, expert_S: Tensor, one_SE: Tensor, ends_E: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x_Si, w_Eoi, one_SE, ends_E)
         return F.grouped_mm(x_Si, w_Eoi.mT, offs=ends_E) + b_Eo.index_select(0, expert_S)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        x_Si, w_Eoi, expert_S, ends_E = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        x_Si, w_Eoi, one_SE, ends_E = ctx.saved_tensors
         (g_So,) = gradients
-        # Not one_hot, whose checks of the values add two kernels when compiled.
-        one_SE = (expert_S[:, None] == torch.arange(len(w_Eoi), device=expert_S.device)).to(g_So.dtype)
         g_Eoi = F.grouped_mm(g_So.mT, x_Si, offs=ends_E)
-        return F.grouped_mm(g_So, w_Eoi, offs=ends_E), g_Eoi, one_SE.mT @ g_So, None, None
+        return F.grouped_mm(g_So, w_Eoi, offs=ends_E), g_Eoi, one_SE.mT @ g_So, None, None, None
 
 
-def grouped_linear(x_Si: Tensor, w_Eoi: Tensor, b_Eo: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
+def grouped_linear(
+    x_Si: Tensor, w_Eoi: Tensor, b_Eo: Tensor, expert_S: Tensor, one_SE: Tensor, ends_E: Tensor
+) -> Tensor:
     """The rows, sorted by expert, each through its own expert's Linear: [S, o]. The bias is a gather, which the
-    compiler fuses with the next operation; the bias's gradient is a product with 0/1, deterministic on every device.
-    The function saves the weights as given: grouped_mm's own gradient saves a view, of which inductor 2.13 makes a
-    second cast copy.
+    compiler fuses with the next operation; the bias's gradient is a product with `one_SE`, 1 at a row's expert, and so
+    deterministic on every device. The function saves the weights as given: grouped_mm's own gradient saves a view, of
+    which inductor 2.13 makes a second cast copy.
     """
-    y: Tensor = _GroupedLinear.apply(x_Si, w_Eoi, b_Eo, expert_S, ends_E)  # type: ignore[no-untyped-call]
+    y: Tensor = _GroupedLinear.apply(x_Si, w_Eoi, b_Eo, expert_S, one_SE, ends_E)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -130,11 +133,11 @@ def _gather(x: Tensor, index: Tensor, mask: Tensor | None) -> Tensor:
     return rows if mask is None else rows.masked_fill(~mask[:, None], 0)
 
 
-def _sort(chosen_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """The pairs' order by expert (stable), and each pair's place in it."""
-    order_S = chosen_NK.flatten().argsort(stable=True)
+def _sort(chosen_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The experts of the pairs in order (stable), which pairs these are, and each pair's place in that order."""
+    expert_S, order_S = chosen_NK.flatten().sort(stable=True)
     place_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(order_S.numel(), device=order_S.device))
-    return order_S, place_S
+    return expert_S, order_S, place_S
 
 
 def _repeat(x_Nd: Tensor, chosen_NK: Tensor) -> Tensor:

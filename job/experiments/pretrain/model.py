@@ -8,7 +8,7 @@ Unusual here:
 - generation keeps keys and values (`Cache`) and never yields an id that is no symbol.
 
 The module knows nothing of training. Legend: B batch, T sequence, S positions seen so far, V vocabulary, L layers, d
-width, H heads, K key and value heads, D head_dim, P = D / 2. The parameters are in this order in the state dict;
+width, H heads, K key and value heads, D head_dim. The parameters are in this order in the state dict;
 initialisation as in nanochat (gpt.py, read 2026-11-21), because the learning rates are those of a fork of nanochat:
 
 | parameter                                         | initialisation     | optimizer |
@@ -58,7 +58,7 @@ class CharCache:
         self._layers = layers or {}
 
     def turns(self, count: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, P] of the next `count` positions."""
+        """cos and sin [T, D] of the next `count` positions."""
         cos, sin = rotations(self.length + count, head_dim, like)
         return cos[self.length :], sin[self.length :]
 
@@ -92,7 +92,7 @@ class CharRows:
         heads = model.kv_heads or model.width // model.head_dim
         room = (model.layers, 2, rows, heads, window, model.head_dim)
         self.window, self._kept = window, like.new_zeros(room)
-        self._cos_TP, self._sin_TP = rotations(window, model.head_dim, like)
+        self._cos_TD, self._sin_TD = rotations(window, model.head_dim, like)
         self._place_T = torch.arange(window, device=like.device)
         self._row_B = torch.arange(rows, device=like.device)
         self.length = 1  # no text begins here; `row` begins a text
@@ -110,7 +110,7 @@ class CharRows:
 
     def turns(self, count: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [B, 1, P] of each row's next position."""
-        return self._cos_TP[self._length_B, None], self._sin_TP[self._length_B, None]
+        return self._cos_TD[self._length_B, None], self._sin_TD[self._length_B, None]
 
     def append(self, layer: int, k_BK1D: Tensor, v_BK1D: Tensor) -> tuple[Tensor, Tensor]:
         """Appends a position to each row; returns the layer's keys and values up to the longest row, [B, K, S, D]."""
@@ -136,11 +136,11 @@ class CharAttention(nn.Module):
         self.q, self.o = Linear(model.width, model.width, bias=False), Linear(model.width, model.width, bias=False)
         self.k, self.v = Linear(model.width, shared, bias=False), Linear(model.width, shared, bias=False)
 
-    def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: Kept | None) -> Tensor:
+    def forward(self, x_BTd: Tensor, cos_TD: Tensor, sin_TD: Tensor, cache: Kept | None) -> Tensor:
         q, k, v = (p(x_BTd).unflatten(-1, (-1, self.head_dim)) for p in (self.q, self.k, self.v))
         # Turned before heads and positions swap, so attention's result has o's layout, without a copy.
-        cos_T1P, sin_T1P = cos_TP[..., None, :], sin_TP[..., None, :]
-        q, k = rotate(norm(q), cos_T1P, sin_T1P), rotate(norm(k), cos_T1P, sin_T1P)
+        cos_T1D, sin_T1D = cos_TD[..., None, :], sin_TD[..., None, :]
+        q, k = rotate(norm(q), cos_T1D, sin_T1D), rotate(norm(k), cos_T1D, sin_T1D)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         seen = 0
         if cache is not None:
@@ -178,16 +178,16 @@ class CharBlock(nn.Module):
         self.attention, self.ffn = CharAttention(model, index), CharFeedForward(model.width)
         self.dropout = model.dropout
 
-    def forward(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: Kept | None = None) -> Tensor:
+    def forward(self, x_BTd: Tensor, cos_TD: Tensor, sin_TD: Tensor, cache: Kept | None = None) -> Tensor:
         if self.checkpointing and self.training:
             result: Tensor = checkpoint(
-                self._run, x_BTd, cos_TP, sin_TP, cache, use_reentrant=False, context_fn=keep_products
+                self._run, x_BTd, cos_TD, sin_TD, cache, use_reentrant=False, context_fn=keep_products
             )
             return result
-        return self._run(x_BTd, cos_TP, sin_TP, cache)
+        return self._run(x_BTd, cos_TD, sin_TD, cache)
 
-    def _run(self, x_BTd: Tensor, cos_TP: Tensor, sin_TP: Tensor, cache: Kept | None) -> Tensor:
-        x_BTd = x_BTd + self._dropped(self.attention(norm(x_BTd), cos_TP, sin_TP, cache))
+    def _run(self, x_BTd: Tensor, cos_TD: Tensor, sin_TD: Tensor, cache: Kept | None) -> Tensor:
+        x_BTd = x_BTd + self._dropped(self.attention(norm(x_BTd), cos_TD, sin_TD, cache))
         x_BTd = x_BTd + self._dropped(self.ffn(norm(x_BTd)))
         return x_BTd
 

@@ -215,15 +215,36 @@ def test_the_seed_of_a_loaded_definition_leaves_it_calibrated(tmp_path: Path, mo
     assert isinstance(found["g5.2xlarge"], calibration.Calibration)
 
 
-def test_without_a_receipt_set_up_is_that_of_the_accounts_newest_canary(tmp_path: Path) -> None:
-    (tmp_path / proofs.FOLDER).mkdir()
+def prove(root: Path) -> None:
+    """Keeps a canary's file in the project."""
+    (root / proofs.FOLDER).mkdir()
     started = {"node.started_s": {"count": 3, "least": 200.0, "median": 222.0, "most": 300.0}}
     tree = {"schema": proofs.SCHEMA, "at": "2026-11-29T16:00:00+00:00", "region": "us-east-2", "embedded": False}
     tree |= {"types": ["g4dn.xlarge"], "figures": started, "assumptions": [], "answers": {}}
-    (tmp_path / proofs.FOLDER / "2026-11-29-us-east-2.json").write_text(json.dumps(tree))
+    (root / proofs.FOLDER / "2026-11-29-us-east-2.json").write_text(json.dumps(tree))
+
+
+def test_without_a_receipt_set_up_is_that_of_the_accounts_newest_canary(tmp_path: Path) -> None:
+    prove(tmp_path)
     speeds = own_speeds.known(tmp_path, CATALOG.instances, "mine")
 
-    def setup_s(kind: str) -> float:
-        return runtime.hours(GrowthConfig(), CATALOG.instances[kind], Estimate(), ROOT, speeds=speeds).setup_s
+    def set_up(kind: str) -> tuple[float, str]:
+        found = runtime.hours(GrowthConfig(), CATALOG.instances[kind], Estimate(), ROOT, speeds=speeds)
+        return found.setup_s, found.setup_source
 
-    assert (setup_s("g5.2xlarge"), setup_s("p5.48xlarge")) == (222.0, 15 * 60)
+    assert set_up("g5.2xlarge") == (222.0, "the canary of 2026-11-29 in us-east-2")
+    assert set_up("p5.48xlarge") == (15 * 60, "")
+
+
+def test_the_bill_says_from_which_canary_its_set_up_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = project(tmp_path, monkeypatch)
+    root = path.parents[1]
+    monkeypatch.chdir(root)
+    source = "of set-up before the first phase (from the canary of 2026-11-29 in us-east-2)"
+    for proven in (False, True):
+        if proven:
+            prove(root)
+        assert main(["cost", path.stem, "--all"]) == 0
+        assert (source in " ".join(capsys.readouterr().out.split())) is proven

@@ -15,6 +15,7 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
 from tests.infra.staged_files import STAGED
+from tests.repository import ROOT
 
 CATALOG = load_catalog()
 
@@ -64,3 +65,20 @@ def test_limits_that_do_not_pay_for_all_stages_are_refused(definition: StackDefi
     assert found is None
     assert problem.path == "limits.max_usd"
     assert "prepare 0." in problem.allowed
+
+
+def test_kernel_sft_in_stages_costs_less_than_in_one_by_what_its_judging_wastes() -> None:
+    now = datetime(2026, 11, 30, tzinfo=UTC)
+    whole = price(load(ROOT / "stacks" / "kernel-sft.yaml", now=now), CATALOG)
+    parts = load(ROOT / "stacks" / "kernel-sft-stages.yaml", now=now, staged=True)
+    found, wrong = price_stages(parts, priced, now.date())
+    assert found is not None, wrong
+    train, judge = found.bills
+    *others, verify = whole.chosen.runtime.phases
+    assert [phase.name for phase in train.chosen.runtime.phases] == [phase.name for phase in others]
+    assert [phase.name for phase in judge.chosen.runtime.phases] == ["verify"]
+    usd_on_eight = Decimal(verify.seconds / 3600) * whole.chosen.price.amount
+    assert judge.usd.p50 < usd_on_eight / 2
+    assert found.usd.p50 < whole.usd.p50 - usd_on_eight / 3
+    assert {line.name for line in judge.lines if line.amount > Decimal("0.05")} == {"compute"}  # no weights, no dataset
+    assert not any(phase.saves for phase in judge.chosen.runtime.phases)

@@ -91,8 +91,8 @@ def test_a_bill_says_how_many_of_its_dollars_stand_on_prices_older_than_the_defi
 
 def test_a_phase_that_does_not_fit_is_marked_and_explained() -> None:
     found = text(types=("g6f.xlarge", "g5.2xlarge"))
-    assert "18.6 of 3 GB NO" in found
-    assert "g6f.xlarge, phase grown does not fit: needs 18.6 GB" in found
+    assert "18.7 of 3 GB NO" in found
+    assert "g6f.xlarge, phase grown does not fit: needs 18.7 GB" in found
     assert "1/8 of one L4" in found
     assert "Nearest: g6.xlarge" in found.replace("\n  ", " ")
 

@@ -250,3 +250,21 @@ def test_the_file_as_it_is_is_not_the_scenario_that_holds_its_node_longer(
     others = tuple(each for each in variants if each.scenario != as_it_is)
     first = next(each for each in others if not each.variant.reference)
     assert ranking.default_scenario(definition, others) == first.scenario
+
+
+def test_of_a_run_in_stages_each_is_ranked_and_the_best_are_added_up(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", "kernel-sft-stages"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    usd, theirs = (Decimal(figure) for figure in re.findall(r"about (\d+\.\d\d)", said))
+    best = {}
+    for row in printed(capsys, "compare", "kernel-sft-stages")["options"]:
+        if row["usd"] is not None and not row["why"] and row["scenario"] not in best:
+            best[row["scenario"]] = row
+    assert set(best) == {"train", "judge"}
+    assert usd == pytest.approx(sum(Decimal(row["usd"]["p50"]) for row in best.values()), abs=Decimal("0.1"))
+    assert usd < theirs
+    for stage, row in best.items():
+        assert f"{stage} {row['type']} {row['capacity']}" in said
+    assert "To take" not in said  # which would name the file's own key

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ import pytest
 import yaml
 
 from gpufleet.infra.cli import main
-from gpufleet.infra.definition.loader import names_of
+from gpufleet.infra.definition.loader import load, names_of
+from gpufleet.infra.inputs import code
 from gpufleet.infra.program import project
 from gpufleet.infra.review import workflow
 from tests.repository import ROOT
@@ -25,6 +27,8 @@ FILES = [
     ".github/workflows/gpufleet-review.yml",
     ".gitignore",
     "Pulumi.yaml",
+    "stacks/canary.yaml",
+    "stacks/canary/train.py",
     "stacks/definition.schema.json",
     "stacks/program/__main__.py",
 ]
@@ -64,6 +68,16 @@ def test_with_a_name_it_writes_a_first_definition_too(repository: Path, capsys: 
     assert "then `gpufleet cost mine` and `gpufleet rehearse mine`" in capsys.readouterr().out
     assert main(["init", "other", "--code", "nowhere"]) == 2
     assert main(["init", "No_Name"]) == 2
+
+
+def test_the_canarys_script_is_not_taken_for_the_users(repository: Path) -> None:
+    main(["init"])
+    main(["new", "mine"])
+    assert yaml.safe_load((repository / "stacks" / "mine.yaml").read_text())["job"]["command"] == "python train.py"
+    mine = load(repository / "stacks" / "mine.yaml", now=datetime.now(UTC))
+    shipped = code.read(mine, repository)
+    assert shipped is not None
+    assert set(shipped.files) == {".gitignore", "train.py"}
 
 
 def test_outside_of_a_repository_it_writes_nothing_unless_told_to(
@@ -142,7 +156,8 @@ def test_it_works_beside_a_package_of_this_name(name: str, repository: Path) -> 
 
     ran("init", "mine")
     assert "in eight runs of ten" in ran("cost", "mine")
-    assert names_of(repository) == ["mine"]
+    assert "stops at 0.19 USD" in ran("cost", "canary")
+    assert names_of(repository) == ["canary", "mine"]
     assert (repository / name / "mine-too.yaml").read_text() == theirs
     # The engine starts the program with its folder first on the path. The imported code must still be gpufleet's.
     where = "import sys; sys.path[0] = '.'; import gpufleet; print(gpufleet.__file__)"

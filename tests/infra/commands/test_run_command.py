@@ -20,8 +20,9 @@ import pytest
 
 from gpufleet.infra.commands import results, stack, sweep
 from gpufleet.infra.commands import run as command
-from gpufleet.infra.commands.campaign import Campaign, StackTrial
+from gpufleet.infra.commands.campaign import Campaign, StackTrial, opened_ledger
 from gpufleet.infra.compare import cheaper
+from gpufleet.infra.definition.campaign import CampaignFile
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program import approval, plan, pulumi_cli
 from gpufleet.infra.program.run_guard import Previous
@@ -49,6 +50,8 @@ class InProcessStack:
 
     engine: InProcess
     approved: list[str] = field(default_factory=list)
+
+    def select(self) -> None: ...
 
     def outputs(self) -> dict[str, Any]:
         return self.engine.outputs()
@@ -248,6 +251,15 @@ def test_the_program_itself_refuses_another_bill_than_the_approved_one(world: In
     assert world.cloud.leftovers() == {}
 
 
+def test_what_does_not_fit_the_month_s_dollars_is_not_begun(world: InProcessWorld) -> None:
+    """The run's own limit is 3."""
+    root = world.file.parents[1]
+    (root / "policy.yaml").write_text("max_usd_per_month: 2.99\n")
+    with pytest.raises(GpufleetError, match=r"breaks max_usd_per_month of policy\.yaml: run r1 may spend 3\.00"):
+        world.engine.up(world.approval())
+    assert world.cloud.leftovers() == {}
+
+
 def test_a_stack_that_has_another_run_up_is_not_destroyed(
     world: InProcessWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,13 +304,16 @@ def test_a_campaign_begins_what_fits_its_cap_and_counts_the_receipt(
     world: InProcessWorld, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def campaign(max_usd: str) -> int:
-        trial = StackTrial(whole=world.whole_run(), approved="0" * 16, current=lambda: "0" * 16)
-        made = Campaign(trials=[trial], max_usd=Decimal(max_usd), at_once=1, sleep=lambda _: world.pass_time())
+        described = CampaignFile(name="night", files=(STACK,), max_usd=Decimal(max_usd))
+        trial = StackTrial(whole=world.whole_run(), approved=None)
+        ledger = opened_ledger(described, [trial], max_usd, "us-east-2", "you")
+        made = Campaign(name="night", trials=[trial], ledger=ledger, driver="a", approved=max_usd)
+        made.sleep = lambda _: world.pass_time()
         return made.carry_out()
 
     assert campaign("2.99") == 1  # the run's own limit is 3
     assert "Not begun, since their limits do not fit: tinystories-growth." in capsys.readouterr().out
-    assert world.cloud.leftovers() == {}
+    assert {kind for kind, _ in world.cloud.leftovers()} <= {"bucket"}
     assert campaign("3") == 0
     assert "1 run ended; 2.75 of 3 USD are left." in capsys.readouterr().out
     assert campaign("3") == 0

@@ -105,7 +105,7 @@ def test_a_hint_names_the_stack_as_it_was_asked_for(
     put(cloud, declare_bucket(cloud), "run.json", {})
     for asked in (str(elsewhere), "second"):
         assert main(["stop", asked]) == 2
-        assert f"`gpufleet results {asked}` brings" in capsys.readouterr().err
+        assert f"`gpufleet results {asked}` downloads" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["gpufleet:senario", "gpufleet:region"])

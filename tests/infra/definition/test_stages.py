@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from gpufleet.infra.definition.loader import load, rehearsal_text
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from tests.infra.staged_files import STAGED
+from tests.repository import ROOT
 
 NOW = datetime(2026, 11, 30, tzinfo=UTC)
 
@@ -100,6 +102,34 @@ def test_what_a_stage_cannot_be_is_refused_at_its_place(tmp_path: Path, old: str
     assert STAGED.count(old) == 1
     with pytest.raises(DefinitionError, match=said):
         read(tmp_path, STAGED.replace(old, new))
+
+
+PARTS = (ROOT / "stacks" / "kernel-sft-stages.yaml").read_text()
+
+
+def test_a_stage_is_given_what_its_job_takes_of_the_storage(tmp_path: Path) -> None:
+    whole = read(tmp_path, PARTS)
+    train, judge = whole.stages
+    assert whole.storage == train.storage
+    assert (train.storage.dataset, train.storage.base_weights) == ("data/kernelbook", "data/qwen3-8b")
+    assert judge.storage == replace(train.storage, dataset="", base_weights=None)
+    named = read(tmp_path, STAGED.replace("  keep:", "  inputs: {more: data}\n  keep:"))
+    assert {tuple(each.storage.inputs or {}) for each in (named, *named.stages)} == {("more",)}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("candidates: train", "candidates: trian", "candidates: 'trian'.*an earlier stage, which are train"),
+        ("{part: train}", "{}", r"a stage that leaves candidates.jsonl and training.json, and train does not"),
+        (", candidates: train", "", "job.parameters.candidates: missing.*an earlier stage's name"),
+        ("  dataset: data/kernelbook\n", "", r"storage.dataset"),
+    ],
+)
+def test_a_judge_takes_candidates_of_a_stage_that_leaves_them(tmp_path: Path, old: str, new: str, said: str) -> None:
+    assert PARTS.count(old) == 1
+    with pytest.raises(DefinitionError, match=said):
+        read(tmp_path, PARTS.replace(old, new))
 
 
 def test_a_caller_that_knows_no_stages_is_refused(tmp_path: Path) -> None:

@@ -172,3 +172,17 @@ def test_up_waits_for_the_block_of_a_later_run_too_and_not_for_that_of_one_that_
     edit(project, "id: r1", "id: r2")
     with pytest.raises(GpufleetError, match=refused):
         make(project, NAME, previous=begun(plan), **early)  # type: ignore[arg-type]
+
+
+def test_a_stage_that_judges_gets_a_stage_s_output_and_neither_dataset_nor_weights(tmp_path: Path) -> None:
+    (tmp_path / "stacks").mkdir()
+    shutil.copy(ROOT / "stacks" / "kernel-sft-stages.yaml", tmp_path / "stacks")
+    plan = make(tmp_path, "kernel-sft-stages", now=NOW, previous=NEW, preview=True)
+    train, judge = (json.loads(each.run_config)["inputs"] for each in plan.stages)
+    assert train.keys() == {"archive", "dataset", "base_weights"}
+    assert judge.keys() == {"archive", "folders"}
+    assert judge["folders"] == {"train": {"uri": None, "sha256": None, "files": [], "stage": "r1/train"}}
+    assert (plan.definition.storage.dataset, plan.definition.storage.base_weights) == (
+        "data/kernelbook",
+        "data/qwen3-8b",
+    )

@@ -16,6 +16,7 @@ from gpufleet.infra.definition.loader import load
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.review.review import review_commits
 from tests.infra.review_world import STACK, Project, changed, reviewed, run
+from tests.repository import ROOT
 
 KEY = ("g5.2xlarge", "us-east-2")
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
@@ -355,3 +356,21 @@ def test_prices_that_a_change_repairs_do_not_stop_its_review(
     code, out = run(capsys, base, project.commit({"prices/2026-11-21/on_demand.csv": None}))
     assert code == 0
     assert "- BASE: its prices cannot be read; HEAD's are used instead" in out
+
+
+def test_a_run_in_stages_has_one_bill_and_the_rules_are_held_against_each_stage(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "stacks" / "kernel-sft-stages.yaml").read_text()
+    rules = "max_usd_per_hour: 100\nspot_only: true\n"
+    base = project.commit({"stacks/parts.yaml": text, "policy.yaml": rules})
+    other = text.replace("[g6.2xlarge]", "[p5.4xlarge], capacity: on-demand")
+    head = project.commit({"stacks/parts.yaml": other})
+    code, stacks = reviewed(capsys, base, head)
+    parts = stacks["parts"]
+    assert parts["base"]["errors"] == parts["head"]["errors"] == []
+    (step,) = parts["steps"]
+    assert step["keys"] == ["stages"]
+    assert Decimal(step["p50"]) == Decimal(parts["head"]["p50"]) - Decimal(parts["base"]["p50"]) > 3
+    assert [each["rule"] for each in parts["policy"]] == ["spot_only"]
+    assert code == 1

@@ -501,6 +501,33 @@ def test_what_is_put_back_is_all_that_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("checkpoint", "folder", "file", "word"),
+    [
+        ({"format": "deepspeed"}, "global_step{}", "latest", "global_step{}"),
+        ({"each": ["run/iter_{step}/"], "also": ["run/latest_checkpointed_iteration.txt"]}, "run/iter_{:07d}",
+         "run/latest_checkpointed_iteration.txt", "{}\n"),
+    ],
+    ids=["DeepSpeed", "Megatron"],
+)  # fmt: skip
+@pytest.mark.parametrize("names", [10, 30])
+def test_a_file_that_points_to_a_checkpoint_points_to_the_one_that_was_restored(
+    checkpoint: dict[str, Any], folder: str, file: str, word: str, names: int, tmp_path: Path
+) -> None:
+    disk = WatchedDisk(tmp_path, **checkpoint)
+    for step in (10, 20, 30):  # 20 is the newest whole one; the file is late, or the command has gone on
+        disk.write(f"{folder.format(step)}/a.bin", f"{step}")
+    state = (disk.folder / folder.format(30) / "a.bin").stat()
+    disk.open = {(state.st_dev, state.st_ino)}
+    disk.write(file, word.format(names))
+    disk.wait(5)
+    assert disk.committed() == [20]
+    again = WatchedDisk(tmp_path, **checkpoint)
+    again.found.restore()
+    assert (again.folder / file).read_text() == word.format(20)
+    assert [path.name for path in again.folder.rglob("*.bin")] == ["a.bin"]
+
+
+@pytest.mark.parametrize(
     ("checkpoint", "names", "place"),
     [
         ({"format": "hf-trainer"}, ["checkpoint-5/a", "checkpoint-5/b/c", "checkpoint-5/trainer_state.json"],

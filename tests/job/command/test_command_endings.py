@@ -12,7 +12,7 @@ import pytest
 
 from gpufleet.job.command.endings import End, judge
 from gpufleet.job.command.stopping import Leaving
-from gpufleet.job.contract.messages import CommandEnd, Fatal, LeaderSaved, Stop
+from gpufleet.job.contract.messages import CommandEnd, Fatal, LeaderSaved, Observed, Stop
 from gpufleet.job.kind import convert
 from gpufleet.job.kind.command import CommandConfig
 from gpufleet.job.supervisor.publish import Publisher
@@ -174,6 +174,9 @@ def test_a_node_of_several_starts_nothing_again_by_itself(node: int, tmp_path: P
     job.tell(LeaderSaved(step=-1, named_by="", ended=True))
     assert job.run() == 1, job.log
     assert "again from the last whole checkpoint" not in job.log
+    seen = Observed.read(job.workdir)
+    assert seen is not None
+    assert seen.follows is (node > 0)
 
 
 def test_a_command_that_does_not_resume_ends_the_run_within_a_logging_interval(tmp_path: Path) -> None:

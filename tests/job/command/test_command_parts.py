@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from gpufleet.job.command.checkpoints import FIRST_QUIET_S, CommandCheckpoints
+from gpufleet.job.command.checkpoints import SAVING_S, CommandCheckpoints
 from gpufleet.job.command.lines import Counting
 from gpufleet.job.command.progress import ToldProgress
 from gpufleet.job.contract import commit
@@ -41,8 +42,17 @@ class TellsNothing:
         """Nobody asks."""
 
 
+@pytest.fixture(autouse=True)
+def _nothing_stays_open() -> Iterator[None]:
+    yield
+    while NodeDisk.made:
+        NodeDisk.made.pop().checkpoints.close()
+
+
 class NodeDisk:
     """The command's folder of one node of two, and a clock that a look moves by a second."""
+
+    made: ClassVar[list[NodeDisk]] = []
 
     def __init__(self, folder: Path, checkpoint: dict[str, Any], node: int) -> None:
         self.work, self.folder, self.now, self.said = folder, folder / "user" / "checkpoints", time.time(), list[str]()
@@ -65,6 +75,7 @@ class NodeDisk:
             say=self.said.append,
             clock=lambda: self.now,
         )
+        self.made.append(self)
 
     def write(self, *names: str) -> None:
         for name in names:
@@ -187,13 +198,70 @@ def test_what_a_part_lacks_is_waited_for_once_it_is_known_what_one_has(tmp_path:
     disk = NodeDisk(tmp_path, {"each": ["{step}/"]}, 1)
     disk.leader = lambda: LeaderSaved(step=30, named_by="30/w.bin", ended=False)
     disk.write("30/o-0.bin", "30/o-1.bin")
-    assert disk.look(int(FIRST_QUIET_S) - 5) is None  # there might be more of it
-    assert disk.look(10) is not None
+    assert disk.look(int(SAVING_S) - 1) is None  # there might be more of it
+    assert disk.look(3) is not None
     disk.leader = lambda: LeaderSaved(step=60, named_by="60/w.bin", ended=False)
     disk.write("60/o-0.bin")
     assert (disk.look(70) or Commit(step=0, config_sha256="", goes_on_from=0)).step == 30
     disk.write("60/o-1.bin")
     assert (disk.look(5) or Commit(step=0, config_sha256="", goes_on_from=0)).step == 60
+
+
+@pytest.mark.parametrize("written", [[], ["epoch=1-step=30.ckpt"]])
+def test_a_first_part_is_ready_within_the_time_of_a_notice_also_where_it_has_no_files(
+    written: list[str], tmp_path: Path
+) -> None:
+    disk = NodeDisk(tmp_path, {"format": "lightning"}, 1)
+    disk.leader = lambda: LeaderSaved(step=30, named_by="epoch=0-step=30.ckpt", ended=False)
+    disk.write(*written)
+    part = disk.look(10)
+    assert part is not None
+    assert (part.step, part.node, names(dict(part.files))) == (30, 1, written)
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_a_part_that_the_command_deletes_before_the_leader_names_it_is_kept(knows: bool, tmp_path: Path) -> None:
+    disk = NodeDisk(tmp_path, {"each": ["{step}/"]}, 1)
+    if knows:
+        disk.write("10/o-0.bin", "10/o-1.bin")
+        disk.leader = lambda: LeaderSaved(step=10, named_by="10/w.bin", ended=False)
+        assert disk.look(10) is not None
+    for step in (30, 40, 50):  # it keeps one, as it saves the next
+        disk.write(f"{step}/o-0.bin", f"{step}/o-1.bin")
+        shutil.rmtree(disk.folder / str(step - 10), ignore_errors=True)
+        disk.look(3)
+    disk.leader = lambda: LeaderSaved(step=30, named_by="30/w.bin", ended=False)
+    part = disk.look(10)
+    assert part is not None
+    assert (part.step, names(dict(part.files))) == (30, ["30/o-0.bin", "30/o-1.bin"])
+    assert (tmp_path / "ckpt" / "step_00000030" / "files" / "30" / "o-1.bin").read_text() == "{}"
+
+
+def test_a_part_that_the_command_deletes_while_it_is_copied_is_whole(tmp_path: Path) -> None:
+    disk = NodeDisk(tmp_path, {"each": ["{step}/"]}, 1)
+    disk.leader = lambda: LeaderSaved(step=30, named_by="30/w.bin", ended=False)
+    disk.write("30/o-0.bin", "30/o-1.bin")
+    disk.look(3)
+    (disk.folder / "30" / "o-0.bin").unlink()
+    part = disk.look(10)
+    assert part is not None
+    assert names(dict(part.files)) == ["30/o-0.bin", "30/o-1.bin"]
+
+
+@pytest.mark.parametrize("seconds", [0, 40])
+def test_a_part_that_was_deleted_unseen_or_long_ago_is_no_empty_one(seconds: int, tmp_path: Path) -> None:
+    disk = NodeDisk(tmp_path, {"each": ["{step}/"]}, 1)
+    disk.write("30/o-0.bin")
+    disk.look(1 if not seconds else 3)
+    shutil.rmtree(disk.folder / "30")
+    disk.look(seconds)
+    disk.leader = lambda: LeaderSaved(step=30, named_by="30/w.bin", ended=False)
+    assert disk.look(100) is None
+    disk.write("40/o-0.bin")
+    disk.leader = lambda: LeaderSaved(step=40, named_by="40/w.bin", ended=False)
+    part = disk.look(10)
+    assert part is not None
+    assert part.step == 40
 
 
 @pytest.mark.parametrize("says", [True, False])

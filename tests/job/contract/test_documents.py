@@ -282,7 +282,7 @@ DOCUMENTS: dict[str, tuple[Any, Any]] = {
     "heartbeat/<instance>.jsonl": (BEAT, attempted("heartbeat/i-1.jsonl")),
     "metrics.jsonl": (LINE, metrics_line),
     "stages/verdicts.jsonl": (VERDICT, ledger(Verdict.from_json)),
-    "stages/candidates.jsonl": (CANDIDATE, ledger(stages._candidate)),
+    "stages/candidates.jsonl": (CANDIDATE, ledger(stages.candidate)),
 }
 REFUSED = (
     "manifest.json",

@@ -60,13 +60,23 @@ def test_the_optimizers_traffic_follows_the_phase_3_key_only() -> None:
     assert [each.optimizer_traffic_bytes_per_param for each in wide.phases()] == [28, 28, 28]
 
 
-def test_the_host_launches_each_micro_batch() -> None:
-    whole = [size.launch_ms for size in FULL.phases()]
-    cut = [size.launch_ms for size in replace(FULL, batch=replace(FULL.batch, micro=4)).phases()]
+@pytest.mark.parametrize(("graphs", "dense", "moe"), [(False, 1.9, 3.1), (True, 1.1, 2.7)])
+def test_the_host_launches_each_micro_batch(graphs: bool, dense: float, moe: float) -> None:
+    config = replace(FULL, cuda_graphs=graphs)
+    whole = [size.launch_ms for size in config.phases()]
+    cut = [size.launch_ms for size in replace(config, batch=replace(FULL.batch, micro=4)).phases()]
     micros = -(-FULL.batch.sequences // 4)
     assert [b - a for a, b in zip(whole, cut, strict=True)] == pytest.approx(
-        [(micros - 1) * ms for ms in (7 * 1.9, 7 * 3.1, 11 * 3.1)]
+        [(micros - 1) * ms for ms in (7 * dense, 7 * moe, 11 * moe)]
     )
+
+
+def test_a_graph_keeps_its_memory_beside_the_evaluation_s() -> None:
+    rung, without = Rung(micro=16), replace(FULL, cuda_graphs=False)
+    beside = [FULL.memory(i, rung).total_gb - without.memory(i, rung).total_gb for i in range(3)]
+    assert all(0.4 < more < 1.0 for more in beside)  # the logits alone are 0.41 GB
+    on_cpu = replace(FULL, device="cpu")
+    assert on_cpu.memory(0, rung) == replace(without, device="cpu").memory(0, rung)
 
 
 @pytest.mark.parametrize(("state", "gigabytes"), [("bf16", [1.2, 4.5, 12.9]), ("fp32", [1.2, 4.5, 25.9])])
@@ -141,7 +151,8 @@ def test_out_of_memory_goes_to_a_rung_that_needs_less() -> None:
 
 
 def test_accumulating_keeps_gradients_beside_activations() -> None:
-    whole, cut = FULL.memory(2, Rung(micro=16)), FULL.memory(2, Rung(micro=8))
+    without = replace(FULL, cuda_graphs=False)
+    whole, cut = without.memory(2, Rung(micro=16)), without.memory(2, Rung(micro=8))
     assert cut.activations_gb < whole.activations_gb
     parts = cut.weights_gb + cut.gradients_gb + cut.moments_gb + cut.activations_gb + cut.logits_gb
     assert cut.total_gb == pytest.approx(parts)
@@ -157,7 +168,8 @@ def test_memory_is_what_torchs_allocator_counts(
     """On a pretended A10G, eager (docs/decisions, cuda-without-a-gpu). Of 12 + 4 windows only the 4 meet gradients."""
     monkeypatch.setattr(GrowthConfig, "compiles", lambda config: False)
     asked_anew = GrowthConfig.memory.__wrapped__  # type: ignore[attr-defined]
-    assert [asked_anew(FULL, phase, Rung(micro=micro)).total_gb for phase in range(3)] == pytest.approx(
+    without = replace(FULL, cuda_graphs=False)
+    assert [asked_anew(without, phase, Rung(micro=micro)).total_gb for phase in range(3)] == pytest.approx(
         measured, rel=0.03
     )
 
@@ -244,7 +256,8 @@ def test_how_many_processes_of_two_nodes_with_eight_gpus_share_a_step(config: Jo
 def test_a_token_of_a_layer_with_experts_keeps_what_is_worked_out_by_hand() -> None:
     """4 tokens, one layer of width 8 and 2 heads, 2 of 4 experts of 16; 1.25 rows for each token that goes to one."""
     model = GrowthModel(vocab=10, layers=1, width=8, heads=2, ffn=16, experts=4, top_k=2)
-    config = replace(FULL, model=model, data=replace(FULL.data, sequence=4), batch=Batch(sequences=1))
+    data = replace(FULL.data, sequence=4)
+    config = replace(FULL, model=model, data=data, batch=Batch(sequences=1), cuda_graphs=False)
     products = 4 * 8 + 2.5 * 16 + 2 * 8  # q, k, v, attention; up-projections; the experts' results
     rest = 6 * 8 + 2.5 * 16 + 2.5 * 8  # norms, q and k turned; after GELU; rows gathered
     layer = 2 * (products + rest) + 4 * 8 + 4 * 2 + 16 + 8 * 4  # in bf16; the router's input in fp32; its choices

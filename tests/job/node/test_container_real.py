@@ -341,7 +341,7 @@ def test_no_way_leads_out_of_a_candidate_s_process_in_a_node_s_container(
 ) -> None:
     """All of test_escapes.py's, which that file counts."""
     settings = replace(
-        settings, data_volume=volume, container_options=EXPERIMENTS["kernel-sft"].demands.container_options
+        settings, data_volume=volume, container_options=EXPERIMENTS["kernel-sft"]().demands.container_options
     )
     container.give(settings, tmp_path / "run")
     jobs = Jobs(settings, MACHINE, tmp_path)

@@ -99,7 +99,7 @@ def test_only_the_job_that_runs_untrusted_programs_may_make_namespaces(ready_mad
 
 
 def test_a_job_that_runs_untrusted_programs_can_lock_them_in(ready_made: StubNode) -> None:
-    ready_made.container_options = EXPERIMENTS["kernel-sft"].demands.container_options
+    ready_made.container_options = EXPERIMENTS["kernel-sft"]().demands.container_options
 
     supervisor, training = containers(ready_made)
 

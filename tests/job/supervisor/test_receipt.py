@@ -292,6 +292,15 @@ def test_what_the_run_measured_is_kept_with_what_it_depends_on(run: RunFile, tmp
     )
 
 
+def test_a_speed_without_a_gpu_bears_the_name_of_its_type(run: RunFile, tmp_path: Path) -> None:
+    """A bill takes it for this type and for no other (test_cpu_types.py), and for no GPU."""
+    metrics(tmp_path)
+    node = replace(NODE, machine=Hardware(cpus=4))
+    found = receipt.measure(run, [attempt(900, type="c7i.xlarge")], tmp_path, node, at="2027-01-15T09:00:00Z")
+    assert found is not None
+    assert found["device"]["name"] == "c7i.xlarge"
+
+
 def test_a_run_without_metrics_measured_nothing(run: RunFile, tmp_path: Path) -> None:
     assert receipt.measure(run, [attempt(900)], tmp_path, NODE, at="") is None
     assert build(run, attempt(900))["measured"] is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from decimal import Decimal
@@ -14,6 +15,8 @@ from gpufleet.job.contract.attempt import AttemptRecord, Beat, Exit
 from gpufleet.job.contract.reading import iso
 from gpufleet.job.contract.run import InputData, load
 from gpufleet.job.contract.spent import Attempt, History
+from gpufleet.job.experiments.growth.spec import GrowthConfig
+from gpufleet.job.kind.common import Demands
 from gpufleet.job.supervisor import attempts, staging
 from gpufleet.job.supervisor.store import FolderStore
 from tests.job import runs
@@ -74,6 +77,19 @@ def test_a_later_stage_gets_what_an_earlier_one_left_and_nothing_else(tmp_path: 
     folder = taken(prepared, tmp_path)
     there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert there == {*listed, "handed_on.json"}
+
+
+def test_a_job_gets_only_the_files_that_it_takes(
+    tmp_path: Path, prepared: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = prepared.json("final/handed_on.json")
+    small = {"name": "small.txt", "bytes": 5, "sha256": hashlib.sha256(b"small").hexdigest()}
+    prepared.store.put_bytes(b"small", "final/small.txt")
+    both = {**listed, "files": [*listed["files"], small]}
+    prepared.store.put_bytes(json.dumps(both).encode(), "final/handed_on.json")
+    monkeypatch.setattr(GrowthConfig, "demands", Demands(takes=("small.txt",)))
+    folder = taken(prepared, tmp_path)
+    assert {path.name for path in folder.rglob("*") if path.is_file()} == {"small.txt", "handed_on.json"}
 
 
 def test_other_bytes_than_those_listed_are_refused(tmp_path: Path, prepared: Bench) -> None:

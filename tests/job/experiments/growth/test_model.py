@@ -82,6 +82,14 @@ def test_rotary_scores_depend_on_distance_alone_and_equal_complex_rotation() -> 
     torch.testing.assert_close(rotate(q, cos, sin), torch.cat([turned.real, turned.imag], dim=-1))
 
 
+def test_a_rotations_gradient_is_the_rotation_back() -> None:
+    x = torch.randn(5, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    cos, sin = (each[:, None] for each in rotations(5, 8, x))
+    assert torch.autograd.gradcheck(lambda given: rotate(given, cos, sin), x)
+    (slope,) = torch.autograd.grad(rotate(x, cos, sin).square().sum() / 2, x)
+    torch.testing.assert_close(slope, x.detach())  # a rotation keeps lengths
+
+
 def test_loss_is_the_sum_over_the_logits() -> None:
     module = load(CONFIG, 0, dense(torch.float32))
     logits = module(TOKENS).logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -41,8 +42,8 @@ def test_parameters_are_to_the_digit(model: DecoderConfig, total: int) -> None:
 def test_a_small_decoders_bytes_are_those_worked_out_by_hand() -> None:
     m = DecoderConfig(family="llama", vocab=100, layers=3, width=8, heads=2, kv_heads=1, head_dim=4, ffn=16)
     assert tuning.parameters(m) == 3 * (576 + 16) + 2 * 800 + 8 == 3384
-    # fp32 state cut over two ranks; beside it bf16 layers (two with ZeRO-3, else all three) and both tables; beside the
-    # gradients a layer's in bf16 and fp32.
+    # The fp32 state is split over two ranks. Weights add layers in bf16 (two with ZeRO-3, else all three) and both
+    # tables; gradients add those of one layer, in bf16 and fp32.
     assert tuning.whole_state(m, 2, 2, reshard=True) == (6768 + 2 * 1184 + 3200, 6768 + 592 * 6, 13_536)
     assert tuning.whole_state(m, 2, 2, reshard=False) == (6768 + 3 * 1184 + 3200, 6768 + 592 * 6, 13_536)
     assert tuning.whole_state(m, 2, 1, reshard=True) == (13_536 + 6768, 13_536, 27_072)
@@ -165,3 +166,36 @@ def test_each_evaluation_between_two_epochs_writes_four_candidates_per_task_and_
 def test_the_share_held_out_is_what_is_prepared() -> None:
     assert kernel.HELD_OUT == pairs.HELD_OUT
     assert replace(FULL, epochs=2).phases()[0].forward_tokens == int(2 * 0.02 * 1000 * 8192)
+
+
+def test_two_parts_are_the_whole_and_the_judge_has_nothing_of_a_training() -> None:
+    train, judge = replace(FULL, part="train"), replace(FULL, part="judge", candidates="train")
+    assert (*train.phases(), *judge.phases()) == FULL.phases()
+    assert [phase.name for phase in judge.phases()] == ["verify"]
+    whole = replace(FULL.sizes(), checkpoints=FULL.sizes().checkpoints[:2], phase_ends=FULL.sizes().phase_ends[:2])
+    assert train.sizes() == replace(whole, final_if_cut=whole.final_if_cut[:2])
+    left = judge.sizes()
+    assert (left.base_weights, left.dataset, left.checkpoints, left.phase_ends, left.final_if_cut) == (
+        0, 0, (0,), (0,), (0,),
+    )  # fmt: skip
+    assert sum(left.final.values()) == 0
+    assert judge.memory(0, Rung(micro=1)) == FULL.memory(2, Rung(micro=1))
+    assert [train.memory(at, Rung(micro=1), 8) for at in (0, 1)] == [FULL.memory(at, Rung(micro=1), 8) for at in (0, 1)]
+    assert (train.dataset_kind, judge.dataset_kind) == ("packed", "")
+    assert set(judge.demands.takes) <= set(train.hands_on)
+    assert judge.ranks(1) == judge.gpus_needed() == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "candidates", "wrong"),
+    [
+        ("judge", "", True),
+        ("judge", "train", False),
+        ("train", "train", True),
+        ("all", "train", True),
+        ("all", "", False),
+    ],
+)
+def test_a_stage_of_candidates_is_named_by_the_judge_alone(part: Any, candidates: str, wrong: bool) -> None:
+    found = replace(FULL, part=part, candidates=candidates).problems()
+    assert [path for path, _ in found] == (["candidates"] if wrong else [])

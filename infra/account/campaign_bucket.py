@@ -1,0 +1,64 @@
+"""The bucket that holds a campaign's ledger. It outlives the stacks of the campaign's runs, so no stack has it.
+
+Its name follows from the campaign's and the account's, so that every driver has the same one, whatever state of Pulumi
+it uses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from gpufleet.infra.account import refusals
+from gpufleet.infra.errors import AwsRefused
+from gpufleet.infra.program.resources.tags import OWNER_TAG
+from gpufleet.job.supervisor.campaign_ledger import NAME, LedgerObject
+from gpufleet.job.supervisor.store import S3Store
+
+CAMPAIGN_TAG = (
+    "gpufleet:campaign"  # no stack's tag: a stack of the campaign's name must not take the bucket for its own
+)
+
+
+def bucket_name(campaign: str, account: str) -> str:
+    """The bucket of a campaign in the account with this number."""
+    return f"gpufleet-{campaign}-ledger-{hashlib.sha256(account.encode()).hexdigest()[:12]}"
+
+
+def find_ledger(client: Callable[[str, str], Any], campaign: str, region: str) -> LedgerObject | None:
+    """The campaign's ledger in its bucket; None without that bucket."""
+    s3 = client("s3", region)
+    name = bucket_name(campaign, client("sts", region).get_caller_identity()["Account"])
+    if refusals.absent(lambda: s3.head_bucket(Bucket=name), "404", "NoSuchBucket") is None:
+        return None
+    return LedgerObject(store=S3Store(f"s3://{name}", s3))
+
+
+def make_bucket(client: Callable[[str, str], Any], campaign: str, region: str, owner: str) -> LedgerObject:
+    """The ledger in a bucket that this makes, also where an earlier try was cut short. Raises AwsRefused if another
+    account has a bucket of that name.
+    """
+    s3, name = client("s3", region), bucket_name(campaign, client("sts", region).get_caller_identity()["Account"])
+    place = {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
+    try:
+        s3.create_bucket(Bucket=name, **place)
+    except ClientError as error:
+        if refusals.code(error) == "BucketAlreadyExists":
+            raise AwsRefused(f"the bucket {name} is another account's: give the campaign another name") from None
+        if refusals.code(error) != "BucketAlreadyOwnedByYou":
+            raise
+    names = ("BlockPublicAcls", "IgnorePublicAcls", "BlockPublicPolicy", "RestrictPublicBuckets")
+    s3.put_public_access_block(Bucket=name, PublicAccessBlockConfiguration=dict.fromkeys(names, True))
+    tags = {CAMPAIGN_TAG: campaign, OWNER_TAG: owner}
+    s3.put_bucket_tagging(Bucket=name, Tagging={"TagSet": [{"Key": key, "Value": tags[key]} for key in tags]})
+    return LedgerObject(store=S3Store(f"s3://{name}", s3))
+
+
+def delete_bucket(client: Callable[[str, str], Any], campaign: str, region: str) -> None:
+    """Deletes the ledger and its bucket."""
+    s3, name = client("s3", region), bucket_name(campaign, client("sts", region).get_caller_identity()["Account"])
+    s3.delete_object(Bucket=name, Key=NAME)
+    s3.delete_bucket(Bucket=name)

@@ -1,0 +1,103 @@
+"""The dollars of a calendar month under one owner: what the project's receipts say, and what runs may still spend.
+
+A run that goes on counts with its own limit, as its run.json has it. It uses the caller's rights to read; a run whose
+limit cannot be read makes the answer an error, because it might spend anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from gpufleet.infra.account.all_runs import ListedRun, all_runs
+from gpufleet.infra.account.run_folder import find_buckets
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.evidence import receipts
+from gpufleet.infra.review.policy import Policy, find_policy
+from gpufleet.job.contract import reading
+from gpufleet.job.contract.workdir import RUN
+from gpufleet.job.text import counted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MonthUsd:
+    """USD of a month, UTC, and of one owner."""
+
+    ended: Decimal  # by receipts; one that names no owner counts for every owner
+    reserved: dict[str, Decimal]  # the limit of each run that goes on, by STACK/RUN
+
+    @property
+    def total(self) -> Decimal:
+        return self.ended + sum(self.reserved.values(), Decimal(0))
+
+
+def look(
+    root: Path,
+    owner: str,
+    regions: Iterable[str],
+    client: Callable[[str, str], Any],
+    now: datetime,
+    *,
+    but: Collection[str],
+) -> MonthUsd:
+    """The month so far, with the runs that go on in `regions`, without the runs `but`, each as STACK/RUN. Raises
+    GpufleetError if a run's limit cannot be read.
+    """
+    known, _ = receipts.read(root)
+    ended = {
+        f"{each.stack}/{each.run}": each.actual
+        for each in known
+        if each.at[:7] == f"{now:%Y-%m}" and each.owner in ("", owner) and not each.rehearsal
+    }
+    running = [each for each in all_runs([], [], sorted({*regions}), client, now) if each.state != "over"]
+    named = {f"{each.stack}/{each.run.partition('/')[0]}": each for each in running if each.owner == owner}
+    reserved = {name: _limit(each, client) for name, each in named.items() if name not in {*but, *ended}}
+    return MonthUsd(ended=sum((usd for name, usd in ended.items() if name not in but), Decimal(0)), reserved=reserved)
+
+
+def require(rules: Policy | None, month: Callable[[], MonthUsd], usd: Decimal, what: str) -> None:
+    """Raises GpufleetError if `what`, which may spend `usd`, does not fit what the rules leave of the month. Without
+    the rule nothing is asked.
+    """
+    cap = rules.max_usd_per_month if rules else None
+    if cap is None:
+        return
+    found = month()
+    if found.total + usd <= cap:
+        return
+    open_ = f", {counted(len(found.reserved), 'run')} that may spend {sum(found.reserved.values()):.2f}"
+    raise GpufleetError(
+        f"breaks max_usd_per_month of policy.yaml: {what} may spend {usd:.2f} USD. This month's receipts have"
+        f" {found.ended:.2f}{open_ if found.reserved else ''}; allowed are {cap:f}."
+    )
+
+
+def require_run(definition: StackDefinition, root: Path, client: Callable[[str, str], Any], now: datetime) -> None:
+    """Raises GpufleetError if the run, which has not begun, breaks `max_usd_per_month`."""
+    owner, name = definition.run.owner, f"{definition.name}/{definition.run.id}"
+
+    def look_around() -> MonthUsd:
+        return look(root, owner, [definition.fleet.region], client, now, but=[name])
+
+    require(find_policy(root), look_around, definition.limits.max_usd, f"run {definition.run.id}")
+
+
+def _limit(run: ListedRun, client: Callable[[str, str], Any]) -> Decimal:
+    """limits.max_usd of a run that goes on. Raises GpufleetError."""
+    s3 = client("s3", run.region)
+    for bucket in find_buckets(s3, run.stack).ours:
+        listed = s3.list_objects_v2(Bucket=bucket["Name"], Prefix=f"{run.run}/{RUN}", MaxKeys=1)
+        if not listed.get("KeyCount"):
+            continue
+        body = s3.get_object(Bucket=bucket["Name"], Key=f"{run.run}/{RUN}")["Body"].read()
+        return reading.Fields(json.loads(body)).section("limits").need("max_usd", reading.unsigned)
+    raise GpufleetError(
+        f"max_usd_per_month of policy.yaml: run {run.run} of {run.stack} goes on, and its bucket with its limit is not"
+        " to be seen, so nothing begins. End it, or leave the rule out."
+    )

@@ -1,0 +1,91 @@
+"""What IAM's simulator says of the role of a stack's nodes: role_rights.yaml has what it may do and what it must not.
+
+No command can act as the role, because only EC2 may assume it. The simulator takes the request's tags as they are given
+and knows nothing of S3's own policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gpufleet.infra.account import aws
+from gpufleet.infra.canary.facts import FlightFacts
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.program.resources.tags import own_tags
+from gpufleet.job.contract import bucket as keys
+from gpufleet.job.contract.workdir import RUN
+
+FILE = Path(__file__).with_name("role_rights.yaml")
+_KEYS = {
+    name: getattr(keys, name)
+    for name in ("ATTEMPTS", "CHECKPOINTS", "DONE", "FLEETS", "GRAPHS", "HEARTBEATS", "INPUTS")
+} | {"RUN": RUN}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleRights:
+    """One row: which actions on one resource the role may do, and which it must not."""
+
+    of: str
+    tags: str = ""  # own, another, or none
+    context: Mapping[str, str]
+    may: tuple[str, ...]
+    may_not: tuple[str, ...]
+
+
+@cache
+def known() -> tuple[RoleRights, ...]:
+    """Every row, in the file's order."""
+    return tuple(
+        RoleRights(
+            of=row["of"],
+            tags=row.get("tags", ""),
+            context=row.get("context", {}),
+            may=tuple(row.get("may", "").split()),
+            may_not=tuple(row.get("may_not", "").split()),
+        )
+        for row in yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    )
+
+
+def ask(facts: FlightFacts, stack: StackDefinition, iam: Any, role: str, places: Mapping[str, str]) -> None:
+    """Adds the rights that the role lacks, and those that it has beyond its own. `role` is its ARN; `places` has the
+    ARNs of the run's own resources by the names in the file.
+    """
+    answers = [each for row in known() for each in _asked(row, stack, iam, role, places)]
+    for fact, expected in (("role.lacks", True), ("role.exceeds", False)):
+        wrong = [name for name, wanted, allowed in answers if wanted == expected != allowed]
+        facts.add(fact, ", ".join(wrong) or "nothing")
+    facts.add("role.asked", len(answers))
+
+
+def _asked(
+    row: RoleRights, stack: StackDefinition, iam: Any, role: str, places: Mapping[str, str]
+) -> Iterator[tuple[str, bool, bool]]:
+    """Each action with its resource, whether the role is meant to have it, and whether the simulator allows it."""
+    fill: Callable[[str], str] = lambda text: text.format(**places, **_KEYS, run=stack.run.id)  # noqa: E731
+    tags = {f"aws:ResourceTag/{key}": value for key, value in own_tags(stack).items()} if row.tags else {}
+    if row.tags == "another":
+        tags = dict.fromkeys(tags, "another")
+    context = tags | {key: fill(value) for key, value in row.context.items()}
+    answers = aws.pages(
+        iam,
+        "simulate_principal_policy",
+        "EvaluationResults",
+        PolicySourceArn=role,
+        ActionNames=[*row.may, *row.may_not],
+        ResourceArns=[fill(row.of)],
+        ContextEntries=[
+            {"ContextKeyName": key, "ContextKeyValues": [value], "ContextKeyType": "string"}
+            for key, value in context.items()
+        ],
+    )
+    for each in answers:
+        action = each["EvalActionName"]
+        yield f"{action} on {row.of}", action in row.may, each["EvalDecision"] == "allowed"

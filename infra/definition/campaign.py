@@ -1,0 +1,221 @@
+"""`campaigns/NAME.yaml`: several runs under one cap, and how the file becomes trials.
+
+A trial is a plain definition. It is one of `stacks/`, or one of those with other values, which is written into
+`.gpufleet/trials/`, where every command and the program find it by its name. That name is made from the file's name and
+the values, so it stays as other values are added. A campaign that is `open` also takes each definition in
+`campaigns/NAME/`, which somebody, or an agent, may put there while it runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator
+from collections.abc import Mapping as Named
+from dataclasses import dataclass, field, fields, replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Literal
+
+from gpufleet.infra.definition.layers import OVERLAID
+from gpufleet.infra.definition.loader import STACK_NAME, TRIALS, find
+from gpufleet.infra.definition.schema import Findings, build, check_keys, entries_of, nearest
+from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, dump, find_node, merge, open_file
+from gpufleet.infra.errors import DefinitionError, GpufleetError
+from gpufleet.job import atomic
+from gpufleet.job.text import counted
+
+FOLDER = "campaigns"
+SCHEMA_FILE = Path(__file__).with_name("campaign.schema.json")
+NAME = re.compile(r"[a-z][a-z0-9-]{0,29}[a-z0-9]")  # a trial's name, which has 40 characters, begins with it
+DIGITS = 8  # of a trial's name
+MOST = 1000  # trials: a bound of ours, as each is a bill
+SCENARIOS = "scenarios"
+_ARGUMENT = re.compile(r"--?[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CampaignFile:
+    """The values of a campaign's file. `grid` and `list` are empty where the trials are the files as they are."""
+
+    name: str
+    files: tuple[str, ...]  # stacks, the first of which says where the ledger lies
+    max_usd: Decimal = field(metadata={"minimum": 0.01, "maximum": 1_000_000})
+    max_hours: Decimal | None = field(default=None, metadata={"minimum": 0.01, "maximum": 8784})  # by the wall
+    at_once: int = field(default=1, metadata={"minimum": 1, "maximum": 100})
+    order: Literal["listed", "cheapest"] = "listed"
+    open: bool = False
+    grid: Named[str, tuple[Node, ...]] = field(default_factory=dict)  # every combination of the keys' values
+    list: tuple[Named[str, Node], ...] = ()  # one trial for each
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DefinedTrial:
+    """One run of a campaign. `values` are those that its file does not have, as text by key."""
+
+    name: str
+    file: str = ""  # the stack that it is made from
+    values: Named[str, str] = field(default_factory=dict)
+    text: str | None = None  # of its definition; None: that is a file of stacks/
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in self.values.items()) or self.name
+
+
+def path_of(name: str, root: Path) -> Path | None:
+    """The file of the campaign `name` in the project `root`; None without one."""
+    path = root / FOLDER / f"{name}.yaml"
+    return path if NAME.fullmatch(name) and path.is_file() else None
+
+
+def load(name: str, root: Path) -> CampaignFile:
+    """The campaign `name`. Raises DefinitionError with every problem of its file, GpufleetError without the file."""
+    path = path_of(name, root)
+    if path is None:
+        names = sorted(each.stem for each in (root / FOLDER).glob("[!.]*.yaml"))
+        allowed = f"has {', '.join(names)}" if names else "has no file"
+        raise GpufleetError(f"there is no campaign {name!r}: {FOLDER}/ {allowed}. {nearest(name, names)}".rstrip())
+    _, tree = open_file(path)
+    findings = Findings(tree=tree)
+    keys = [each.name for each in fields(CampaignFile) if each.name != "name"]
+    check_keys(tree.entries, keys, "", findings)
+    grid, rows = _grid(tree, findings), _rows(tree, findings)
+    own = {key: node for key, node in tree.entries.items() if key in keys and key not in ("grid", "list")}
+    named = Scalar(path="name", line=0, text=name)
+    found: CampaignFile = build(CampaignFile, replace(tree, entries={**own, "name": named}), "", findings)
+    if not found.files and ".files" not in findings.bad:
+        findings.add(".files", "at least one stack", value="an empty list")
+    if found.open and found.max_hours is None:
+        findings.add(".max_hours", "hours, after which an open campaign ends")
+    if findings.problems:
+        raise DefinitionError(str(path), findings.problems)
+    return replace(found, grid=grid, list=rows)
+
+
+def trials(campaign: CampaignFile, root: Path) -> list[DefinedTrial]:
+    """The trials that the file names, in its order. Raises GpufleetError."""
+    names = campaign.files
+    if not campaign.grid and not campaign.list:
+        made = [DefinedTrial(name=find(each, root).stem) for each in names]
+    else:
+        count = len(names) * len(campaign.list or (1,))
+        for values in campaign.grid.values():
+            count *= len(values)
+        if count > MOST:
+            raise GpufleetError(f"{FOLDER}/{campaign.name}.yaml: {count} trials; allowed are {MOST}")
+        made = [_trial(campaign, each, values, root) for each in names for values in _combined(campaign)]
+    if twice := sorted({each.name for each in made if [other.name for other in made].count(each.name) > 1}):
+        shown = next(str(each) for each in made if each.name == twice[0])
+        raise GpufleetError(f"{FOLDER}/{campaign.name}.yaml: {shown} twice: each trial once; another seed is another")
+    return made
+
+
+def write(made: list[DefinedTrial], root: Path) -> None:
+    """Writes the definitions of trials that have no file of `stacks/`, where they are not there as they are."""
+    for each in made:
+        path = root / TRIALS / f"{each.name}.yaml"
+        if each.text is not None and not (path.is_file() and path.read_text(encoding="utf-8") == each.text):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic.write_bytes(path, each.text.encode())
+
+
+def offered(campaign: CampaignFile, root: Path) -> list[DefinedTrial]:
+    """The trials that were put into the folder of an open campaign, by name, without files that can be none."""
+    if not campaign.open:
+        return []
+    paths = sorted((root / FOLDER / campaign.name).glob("[!.]*.yaml"))
+    named = [(f"{campaign.name}-{path.stem}", path) for path in paths]
+    return [
+        DefinedTrial(name=name, text=path.read_text(encoding="utf-8", errors="replace"))
+        for name, path in named
+        if STACK_NAME.fullmatch(name) and path.is_file()
+    ]
+
+
+def _grid(tree: Mapping, findings: Findings) -> dict[str, tuple[Node, ...]]:
+    allowed = "a section with a list of values for each key, as in --lr: [1e-3, 3e-3]"
+    entries = entries_of(tree.entries.get("grid"), "grid", allowed, findings)
+    found = {}
+    for key, node in entries.items():
+        _check_key(key, f"grid.{key}", node, findings)
+        if isinstance(node, Items) and node.items:
+            found[key] = tuple(node.items)
+        else:
+            findings.add(f"grid.{key}", "a list with at least one value", "Write [VALUE, VALUE].", node=node)
+    return found
+
+
+def _rows(tree: Mapping, findings: Findings) -> tuple[dict[str, Node], ...]:
+    node, allowed = tree.entries.get("list"), "a list of sections, each with the values of one trial"
+    if node is None:
+        return ()
+    if not isinstance(node, Items) or not node.items:
+        findings.add("list", allowed, value="an empty list" if isinstance(node, Items) else None, node=node)
+        return ()
+    rows = []
+    for index, item in enumerate(node.items):
+        entries = entries_of(item, f"list[{index}]", allowed, findings)
+        for key, value in entries.items():
+            _check_key(key, f"list[{index}].{key}", value, findings)
+        rows.append(entries)
+    return tuple(rows)
+
+
+def _check_key(key: str, where: str, node: Node, findings: Findings) -> None:
+    section, dot, _ = key.partition(".")
+    if not _ARGUMENT.fullmatch(key) and not (dot and section in OVERLAID):
+        allowed = f"a key below one of {', '.join(OVERLAID)}, as job.parameters.seed, or an argument, as --seed"
+        findings.add(where, allowed, nearest(section, OVERLAID), value=key, node=node)
+
+
+def _combined(campaign: CampaignFile) -> Iterator[dict[str, Node]]:
+    keys = list(campaign.grid)
+    for row in campaign.list or ({},):
+        for values in itertools.product(*campaign.grid.values()):
+            yield {**row, **dict(zip(keys, values, strict=True))}
+
+
+def _trial(campaign: CampaignFile, file: str, values: dict[str, Node], root: Path) -> DefinedTrial:
+    """The file of a stack with other values. Raises GpufleetError."""
+    path = find(file, root)
+    _, tree = open_file(path)
+    entries = {key: node for key, node in tree.entries.items() if key != SCENARIOS}
+    laid: Node = replace(tree, entries=entries)
+    shown = {key: _as_text(node) for key, node in values.items()}
+    for key, node in values.items():
+        if _ARGUMENT.fullmatch(key):
+            key, node = "job.command", _with_argument(laid, key, node, path)
+        for part in reversed(key.split(".")):
+            node = Mapping(path="", line=node.line, entries={part: node})
+        laid = merge(laid, node)
+    assert isinstance(laid, Mapping)
+    digest = hashlib.sha256("\n".join([path.stem, *(f"{key}={shown[key]}" for key in sorted(shown))]).encode())
+    made = DefinedTrial(name=f"{campaign.name}-{digest.hexdigest()[:DIGITS]}", file=file, values=shown)
+    return replace(made, text=f"# Trial of {FOLDER}/{campaign.name}.yaml, from {file}: {made}\n\n{dump(laid)}")
+
+
+def _as_text(node: Node) -> str:
+    """The value on one line."""
+    if isinstance(node, Scalar):
+        return " ".join(node.text.split())
+    if isinstance(node, Items):
+        return f"[{', '.join(map(_as_text, node.items))}]"
+    return "{" + ", ".join(f"{key}: {_as_text(each)}" for key, each in node.entries.items()) + "}"
+
+
+def _with_argument(laid: Node, argument: str, value: Node, path: Path) -> Scalar:
+    """The command with the argument, in the place of the value that it has or else at its end. Raises GpufleetError."""
+    command = find_node(laid, "job.command")
+    if not isinstance(command, Scalar) or not isinstance(value, Scalar):
+        wrong = "is for a job.command, which it has not" if not isinstance(command, Scalar) else "takes single values"
+        raise GpufleetError(f"{path}: {argument} of the campaign {wrong}; other keys are as job.parameters.seed")
+    if not re.fullmatch(r"[\w.,:/@%+=-]+", value.text):
+        allowed = "letters, digits and . , : / @ % + = - _, as the command is a line for a shell"
+        raise GpufleetError(f"{argument}: {value.text!r} is not accepted; allowed: {allowed}")
+    written = re.compile(rf"(?<!\S){re.escape(argument)}(=|\s+)(?!-)\S+")
+    if (times := len(written.findall(command.text))) > 1:
+        raise GpufleetError(f"{path}: job.command has {argument} {counted(times, 'time')}; a campaign changes one")
+    if not times:
+        return replace(command, text=f"{command.text.rstrip()} {argument}={value.text}")
+    return replace(command, text=written.sub(lambda old: f"{argument}{old[1]}{value.text}", command.text))

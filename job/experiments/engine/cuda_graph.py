@@ -1,0 +1,174 @@
+"""The forward and backward passes of a step as one CUDA graph: the host launches the graph, not its thousand kernels.
+
+A small step waits for its host (bench/results/gpu.md). Only the passes are in the graph: clipping, the optimizer, the
+rates and the log stay as they are, so a checkpoint, an export or a resume knows nothing of graphs. A graph has fixed
+addresses: each step's batch is copied into the same tensors, and the gradients lie where the graph puts them.
+
+A graph belongs to one phase's module and to the shapes of one batch. Before a graph is used, its loss and the norms of
+its gradients are compared with those of the same batch launched kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gpufleet.job.experiments.engine.experiment import Micro
+
+# Steps that are launched kernel by kernel first: they compile, plan attention and allocate workspaces, which no graph
+# can hold.
+LAUNCHED_FIRST = 2
+SAME = 1e-3  # relative: the largest difference between both, because some sums have no fixed order on a GPU
+
+
+class StepSums(NamedTuple):
+    """The result of a step's passes, on the device. A graph overwrites it with the next step's."""
+
+    loss: Tensor  # this rank's part of the mean over the global batch's tokens, nats, fp32
+    aux: dict[str, Tensor]  # this rank's part of the figures
+
+
+Passes = Callable[[Sequence[Micro]], StepSums]
+
+
+class Recorder(Protocol):
+    """What records and launches a device's kernels."""
+
+    def launch(self, run: Callable[[], StepSums]) -> StepSums:
+        """Runs it now."""
+
+    def record(self, run: Callable[[], StepSums]) -> tuple[Callable[[], None], StepSums]:
+        """Records the kernels of it without running any. Returns what runs them, and the result that each run fills.
+        Raises RuntimeError if a kernel cannot be recorded.
+        """
+
+
+class CudaRecorder:
+    """Records CUDA graphs. Everything runs on a stream of its own, because gradients are added up on the stream of the
+    first backward pass, and the stream on which others wait cannot be recorded.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def launch(self, run: Callable[[], StepSums]) -> StepSums:
+        waiting = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(waiting)
+        with torch.cuda.stream(self._stream):
+            sums = run()
+        waiting.wait_stream(self._stream)
+        return sums
+
+    def record(self, run: Callable[[], StepSums]) -> tuple[Callable[[], None], StepSums]:
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: the thread that writes checkpoints may use CUDA meanwhile.
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            sums = run()
+        return graph.replay, sums
+
+
+class RecordedPasses:
+    """Runs the passes of a phase's steps, from the third on by a graph, and again so whenever the batch's shapes
+    change. The passes must draw no random numbers and need no other rank.
+    """
+
+    def __init__(self, recorder: Recorder, parameters: Sequence[nn.Parameter], say: Callable[[str], None]) -> None:
+        self._recorder, self._parameters, self._say = recorder, parameters, say
+        self._shapes: Any = None  # of the batch that the buffers hold
+        self._micros: list[Micro] = []  # the buffers
+        self._launched = 0  # steps with these shapes
+        self._refused = False
+        self._replay: Callable[[], None] | None = None
+        self._sums: StepSums | None = None
+        self._gradients: list[Tensor | None] = []
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the next step of these shapes is a graph's."""
+        return self._replay is not None
+
+    def run(self, passes: Passes, micros: Sequence[Micro]) -> StepSums:
+        """The sums of `passes` over `micros`; the parameters, which have no gradients before, have this step's."""
+        if (shapes := [_shape(micro) for micro in micros]) != self._shapes:
+            self.drop()
+            self._shapes, self._launched, self._refused = shapes, 0, False
+            self._micros = [_buffer(micro) for micro in micros]
+        for buffer, micro in zip(self._micros, micros, strict=True):
+            for kept, given in zip(buffer.inputs, micro.inputs, strict=True):
+                if isinstance(given, Tensor):
+                    kept.copy_(given)
+        if self._replay is not None:
+            self._replay()
+        else:
+            sums = self._recorder.launch(lambda: passes(self._micros))
+            self._launched += 1
+            if self._launched <= LAUNCHED_FIRST or self._refused or not self._record(passes, sums):
+                return sums
+        assert self._sums is not None
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        return self._sums
+
+    def drop(self) -> None:
+        """Frees the graph with its memory."""
+        self._replay = self._sums = None
+        self._micros, self._gradients = [], []
+        self._shapes = None
+
+    def _record(self, passes: Passes, launched: StepSums) -> bool:
+        """Records the passes over the buffers, whose batch was `launched`. False if they cannot be recorded, or give
+        something else; the gradients are the launched ones then.
+        """
+        loss, norms = launched.loss.clone(), self._norms()
+        self._take()
+        try:
+            self._replay, self._sums = self._recorder.record(lambda: passes(self._micros))
+            self._gradients = [parameter.grad for parameter in self._parameters]
+            self._replay()
+            difference = max(_relative(self._sums.loss, loss), _relative(self._norms(), norms))
+            problem = "" if difference <= SAME else f"its loss or gradients differ by {difference:.1%}"
+        except RuntimeError as error:  # an operation that waits for the host, or too little memory
+            problem = str(error).splitlines()[0]
+        if not problem:
+            return True
+        self._say(f"no CUDA graph, kernels are launched one by one: {problem}")
+        self._take()
+        self._replay, self._sums, self._gradients, self._refused = None, None, [], True
+        self._recorder.launch(lambda: passes(self._micros))
+        return False
+
+    def _norms(self) -> Tensor:
+        """The norm of each gradient, fp32."""
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return torch.stack(list(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
+
+    def _take(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def _shape(micro: Micro) -> Any:
+    """What a graph's buffers depend on."""
+    inputs = [(each.shape, each.stride(), each.dtype) if isinstance(each, Tensor) else each for each in micro.inputs]
+    return micro.tokens, inputs
+
+
+def _buffer(micro: Micro) -> Micro:
+    """The micro-batch with tensors of its own, of the same strides: compiled code depends on them."""
+
+    def own(given: Any) -> Any:
+        if not isinstance(given, Tensor):
+            return given
+        return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device)
+
+    return micro._replace(inputs=tuple(own(given) for given in micro.inputs))
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    """The largest difference over the largest expected value; infinite if any value is not finite."""
+    largest = ((found.float() - expected.float()).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+    return largest if math.isfinite(largest) else math.inf

@@ -1,0 +1,167 @@
+"""`campaigns/NAME.yaml`: what it may say, and the plain definitions that it becomes."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+import yaml
+from jsonschema import Draft7Validator
+
+from gpufleet.infra.definition import campaign
+from gpufleet.infra.definition.loader import TRIALS, find, load
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.errors import GpufleetError
+from tests.infra.command_files import command_file
+from tests.infra.commands_world import DEFINITION
+
+SCHEMA = Draft7Validator(json.loads(campaign.SCHEMA_FILE.read_text()))
+ALL = """\
+files: [mine, other]
+grid:
+  --lr: [1e-3, 3e-3]
+  limits.max_usd: [9]
+list: [{job.workdir: a, --seed: 1}, {--seed: 2}]
+max_usd: 50
+max_hours: 12
+at_once: 2
+order: cheapest
+open: true
+"""
+
+
+def written(root: Path, text: str, name: str = "night") -> campaign.CampaignFile:
+    """The campaign of that text, in a project with the stacks mine, other and small-growth."""
+    for each in ("mine", "other"):
+        command_file(root, name=each, command="python train.py --lr 0.1 --out={checkpoints}")
+    (root / "stacks" / "small-growth.yaml").write_text(DEFINITION)
+    (root / "campaigns").mkdir(exist_ok=True)
+    (root / "campaigns" / f"{name}.yaml").write_text(text)
+    return campaign.load(name, root)
+
+
+def definitions(root: Path, made: list[campaign.DefinedTrial]) -> list[StackDefinition]:
+    campaign.write(made, root)
+    return [load(find(each.name, root), now=datetime(2026, 11, 21, tzinfo=UTC)) for each in made]
+
+
+def test_each_combination_is_a_plain_definition(tmp_path: Path) -> None:
+    found = written(tmp_path, ALL)
+    assert (found.max_usd, found.max_hours, found.at_once) == (Decimal(50), Decimal(12), 2)
+    made = campaign.trials(found, tmp_path)
+    read = definitions(tmp_path, made)
+    assert len(made) == len({each.name for each in made}) == 8
+    first, second = (each.job.parameters.command for each in read[:2])  # type: ignore[attr-defined]
+    assert first == "python train.py --lr 1e-3 --out={checkpoints} --seed=1"
+    assert second == "python train.py --lr 3e-3 --out={checkpoints} --seed=1"
+    assert {each.limits.max_usd for each in read} == {9}
+    assert [each.job.parameters.workdir for each in read[:4]] == ["a", "a", "{code}", "{code}"]  # type: ignore[attr-defined]
+    assert str(made[0]) == "workdir=a, --seed=1, --lr=1e-3, max_usd=9"
+
+
+def test_a_trial_keeps_its_name_as_other_values_are_added(tmp_path: Path) -> None:
+    few = written(tmp_path, "files: [mine]\ngrid: {--lr: [1e-3]}\nmax_usd: 50\n")
+    more = written(tmp_path, "files: [other, mine]\ngrid: {--lr: [3e-3, 1e-3]}\nmax_usd: 70\n")
+    (name,) = (each.name for each in campaign.trials(few, tmp_path))
+    assert name in [each.name for each in campaign.trials(more, tmp_path)]
+
+
+def test_without_other_values_the_stacks_are_the_trials(tmp_path: Path) -> None:
+    found = written(tmp_path, "files: [mine, small-growth]\nmax_usd: 50\n")
+    made = campaign.trials(found, tmp_path)
+    assert [each.name for each in made] == ["mine", "small-growth"]
+    campaign.write(made, tmp_path)
+    assert not (tmp_path / TRIALS).exists()
+
+
+def test_a_value_may_be_a_list_or_a_section(tmp_path: Path) -> None:
+    text = "files: [mine]\ngrid:\n  fleet.instance_types: [[g5.2xlarge], [g5.2xlarge, g6.2xlarge]]\n"
+    text += "  job.work: [{steps: 5, step_ms: {A10G: 7}}]\nmax_usd: 9\n"
+    one, two = definitions(tmp_path, campaign.trials(written(tmp_path, text), tmp_path))
+    assert (len(one.fleet.instance_types), len(two.fleet.instance_types)) == (1, 2)
+    assert one.job.parameters.work.steps == 5  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("files: [mine]\n", "max_usd: missing; allowed: a number from 0.01 to 1,000,000"),
+        ("files: []\nmax_usd: 1\n", "files: 'an empty list' is not accepted; allowed: at least one stack"),
+        ("files: [mine]\nmax_usd: 1\ngird: {--lr: [1]}\n", "gird: unknown key. Nearest: grid."),
+        ("files: [mine]\nmax_usd: 1\ngrid: {--lr: 1}\n", "a list with at least one value. Write [VALUE, VALUE]."),
+        ("files: [mine]\nmax_usd: 1\nlist: []\n", "list: 'an empty list' is not accepted"),
+        (
+            "files: [mine]\nmax_usd: 1\nlist: [{jobs.seed: 1}]\n",
+            "'jobs.seed' is not accepted; allowed: a key below one of",
+        ),
+        (
+            "files: [mine]\nmax_usd: 1\ngrid: {run.id: [r1, r2]}\n",
+            "'run.id' is not accepted; allowed: a key below one of",
+        ),
+        (
+            "files: [mine]\nmax_usd: 1\nat_once: 0\n",
+            "at_once: '0' is not accepted; allowed: a whole number from 1 to 100",
+        ),
+        ("files: [mine]\nmax_usd: 1\norder: dearest\n", "allowed: one of listed, cheapest"),
+        (
+            "files: [mine]\nmax_usd: 1\nopen: true\n",
+            "max_hours: missing; allowed: hours, after which an open campaign ends",
+        ),
+    ],
+)
+def test_a_wrong_file_is_refused_by_reader_and_schema(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(GpufleetError) as refused:
+        written(tmp_path, text)
+    assert message in str(refused.value)
+    assert not SCHEMA.is_valid(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("files: [mien]\nmax_usd: 1\n", "there is no stack 'mien'"),
+        ("files: [mine, mine]\nmax_usd: 1\n", "mine twice: each trial once"),
+        ("files: [mine]\nmax_usd: 1\ngrid: {--lr: [1, 1]}\n", "--lr=1 twice: each trial once"),
+        ("files: [mine]\nmax_usd: 1\ngrid: {--lr: [1; rm -r x]}\n", "--lr: '1; rm -r x' is not accepted"),
+        ("files: [small-growth]\nmax_usd: 1\ngrid: {--lr: [1]}\n", "--lr of the campaign is for a job.command"),
+        ("files: [mine]\nmax_usd: 1\ngrid: {--lr: [[1]]}\n", "--lr of the campaign takes single values"),
+        (
+            f"files: [mine]\nmax_usd: 1\ngrid: {{--a: {[*range(40)]}, --b: {[*range(40)]}}}\n",
+            "1600 trials; allowed are 1000",
+        ),
+    ],
+)
+def test_what_gives_no_trial_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    found = written(tmp_path, text)
+    with pytest.raises(GpufleetError) as refused:
+        campaign.trials(found, tmp_path)
+    assert message in str(refused.value)
+
+
+def test_an_unknown_key_below_a_section_is_refused_with_the_trial(tmp_path: Path) -> None:
+    found = written(tmp_path, "files: [mine]\nmax_usd: 1\ngrid: {limits.max_used: [1]}\n")
+    with pytest.raises(GpufleetError, match=r"night-[0-9a-f]{8}\.yaml.*\n.*max_used: unknown key\. Nearest: max_usd"):
+        definitions(tmp_path, campaign.trials(found, tmp_path))
+
+
+def test_an_open_campaign_takes_the_definitions_of_its_folder(tmp_path: Path) -> None:
+    found = written(tmp_path, "files: [mine]\nmax_usd: 9\nmax_hours: 2\nopen: true\n")
+    folder = tmp_path / "campaigns" / "night"
+    folder.mkdir()
+    for name in ("wide.yaml", ".half.yaml", "UP.yaml", "notes.txt", f"{'x' * 40}.yaml"):
+        (folder / name).write_text(DEFINITION)
+    assert [each.name for each in campaign.offered(found, tmp_path)] == ["night-wide"]
+    assert [each.name for each in definitions(tmp_path, campaign.offered(found, tmp_path))] == ["night-wide"]
+    closed = written(tmp_path, "files: [mine]\nmax_usd: 9\n")
+    assert campaign.offered(closed, tmp_path) == []
+
+
+def test_a_name_that_leaves_its_folder_is_no_campaign(tmp_path: Path) -> None:
+    written(tmp_path, ALL)
+    assert SCHEMA.is_valid(yaml.safe_load(ALL))
+    for name in ("../night", "/etc/passwd", "", "Night", "n" * 40):
+        with pytest.raises(GpufleetError, match=r"there is no campaign .*: campaigns/ has night"):
+            campaign.load(name, tmp_path)
