@@ -840,7 +840,7 @@ CASES: dict[str, CodeCase] = {
         files={"t.py": HELPERS},
         command="torchrun --nnodes 2 --nproc-per-node 8 t.py",
         expects={"job.checkpoint.format": "^none$"},
-        says=(r"saves net_state\.pt alone",),
+        says=(r"saves only net_state\.pt",),
     ),
     "a call that looks for a checkpoint by itself needs no words": CodeCase(
         files={"t.py": FLAX},

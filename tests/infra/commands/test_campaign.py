@@ -184,8 +184,8 @@ def drawn(seed: int) -> DrawnAccount:
 
 @dataclass(eq=False)
 class Drivers:
-    """Drivers of one campaign, one of whose steps is taken after the other. A killed one begins anew, unless it is
-    `gone` by then.
+    """Drivers of one campaign, which take their steps in turn. A driver that is killed begins anew, unless its name is
+    in `gone`.
     """
 
     account: DrawnAccount
