@@ -1,4 +1,4 @@
-"""What an asynchronous checkpoint costs the training beside it: a minute.
+"""Measures what an asynchronous checkpoint costs the training beside it. It takes a minute.
 
     python bench/checkpoint_stall.py [MB ...] [--device cuda]
 
@@ -24,7 +24,7 @@ from gpufleet.job.experiments.engine import device
 from gpufleet.job.experiments.engine.checkpoint import Checkpoints
 
 CADENCE_S, SAVES, ALONE_S = 300.0, 5, 1.0
-TENSORS = 115  # of each kind, as in phase 1 of tinystories-growth, whose checkpoint has 1.2 GB
+TENSORS = 115  # tensors of each kind, as in phase 1 of tinystories-growth, whose checkpoint has 1.2 GB
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def measure(megabytes: float, found: device.Device) -> None:
-    """Some saves of one size."""
+    """Measures several saves of one size."""
     numbers = round(megabytes * 1e6 / 4 / 3 / TENSORS)
     state = {
         kind: {f"block.{index}": torch.ones(numbers, device=found.torch) for index in range(TENSORS)}
@@ -93,7 +93,7 @@ def writer_cpu_s(checkpoints: Checkpoints) -> float:
 
 
 def commit(step: int) -> Commit:
-    """A commit without files."""
+    """Makes a commit without files."""
     return Commit(
         step=step,
         phase="bench",

@@ -37,7 +37,8 @@ from gpufleet.infra.risk.simulation import simulate
 
 ROOT = Path(__file__).parents[1]
 STACKS = ("tinystories-growth", "sft-h100", "pretrain-d64", "kernel-sft", "two-tower")
-_BYTECODE = tempfile.TemporaryDirectory()  # as after a first start, whatever this shell says of writing byte code
+# a place for byte code, so that it exists as after a first start, even if this shell forbids to write it
+_BYTECODE = tempfile.TemporaryDirectory()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +57,7 @@ HEAD = "| What | Bar | Least | Median | CPU, least |\n|---|---|---|---|---|\n"
 
 
 def seconds(work: Callable[[], object], times: int = 7) -> Taken:
-    """In this process."""
+    """The times of `work` in this process."""
     wall, cpu = [], []
     for _ in range(times):
         start, busy = time.perf_counter(), time.process_time()
@@ -80,7 +81,7 @@ def cold(*command: str, times: int = 7) -> Taken:
 
 
 def machine() -> str:
-    """What the figures hold for."""
+    """A line with the machine and the versions for which the figures hold."""
     return (
         f"{datetime.now(UTC):%Y-%m-%d}, {_processor()}, {platform.system()} {platform.machine()}, Python"
         f" {platform.python_version()}, numpy {np.__version__}; load average {os.getloadavg()[0]:.1f} at start, so that"

@@ -1,18 +1,18 @@
-"""One training step, eager, fp32 on the CPU or bf16 on a GPU: forward, backward, fused AdamW. Pairs timed in turn.
+"""Times one eager training step (forward, backward, fused AdamW), in fp32 on the CPU or bf16 on a GPU, for pairs of
+models in turn.
 
     python bench/dense_step.py [--nanogpt PATH_OF_A_CHECKOUT] [--layers 7] [--sequences N] [--pairs 7] [--device cpu]
 
 N sequences of 256 tokens: 2, or 32 on a GPU, where launching the kernels of 2 would take longer than running them.
 
-- dense against nanoGPT of the same shape (nanoGPT has learned positions and a fused q, k, v; we rotate);
-- the mixture's whole step against that of a dense model with as many active parameters, forward, loss and backward;
-  the optimizer apart, because a mixture has more weights to update;
-- the mixture's FFN with its routing alone, against a dense FFN of equal active size.
+- our dense model against nanoGPT of the same shape (nanoGPT has learned positions and a fused q, k, v; ours rotates);
+- the mixture's forward pass, loss and backward pass against those of a dense model with as many active parameters,
+  without the optimizer, because a mixture has more weights to update;
+- only the mixture's FFN with its routing, against a dense FFN of equal active size;
+- with `--launches` the program times nothing, and counts on the CPU how many kernels each step launches on a GPU.
 
-- with `--launches` nothing is timed: how many kernels each step launches on a GPU, counted on the CPU.
-
-The ratio is the median over pairs. The two of a pair are timed one after the other, and each model goes first in turn,
-so that a noisy machine disturbs both models alike. The brackets hold 95 % of such medians.
+The ratio is the median over pairs. The two models of a pair are timed one after the other, and each goes first in turn,
+so that a noisy machine disturbs both alike. The brackets hold 95 % of such medians.
 """
 
 from __future__ import annotations

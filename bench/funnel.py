@@ -1,4 +1,4 @@
-"""The funnel's throughput against what its stages need: `python bench/funnel.py` prints what is in
+"""Compares the funnel's throughput with the CPU time that its stages need: `python bench/funnel.py` prints the part of
 bench/results/funnel.md below its first paragraph.
 
 Each candidate is compiled for a GPU, and interpreted. The bar: candidates per second within 20 % of cores / (CPU

@@ -1,10 +1,10 @@
-"""Each guard that docs/guarantees.md rests on, taken out, and the tests that fail without it: `python bench/guards.py
+"""Removes each guard that docs/guarantees.md rests on, and checks that tests fail without it: `python bench/guards.py
 [ROW] ...`, where ROW is a part of a row's sentence.
 
-bench/guards.toml names them: a file, what stands there, what stands there without the guard, and tests, each of which
-has to fail then. The checkout itself is changed and put back, so that a test's own processes meet the change too; a
-file with changes that are not committed is refused. Writes the table of bench/results/guards.md to standard output, and
-tests that stay green to standard error; if any do, the exit code is 1.
+bench/guards.toml names the guards: for each a file, its text, the text without the guard, and tests, each of which must
+fail then. The program changes the checkout itself and puts it back, so that a test's own processes see the change too.
+It refuses a file with uncommitted changes. It writes the table of bench/results/guards.md to standard output, and the
+tests that stay green to standard error; if a test stays green, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class TakenGuard:
     """One entry of the list."""
 
     row: str  # the beginning of the row's sentence
-    guard: str  # words for what is taken out
+    guard: str  # the removed guard, in words
     file: str
     old: str
     new: str
-    tests: tuple[str, ...]  # names that pytest takes
+    tests: tuple[str, ...]  # names of tests in pytest's form
     hang_s: int = 900  # seconds that a test may wait for something that never comes without the guard
 
     @contextmanager

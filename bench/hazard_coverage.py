@@ -1,8 +1,8 @@
 """How often the stated interval holds on traces not used for it: `python bench/hazard_coverage.py SPOT H100`.
 
-SPOT is a checkout of github.com/skypilot-org/spot-traces, H100 one of github.com/andylizf/skynomad-artifact; nothing of
-them is kept here. Each trace is left out once: the median of the prior is taken anew from all others of single nodes,
-all else as in the code. Writes bench/results/risk.md to standard output.
+SPOT is a checkout of github.com/skypilot-org/spot-traces, H100 one of github.com/andylizf/skynomad-artifact; this
+repository has no copy of these. Each trace is left out once: the median of the prior is computed from all other traces
+of single nodes, and everything else is as in the code. The program writes bench/results/risk.md to standard output.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Group(NamedTuple):
         return math.log(several / one) / math.log(self.nodes)
 
     def of_one(self, trace: Trace) -> float:
-        """The trace's hazard as that of a node with one GPU alone."""
+        """The trace's hazard, converted to one node with one GPU."""
         per_hour = max(trace.interruptions, 0.5) / trace.node_hours
         return float(per_hour / (self.gpus**hazard.SIZE_POWER * gang(self.nodes)))
 
@@ -127,7 +127,7 @@ def main() -> None:
 
 
 def read(spot: Path, h100: Path) -> Iterator[Group]:
-    """Every group of traces. Exits with a sentence where a folder holds none."""
+    """Every group of traces. Exits with a sentence if a folder has no traces."""
 
     def some(name: str, pattern: str, *, gpus: int = 1, nodes: int = 1, counted: int = 1) -> Group:
         """`counted`: the nodes whose number the files have."""
@@ -185,8 +185,8 @@ def _score(trace: Trace, hours: float, stated: Hazard, nodes: int = 1) -> tuple[
 
 
 def _learned(nine: Sequence[Trace], at: int, hours: float, *, own: bool) -> tuple[float, float]:
-    """The score of what is learned about the zone of trace `at`: from the other zones, or with `own` from the first
-    halves of all traces, and then judged on this trace's second half.
+    """The score of a forecast for the zone of trace `at`. It is learned from the other zones, or with `own` from the
+    first halves of all traces; then it is scored on this trace's second half.
     """
     trace, half = nine[at], nine[at].hours / 2
     others = [each for each in nine if each is not trace]

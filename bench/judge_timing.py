@@ -1,9 +1,11 @@
-"""The kernel judge's speed-ups beside those of triton's do_bench, for a right kernel of each of the 20 tasks: a minute.
+"""Compares the kernel judge's speed-ups with those of triton's do_bench, for a right kernel of each of the 20 tasks. It
+takes a minute.
 
     python bench/judge_timing.py [--tasks 20]
 
-Needs a GPU. A line for each task: the judge's speed-up, do_bench's (medians of the same inputs and the same reference),
-and how far apart they are; then the largest distance. The judge runs as root or where namespaces are allowed.
+It needs a GPU. It prints a line for each task with the judge's speed-up, do_bench's (medians of the same inputs and the
+same reference) and their distance, and at the end the largest distance. The judge must run as root, or where namespaces
+are allowed.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def main() -> None:
 
 
 def _by_do_bench(task: catalog.KernelTask, source: str) -> float:
-    """The reference's median time over the kernel's."""
+    """The reference's median time divided by the kernel's, measured by do_bench."""
     given = [tensor.cuda() for tensor in tasks.Cases(SEED, "cuda").case(task, "timing").tensors]
     programs: list[Any] = [child._entry(name, text, {}) for name, text in (("r", task.reference_source), ("k", source))]
     reference, kernel = (do_bench(partial(each, *given), return_mode="median") for each in programs)

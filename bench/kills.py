@@ -1,6 +1,7 @@
-"""`up` and `destroy` of the real engine, killed at each of their calls to AWS, or left without answers from that call
-on; then `pulumi cancel`, `pulumi destroy`, one `gpufleet sweep --delete`. `bench/kills.py [up|destroy]`; `--way block`
-is for a stack whose capacity is bought in this way (`--way all`: in every way), `--calls 20` for 20 of the calls.
+"""Kills `up` and `destroy` of the real engine at each of their calls to AWS, or leaves them without answers from that
+call on. Then it runs `pulumi cancel`, `pulumi destroy` and one `gpufleet sweep --delete`. Call it as `bench/kills.py
+[up|destroy]`; `--way block` is for a stack that buys its capacity in this way (`--way all`: in every way), `--calls 20`
+for 20 of the calls.
 
 A seed draws the order of the calls, so that the first ones are a sample of all moments at which a command can be
 interrupted. Writes the table of bench/results/kills.md to standard output, each kill to standard error. The account is
@@ -24,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.rehearsal.killed import Mode  # noqa: E402 - of the tests
+from tests.rehearsal.killed import Mode  # noqa: E402 - a module of the tests
 from tests.rehearsal.killed_calls import WAYS, KilledCall, SharedAccount, shared_account  # noqa: E402
 
 MODES: tuple[Mode, ...] = ("killed", "no answer")

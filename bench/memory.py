@@ -1,4 +1,5 @@
-"""A step's memory, as predicted and as counted, and its speed, with random weights and batches of the user's choice:
+"""Prints the memory of a step, as predicted and as counted, and its speed, with random weights and batches of the
+user's choice:
 
     python bench/memory.py STACK [--rows 32] [--micro 4 2] [--layers 24 --width 1536] [--eager] [--steps 4]
 

@@ -1,4 +1,4 @@
-"""Dense pretraining beside nanochat, tokens/s on one card in one run: our 124M-class model against nanochat's d12.
+"""Compares dense pretraining with nanochat's, in tokens/s on one card in one run: our 124M-class model and its d12.
 
     PYTHONPATH=. python bench/nanochat_step.py PATH_OF_A_NANOCHAT_CHECKOUT [--depth 12] [--rows 32] [--sequence 2048]
                                                [--micros 8] [--steps 8] [--window L] [--device cuda]

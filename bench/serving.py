@@ -1,10 +1,10 @@
-"""Characters per second of the server at a model's shape, weights random, over HTTP:
+"""Measures the characters per second of the server over HTTP, for a model's shape and random weights:
 
     python bench/serving.py [--layers 44] [--width 2816] [--characters 200] [--clients 1 4]
 
-The server is pretrain-d64's own, without the reading of a folder. Beside each figure stands the bound of the GPU's data
-sheet: each character reads every weight once. On a CPU this only shows that the program runs: give it few layers and a
-narrow width.
+The server is pretrain-d64's own, but reads no folder. Beside each figure the program prints the bound that follows from
+the GPU's data sheet, because each character reads every weight once. On a CPU this only shows that the program runs:
+give it few layers and a narrow width.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def seconds(url: str, body: dict[str, Any]) -> float:
-    """Until the whole answer is here."""
+    """The seconds until the whole answer has arrived."""
     began = time.perf_counter()
     ask(url, body)
     return time.perf_counter() - began

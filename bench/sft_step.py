@@ -1,4 +1,4 @@
-"""One LoRA step at sft-h100's shape on packed rows: milliseconds, tokens per second, MFU and peak memory.
+"""Measures one LoRA step at sft-h100's shape on packed rows: milliseconds, tokens per second, MFU and peak memory.
 
     python bench/sft_step.py [--layers 32] [--rows 2] [--row 4096] [--steps 20] [--device cuda] [--eager] [--mask]
 

@@ -1,12 +1,12 @@
-"""Whether a run's limits hold with its stops dead: `python bench/stops.py [RUNS]`, 1,000 by default.
+"""Tests whether a run's limits hold if some of its stops fail: `python bench/stops.py [RUNS]`, 1,000 by default.
 
-Runs are drawn, not trained: nodes boot, stage, train at prices that rise, are taken with a notice, vanish, live on
-beside the next node, wait for capacity; EC2's API, S3 and the scheduler do not answer for a while. What decides is the
-code itself: the job's meter and forecast, how it counts other nodes, a node's means, timer and hour of the schedule.
-Three stops: the meter in the supervisor, the timer of the boot, the schedule of AWS (with the fleet's expiry). The
-check that a boot makes before it pulls an image is always on. A meter that is off has fallen silent, or reports and
-does not stop; a node whose timer is off can no longer move the schedule's hour from some moment on. Writes
-bench/results/stops.md to standard output.
+Runs are drawn at random, not trained: nodes boot, stage, train at prices that rise, are taken with a notice, vanish,
+live on beside the next node, or wait for capacity; EC2's API, S3 and the scheduler do not answer for a while. The real
+code decides: the job's meter and forecast, its count of other nodes, and a node's remaining means, timer and schedule.
+There are three stops: the meter in the supervisor, the timer of the boot, and the schedule of AWS (with the fleet's
+expiry). The check that a boot makes before it pulls an image always works. A meter that fails either falls silent, or
+reports but does not stop the run; a node whose timer fails can no longer move the schedule's hour from some moment on.
+The program writes bench/results/stops.md to standard output.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def stack(path: Path) -> PricedStack:
 
 
 class MemoryStore:
-    """The bucket."""
+    """The run's bucket, in memory."""
 
     uri = "memory"
 
@@ -146,12 +146,12 @@ class Machine:
     others: Others | None = None
     checks_at: float  # when the node checks what is left, before it pulls an image
     meters_at: float
-    ended: float | None = None  # may be still to come
+    ended: float | None = None  # this moment may be in the future
     lives_on: bool = False  # the node runs on beside the next one
 
 
 def outages(draw: random.Random, until: float, share: float) -> Callable[[float], bool]:
-    """Whether something is out at a moment: stretches of half an hour on average."""
+    """A function that says whether a service is out at a moment. Outages last half an hour on average."""
     spans, at = list[tuple[float, float]](), T0
     while share and at < until:
         at += draw.expovariate(share / (1 - share) / (0.5 * HOUR))
@@ -204,7 +204,7 @@ class Drawn:
         return self._prices[min(int((at - T0) // HOUR), len(self._prices) - 1)]
 
     def move(self, at: float, fleets: Sequence[str] = ()) -> bool:
-        """UpdateSchedule."""
+        """Answers UpdateSchedule."""
         if self.scheduler_out(self.now) or self.now >= self.keys_die:
             return False
         self.hour = at
@@ -214,7 +214,7 @@ class Drawn:
         return self.now
 
     def history(self, since: float) -> History | None:
-        """The fleet's, which tells an end within five minutes."""
+        """The fleet's history, which shows the end of a node within five minutes."""
         if self.ec2_out(self.now):
             return None
         ended = {each.id: each.ended for each in self.nodes if each.ended is not None and each.ended < self.now - 60}
@@ -429,7 +429,7 @@ class Drawn:
         return lived - float(self.stack.run.limits.max_hours) * HOUR
 
     def _step(self, node: Machine, lost_at: float) -> float:
-        """To the next moment at which something may be decided: a few minutes, and seconds near a limit."""
+        """The seconds to the next moment at which the run may be stopped: minutes, but seconds near a limit."""
         if node.allowance is None:
             return max(node.checks_at - self.now, 5.0)
         if node.meter is None:
@@ -455,7 +455,7 @@ class Drawn:
             if node.allowance is not None and self.now < node.loses_keeper_at:
                 node.allowance.open()
             self.now += 120
-            told = noticed if node.allowance is not None else max(noticed, node.checks_at)  # a node boots in any case
+            told = noticed if node.allowance is not None else max(noticed, node.checks_at)  # not during its boot
             if told < self.now and not self.s3_out(told) and told < self.keys_die:
                 self._record(node, Exit(75, "notice", True, iso(told), iso(self.now)))
         waits = self.draw.uniform(60, 180) if kind == "lives on" else self.waits_s()
@@ -464,7 +464,7 @@ class Drawn:
             node.ended = until + self.draw.uniform(30, 240)
             node.lives_on = True
             if node.allowance is None and self.now < self.keys_die:
-                self._record(node)  # a node boots in any case
+                self._record(node)  # at the end of its boot
             by, at = self._own_stop(node)
             if at < min(node.ended, self.hour + self.ends_in):
                 return self._end_beside(node, by, at, until)
@@ -477,7 +477,7 @@ class Drawn:
         self.now = until
 
     def _own_stop(self, node: Machine) -> tuple[str, float]:
-        """The node's own stop that ends it first, and when; AWS's schedule aside."""
+        """The first of the node's own stops that ends it, and the time of that end, without AWS's schedule."""
         stops = [("", float("inf"))]
         if METER in self.on and node.meter is not None:
             left = node.meter.left_s(self.now, self.stack.run.limits, HOUR) - self.stack.checkpoint_s - RESERVE_S
@@ -497,7 +497,7 @@ class Drawn:
         self._end(node, by, takes)
 
     def _useless(self, node: Machine) -> None:
-        """A node that AWS lets do nothing ends itself, and is replaced."""
+        """Ends a node whose calls AWS refuses: such a node ends itself, and the fleet replaces it."""
         self.now += self.draw.uniform(60, 300)
         node.ended = self.now
         self.now += self.draw.uniform(60, 180)
@@ -517,7 +517,7 @@ CASES: dict[str, tuple[frozenset[str], dict[str, bool]]] = {
 def results(of: PricedStack, case: str, runs: Iterable[int]) -> Iterator[DrawnResult]:
     on, faults = CASES[case]
     for seed in runs:
-        with redirect_stdout(io.StringIO()):  # what a node says
+        with redirect_stdout(io.StringIO()):  # the node's output, which is not printed
             found = Drawn(of, seed, on, **faults).go()
         yield found
 

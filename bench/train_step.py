@@ -1,4 +1,4 @@
-"""Speed of the trainer on an otherwise idle GPU: `python bench/train_step.py [--sequences 8]` prints a page.
+"""Measures the trainer's speed on an otherwise idle GPU: `python bench/train_step.py [--sequences 8]` prints a page.
 
 The page has tokens/s and MFU of each full-size phase at that many times 256 tokens, with a CUDA graph; the least time
 that this GPU's data sheet allows (FLOPs over its peak, and the optimizer's traffic over its bandwidth); the time with

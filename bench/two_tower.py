@@ -1,4 +1,4 @@
-"""Speed of two-tower's joint step: `python bench/two_tower.py` prints what is in the first table of
+"""Measures the speed of two-tower's joint step: `python bench/two_tower.py` prints the first table of
 bench/results/two_tower.md.
 
 It compares all ten folds at once with a loop over the same ten models, step by step in turn in one run, at 443 queries
@@ -37,7 +37,7 @@ def main() -> None:
     args = parser.parse_args()
     found = device.choose("cuda" if torch.cuda.is_available() else "cpu", bf16=False)
     if found.is_cuda and TwoTowerConfig().products() == "tf32":
-        torch.set_float32_matmul_precision("high")  # as the experiment has it
+        torch.set_float32_matmul_precision("high")  # as the experiment sets it
     say("# Two-tower: one joint step\n")
     say(
         f"{datetime.now(UTC):%Y-%m-%d}, {found.banner()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "

@@ -254,7 +254,7 @@ def _held_by(fit: Fit, time: PhaseTime | None) -> str:
         parts.append(f"most of a step is {time.bound}, by the data sheet")
     if fit.memory is not None:
         held = ", ".join(f"{name} {gb:.1f}" for name, gb in fit.memory.parts.items() if gb >= 0.05)
-        parts.append(f"a GPU holds {held} GB, not all at once, and CUDA's {DEVICE_RESERVE_GB:g} GB")
+        parts.append(f"a GPU holds {held} GB (not all at one moment) and {DEVICE_RESERVE_GB:g} GB for CUDA")
     return f"{fit.phase}: {'; '.join(parts)}." if parts else ""
 
 

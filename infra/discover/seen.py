@@ -109,11 +109,11 @@ def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) 
         if trying.every:  # the trial asked for more frequent saves than the code would make
             cadence = cadence or Span(unit=kept.unit, setting=found.settings.find(trying.every))
         elif kept.every:
-            cadence = Span(unit=kept.unit, count=kept.every, where="seen")
+            cadence = Span(unit=kept.unit, count=kept.every, where="in the trial")
         names = found.names if found.names and _are_of(found.names, kept) else (kept.name,)
         found.checkpoint = CheckpointFacts(names=names, place=place, where=kept.evidence, cadence=cadence)
-        found.complete = Finding(kept.complete, "seen: the last of each") if kept.complete else None
-        found.size = Finding(f"{kept.bytes / 1e9:.4f}", "seen")
+        found.complete = Finding(kept.complete, "in the trial: each checkpoint's last file") if kept.complete else None
+        found.size = Finding(f"{kept.bytes / 1e9:.4f}", "in the trial")
         if row is not None:
             found.framework = replace(row, format=None, each=(), named=True, complete="", progress=row.patterns)
     _take_lines(found, seen)
@@ -121,7 +121,7 @@ def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) 
     found.total = found.total or _total(seen.output)
     found.seen_ms = seen.took_ms
     if seen.goes_on is False:
-        found.begins_anew, found.resume, found.reads_itself = Finding(seen.resume_evidence, "seen"), None, None
+        found.begins_anew, found.resume, found.reads_itself = Finding(seen.resume_evidence, "in the trial"), None, None
     elif seen.goes_on and found.resume is not None:
         found.resume = Finding(found.resume.value, seen.resume_evidence)
     elif seen.goes_on:
@@ -142,7 +142,9 @@ def _total(output: Sequence[str]) -> Span | None:
     for unit in ("epoch", "step", "iter", "iteration"):
         counts = [count for word, count in totals if word == unit]
         if len(counts) > 1 and len(set(counts)) == 1:
-            return Span(unit="epoch" if unit == "epoch" else "step", count=counts[0], where="seen: its lines say so")
+            return Span(
+                unit="epoch" if unit == "epoch" else "step", count=counts[0], where="in the trial: its lines say so"
+            )
     return None
 
 
@@ -255,7 +257,7 @@ def _as_pattern(counter: _Counter) -> PrintedLine | None:
     line, match = counter.sample, counter.match
     if bar := re.search(r"^(.*?)\d+%\|[^|]*\| *\d+/\d+ \[", line):
         regex = _escaped(bar[1]) + BAR.format(count="step", total="total")
-        return PrintedLine(regex=regex, where=f"seen: {len(counter.told)} states of a bar")
+        return PrintedLine(regex=regex, where=f"in the trial: {len(counter.told)} states of a bar")
     before, after = line[: match.start()], line[match.end() :]
     if len(before) > 40:
         before = re.sub(r"^.*?(?=\S{0,12}\s*[A-Za-z(\[|]*\W*$)", "", before)
@@ -265,7 +267,7 @@ def _as_pattern(counter: _Counter) -> PrintedLine | None:
         after = after[total.end() :]
     if loss := re.search(r"(?<![A-Za-z_])(?:train[ _])?loss\W{1,4}", after, re.IGNORECASE):
         regex += f".*?{_escaped(loss[0])}(?P<loss>{NUMBER})"
-    shown = f"seen: {len(counter.told)} lines, such as {line.strip()[:60]!r}"
+    shown = f"in the trial: {len(counter.told)} lines, such as {line.strip()[:60]!r}"
     return PrintedLine(regex=regex, where=shown) if re.search(regex, line) else None
 
 
@@ -339,7 +341,7 @@ def _as_checkpoint(
         complete=complete,
         bytes=_bytes(writes, watch, name),
         files=tuple("/".join(each.split("/")[fixed:]) for each in files),
-        evidence=f"seen: {came}{told_at}{renamed}",
+        evidence=f"in the trial: {came}{told_at}{renamed}",
     )
 
 
@@ -400,11 +402,11 @@ def _take_signal(seen: TrialFindings, first: TrialRun, signalled_at: float) -> N
     later = [each for each in first.writes if each.began >= signalled_at and not NO_CHECKPOINT.search(each.name)]
     if first.catches and later:
         seen.saves_on_signal = True
-        seen.signal_evidence = f"seen: after SIGTERM it wrote {Path(later[0].name).name} and {ended}"
+        seen.signal_evidence = f"in the trial: after SIGTERM it wrote {Path(later[0].name).name} and {ended}"
     elif first.code is not None:
         seen.saves_on_signal = False
         why = "wrote nothing" if first.catches else "dies of it, as nothing in it catches it,"
-        seen.signal_evidence = f"seen: on SIGTERM it {why} and {ended}"
+        seen.signal_evidence = f"in the trial: on SIGTERM it {why} and {ended}"
 
 
 def resume_check(seen: TrialFindings, first: TrialRun, restored: FoundCheckpoint) -> ResumeCheck | None:
@@ -429,4 +431,4 @@ def take_verdict(seen: TrialFindings, check: ResumeCheck, second: TrialRun) -> N
         seen.problems.append(f"whether it resumes is not shown: {f'a second start {ended}' if ended else check.why}")
     else:
         seen.goes_on = check.verdict == "goes on"
-        seen.resume_evidence = f"seen: {check.why}; it {check.verdict}"
+        seen.resume_evidence = f"in the trial: {check.why}; it {check.verdict}"

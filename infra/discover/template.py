@@ -83,10 +83,10 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
         "",
         "run:",
         "  id: r1            # a new id is a new fleet on the same bucket",
-        "  owner: you        # tagged on everything, so that a bill can be asked about",
+        "  owner: you        # a tag of every resource, so that people know whom to ask about a bill",
         "",
         "job:",
-        f"  image: {IMAGE}   # CHECK: any Linux image with sh and what the script needs",
+        f"  image: {IMAGE}   # CHECK: any Linux image with sh and the script's packages",
         "  code:",
         f"    folder: {_quoted(folder)}",
         *writer.setup(),
@@ -116,7 +116,7 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
         "    bucket: true",
         "    days: 7",
         "",
-        "limits:             # CHECK: the run ends at the first of them, saved",
+        "limits:             # CHECK: the run saves and ends at the first limit that it reaches",
         "  max_usd: 20",
         "  max_hours: 24",
         "",
@@ -124,8 +124,8 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
     ]
     writer.made.text = "\n".join(lines) + "\n"
     writer.unknown(
-        f"which GPU it needs: fleet.instance_types has {type_}, whatever the script is; `gpufleet compare {name}`"
-        " prices the others"
+        f"which GPU the script needs: fleet.instance_types has {type_} as a default; `gpufleet compare {name}` prices"
+        " other types"
     )
     return writer.made
 
@@ -146,7 +146,7 @@ def loadable(made: Draft, name: str) -> Draft:
                 if bad is None:
                     problems = "; ".join(map(str, error.problems[:3]))
                     raise GpufleetError(
-                        f"what the code says makes no definition that loads, so none is written: {problems}"
+                        f"the facts in the code give a definition that does not load, so none is written: {problems}"
                     ) from None
                 made.unknown.append(f"{bad.path}: {bad.value!r} does not load; allowed: {bad.allowed}")
             else:
@@ -304,19 +304,21 @@ class _Writer:
         size = next((each for each in BY_GPUS if each >= count), 8)
         if changed == typed:
             self.unknown(
-                f"{self.through} starts {count} processes on a node, whatever its GPUs: fleet.instance_types has one"
-                f" with {size}"
+                f"{self.through} starts {count} processes on a node, whatever the number of its GPUs:"
+                f" fleet.instance_types names a type with {size}"
             )
             return typed, BY_GPUS[size], f"{size} L40S, as {self.through} starts {count} processes"
         self.known(
-            f"your command starts {count} processes on a node: it has {{gpus}} for that, as many as the type has GPUs;"
-            f" {BY_GPUS[size]} has {size}"
+            f"your command starts {count} processes on a node: the file has {{gpus}} instead, the number of the type's"
+            f" GPUs; {BY_GPUS[size]} has {size}"
         )
-        check = f"one L40S with 48 GB, where you typed {count} processes ({BY_GPUS[size]} has {size})"
+        check = f"one L40S with 48 GB, but you typed {count} processes ({BY_GPUS[size]} has {size})"
         return changed, BY_GPUS[1], check
 
     def told_where(self, typed: str) -> str:
-        """The command, told to write below {checkpoints} if possible; `place` gets what the file says instead."""
+        """The command, which writes below {checkpoints} if possible; otherwise `place` gets the file's lines for its
+        folder.
+        """
         row, facts, place = self.row, self.facts, self.place
         place.below = f"{row.folder}/" if row is not None else ""
         place.below = place.below.lstrip("/")
@@ -328,12 +330,12 @@ class _Writer:
             depth, tag = (self.settings.find(each) for each in ("depth", "model_tag"))
             model = (tag.value if tag is not None else None) or f"d{depth.value if depth is not None else 20}"
             place.folder = f'"{{state}}/base_checkpoints/{model}"'
-            place.why = "CHECK: of the base model, by its depth or its tag"
+            place.why = "CHECK: the base model's folder, named by its depth or its tag"
             return typed
         # The framework's own setting names the place.
         out_row = row if row is not None and row.out and row.form and self.passes_on else None
         if facts is not None and facts.place.in_checkpoints and out_row is None:
-            self.known("$GPUFLEET_CHECKPOINTS says where it writes", facts.where)
+            self.known("the script writes to $GPUFLEET_CHECKPOINTS", facts.where)
             return typed
         setting = self.settings.find(facts.place.setting) if facts is not None and facts.place.setting else None
         folder, where = (facts.place.folder, facts.where) if facts is not None else ("", "")
@@ -349,15 +351,15 @@ class _Writer:
             return self._own_folder(folder, where, typed)
         if out_row is not None and (facts is None or facts.place.in_checkpoints):
             value = out_row.form.replace("{name}", out_row.out[0]).format("{checkpoints}")
-            self.known(f"{value} says where it writes", out_row.name)
+            self.known(f"{value} names the output folder", out_row.name)
             return f"{typed} {value}"
         if self.found.names:
             place.why = (
                 "CHECK: the script has to write below $GPUFLEET_CHECKPOINTS, or checkpoint.folder names its own folder"
             )
             self.unknown(
-                "where the script writes its checkpoints: into $GPUFLEET_CHECKPOINTS ({checkpoints} in the command), or"
-                " into a folder of its own that checkpoint.folder names"
+                "where the script writes its checkpoints: write them into $GPUFLEET_CHECKPOINTS ({checkpoints} in the"
+                " command), or name the script's own folder in checkpoint.folder"
             )
         return typed
 
@@ -382,12 +384,12 @@ class _Writer:
         """The command, with {checkpoints} as the value of a setting."""
         if not self.passes_on:
             there = setting.with_value('"$GPUFLEET_CHECKPOINTS"')
-            self.unknown(f"{self.through} does not pass on what is added to the command: write {there} in it")
-            self.place.why = f"CHECK: {self.through} has to say {setting.word} $GPUFLEET_CHECKPOINTS"
+            self.unknown(f"{self.through} does not pass on words that are added to the command: write {there} in it")
+            self.place.why = f"CHECK: write {setting.word} $GPUFLEET_CHECKPOINTS in {self.through}"
             return typed
         is_path = self.facts is not None and self.facts.place.is_whole_path
         value = f"{{checkpoints}}/{self.facts.place.name}" if is_path and self.facts is not None else "{checkpoints}"
-        self.known(f"{setting.word} says where it writes", setting.where)
+        self.known(f"{setting.word} names the output folder", setting.where)
         self.made.out = setting.name
         return with_setting(typed, setting, value, self.part)
 
@@ -398,29 +400,30 @@ class _Writer:
         start, place = self.found.start, self.place
         plain = posixpath.normpath(posixpath.join(start.folder, folder))
         if plain.startswith(("/", "..", "~")) or "$" in plain or "://" in plain:
-            place.why = f"CHECK: {where} writes to {folder}, which is no folder of the run: write {{checkpoints}} there"
+            place.why = f"CHECK: {where} writes to {folder}, which is outside of the run: write {{checkpoints}} there"
             self.unknown(
-                f"{where}: it writes to {folder}, which is no folder of the run; it has to be $GPUFLEET_CHECKPOINTS"
+                f"{where}: the script writes to {folder}, which is outside of the run; let it write to"
+                " $GPUFLEET_CHECKPOINTS"
             )
         elif plain != ".":
-            self.known(f"it writes below {plain}", where)
-            place.folder, place.why = _quoted(plain), f"{where}: it writes there"
+            self.known(f"the script writes below {plain}", where)
+            place.folder, place.why = _quoted(plain), f"{where}: the script writes there"
         else:
-            self.known("it saves into the folder that it starts in, so it starts in {checkpoints}", where)
-            place.workdir = f"  workdir: '{{checkpoints}}'   # {where}: it saves into the folder that it starts in"
+            self.known("the script saves into its working folder, so it starts in {checkpoints}", where)
+            place.workdir = f"  workdir: '{{checkpoints}}'   # {where}: the script saves into its working folder"
             links = ""
             if self.found.names_own:
                 own = "; ".join(f"{each.where} looks for {each.value}" for each in self.found.names_own.values())
-                place.workdir = f"  workdir: '{{checkpoints}}'   # CHECK: it saves where it starts ({where})"
-                place.workdir += f", and {own}: linked there"
-                self.unknown(f"which of its own files it opens by a relative path: job.workdir ({own})")
+                place.workdir = f"  workdir: '{{checkpoints}}'   # CHECK: the script saves where it starts ({where});"
+                place.workdir += f" the command links its own files there: {own}"
+                self.unknown(f"which of its own files the script opens by a relative path: see job.workdir ({own})")
                 links = f"ln -sfn {' '.join(f'{{code}}/{each}' for each in self.found.names_own)} . && "
             if not start.through and not start.is_module:
                 there = {each for each in typed.split() if each[0] not in "-/{" and (self.found.folder / each).exists()}
                 return links + " ".join(f"{{code}}/{e.removeprefix('./')}" if e in there else e for e in typed.split())
             place.environment["PYTHONPATH"] = "{code}"
             place.workdir = (
-                f"  workdir: '{{checkpoints}}'   # CHECK: {where} saves where it starts; other paths are seen from it"
+                f"  workdir: '{{checkpoints}}'   # CHECK: {where} saves where it starts; relative paths begin there too"
             )
         return typed
 
@@ -428,13 +431,13 @@ class _Writer:
         """The command with a setting that switches saves on, or that a framework's default would leave implicit."""
         every, row = self.plan.every, self.row
         if row is not None and row.needs and row.needs not in written and self.passes_on:
-            self.known(f"it saves nothing by default, so the command asks for it ({row.needs})", row.name)
+            self.known(f"the script saves nothing by default, so the command switches saves on ({row.needs})", row.name)
             written = f"{written} {row.needs}"
         if every.setting is None or not every.setting.form or every.setting.typed is not None or not self.passes_on:
             return written
         if every.setting.count is None:
             word = every.setting.word
-            self.known(f"it saves nothing by default, so the command asks for it ({word})", every.where)
+            self.known(f"the script saves nothing by default, so the command switches saves on ({word})", every.where)
         elif not self.starts_trainer or self.facts is not None:
             return written
         return with_setting(written, every.setting, every.count, self.part)
@@ -455,45 +458,50 @@ class _Writer:
         if found.bare_resume:
             where = found.bare_resume.where
             self.unknown(
-                f"{where}: trainer.train() is given no checkpoint, so it begins anew on each node. Write trainer.train("
-                "resume_from_checkpoint=os.environ.get('GPUFLEET_RESUME_FROM')) there; a rehearsal refuses it as it is"
+                f"{where}: trainer.train() gets no checkpoint, so the script begins anew on each node. Write"
+                " trainer.train(resume_from_checkpoint=os.environ.get('GPUFLEET_RESUME_FROM')) there; otherwise a"
+                " rehearsal fails"
             )
             yield f"  # resume: {{}}   # CHECK: {where}: train() begins anew by itself"
         elif found.begins_anew is not None:
             why = found.begins_anew.value
-            self.unknown(f"how it goes on from a checkpoint: {why}; a rehearsal refuses it as it is")
+            self.unknown(f"how the script goes on from a checkpoint: {why}; unless you change that, a rehearsal fails")
             yield f"  # resume: {{args: --resume}}   # CHECK: {why}"
         elif found.resume is not None and self.passes_on and not self.ends_command:
-            self.unknown("how it goes on from a checkpoint: job.resume.args come last, where another program stands")
-            yield f"  # resume: {{args: {_quoted(found.resume.value)}}}   # CHECK: the last of the command gets it"
+            self.unknown(
+                "how the script goes on from a checkpoint: job.resume.args are added at the command's end, where"
+                " another program would get them"
+            )
+            yield f"  # resume: {{args: {_quoted(found.resume.value)}}}   # CHECK: the last program would get these"
         elif found.resume is not None and self.passes_on:
             words, where = found.resume.value, found.resume.where
-            self.known(f"{re.split('[ =]', words)[0]} goes on from a checkpoint", where)
+            self.known(f"with {re.split('[ =]', words)[0]} the script goes on from a checkpoint", where)
             yield f"  resume: {{args: {_quoted(self.plan.named(words))}}}   # {where}"
         elif found.resume is not None:
-            yield f"  # resume: {{args: {_quoted(found.resume.value)}}}   # CHECK: {self.through} does not pass it on"
+            yield f"  # resume: {{args: {_quoted(found.resume.value)}}}   # CHECK: {self.through} does not pass them"
         elif found.reads_itself:
             where, what = found.reads_itself.where, found.reads_itself.value
-            self.known(f"{what}; a rehearsal shows whether it goes on from there", where)
+            self.known(f"{what}; a rehearsal shows whether resuming works", where)
         elif row is not None and "by itself" in row.resumes and found.names:
-            self.known(f"goes on {row.resumes}", row.name)
+            self.known(f"the script goes on {row.resumes}", row.name)
         elif found.names:
             how = f" ({row.name}: {row.resumes})" if row is not None else ""
             self.unknown(
-                f"how it goes on from a checkpoint: job.resume.args, or it looks into {{checkpoints}} itself{how}"
+                "how the script goes on from a checkpoint: write its words for that in job.resume.args, or let it look"
+                f" into {{checkpoints}} itself{how}"
             )
-            yield f"  # resume: {{args: --resume}}   # CHECK: added only where a checkpoint was restored{how}"
+            yield f"  # resume: {{args: --resume}}   # CHECK: added to the command after a checkpoint was restored{how}"
 
     def checkpoint(self) -> Iterator[str]:
         row, facts, names, place = self.row, self.facts, self.found.names, self.place
         if not names:
             other = self.found.saves_else
-            what = f"{other.where} saves {other.value} alone" if other else "nothing that it runs saves a checkpoint"
+            what = f"{other.where} saves only {other.value}" if other else "no code of the command saves a checkpoint"
             self.unknown(
-                f"whether it saves: {what}, so a loss repeats all. Where it does, job.checkpoint.each says what;"
-                " `gpufleet new --try` watches it"
+                f"whether the script saves: {what}, so a lost node repeats all work. If it does save, name its"
+                " checkpoints in job.checkpoint.each; `gpufleet new --try` watches for them"
             )
-            yield f"  checkpoint: none   # CHECK: {what}, so a loss repeats all; else each: says what one checkpoint is"
+            yield f"  checkpoint: none   # CHECK: {what}, so a loss repeats all work; else name it in each:"
             return
         yield "  checkpoint:"
         if place.folder or place.why:
@@ -501,15 +509,17 @@ class _Writer:
         if facts is None and row is not None and row.format and not place.below:
             yield f"    format: {row.format}   # {row.name}"
             if names != FORMATS[row.format].each:
-                yield f"    each: {_always_quoted(names[0])}   # as its {row.naming} is"
+                yield f"    each: {_always_quoted(names[0])}   # as the code sets {row.naming}"
             self.known(f"{row.resumes}", row.name)
         else:
             yield from self._names()
         yield from self._every_lines()
         size = self.found.size
-        seen = f"; the one that was seen had {size.value} GB, of the command as tried" if size else ""
-        yield f"    size_gb: 1.5   # CHECK: of one checkpoint; the rehearsal and the first receipt tell{seen}"
-        self.unknown("how large a checkpoint is: job.checkpoint.size_gb (the price of storage and of a notice)")
+        seen = f"; in the trial, with the command as tried, one had {size.value} GB" if size else ""
+        yield f"    size_gb: 1.5   # CHECK: of one checkpoint; rehearsal and first receipt show the real size{seen}"
+        self.unknown(
+            "how large a checkpoint is: write job.checkpoint.size_gb, from which storage and notices are priced"
+        )
 
     def _names(self) -> Iterator[str]:
         """The definition's lines for a checkpoint's names, and for the file that completes a checkpoint."""
@@ -540,8 +550,8 @@ class _Writer:
             yield f"    every: {{{'epochs' if is_epochs else 'steps'}: {every.count}}}   # {every.where}"
             return
         known = f": {every.where} says every {every.count} {every.unit}s" if every.count else ""
-        yield f"    every: {{minutes: 10}}   # CHECK: how often it saves, which is what a loss repeats{known}"
-        self.unknown(f"how often it saves, in minutes: job.checkpoint.every{known}")
+        yield f"    every: {{minutes: 10}}   # CHECK: how often the script saves; a lost node repeats that much{known}"
+        self.unknown(f"how often the script saves, in minutes: write job.checkpoint.every{known}")
 
     def progress(self) -> Iterator[str]:
         row, plan = self.row, self.plan
@@ -556,31 +566,34 @@ class _Writer:
             shown = [(plan.named(each), f"{row.name}, {row.version}") for each in row.progress]
         if not shown:
             bar = "^\\s*" + BAR.format(count="step", total="total")
-            yield f"    stdout: {_quoted(bar)}   # CHECK: tqdm's bar, or a line of yours that tells the step"
-            self.unknown("which line tells the step: job.progress.stdout, with the group (?P<step>...)")
+            yield f"    stdout: {_quoted(bar)}   # CHECK: a pattern of tqdm's bar, or of your own line with the step"
+            self.unknown("which line states the step: write its pattern in job.progress.stdout, with (?P<step>...)")
             return
         yield "    stdout:"
         yield from (f"      - {_always_quoted(regex)}   # {where}" for regex, where in shown)
-        self.known(f"a line of its output tells the {plan.word}", shown[0][1])
+        self.known(f"a line of the output states the {plan.word}", shown[0][1])
 
     def work(self) -> Iterator[str]:
         plan, total = self.plan, self.plan.total
         if total is None:
             self.unknown(
-                "how long it is: job.work.steps, epochs or hours; until then the bill says what the money buys"
+                "how long the training is: write job.work.steps, epochs or hours; until then the bill only says how"
+                " much training the money buys"
             )
             hours = "{hours: {low: 2, likely: 4, high: 8}}"
-            yield f"  # work: {hours}   # CHECK: without it the bill says what the money buys"
+            yield f"  # work: {hours}   # CHECK: without this the bill only says how much training the money buys"
             return
         self.known(f"{total.count} {total.unit}s", total.where)
         counts_epochs = total.unit == "epoch" and (plan.unit == "epoch" or plan.steps_per_epoch)
         is_epoch = plan.word == "epoch" and not counts_epochs
-        key, guess, more = "step_ms", 60_000 if is_epoch else 500, "; a step is one of its epochs here" * is_epoch
+        key, guess, more = "step_ms", 60_000 if is_epoch else 500, "; a step here is one epoch of the script" * is_epoch
         yield "  work:"
         yield f"    {'epochs' if counts_epochs else 'steps'}: {total.count}   # {total.where}{more}"
         if plan.steps_per_epoch:
-            self.unknown("how many steps an epoch has: job.work.steps_per_epoch, rows over the batch of all GPUs")
-            yield "    steps_per_epoch: 1000   # CHECK: rows over the batch of all GPUs"
+            self.unknown(
+                "how many steps an epoch has: write job.work.steps_per_epoch, rows divided by the batch of all GPUs"
+            )
+            yield "    steps_per_epoch: 1000   # CHECK: rows divided by the batch of all GPUs"
         elif counts_epochs:
             key, guess = "epoch_minutes", 1
         yield f"    {key}: {{L40S: {guess}}}   # CHECK: a guess until `gpufleet calibrate` has measured it"
@@ -595,20 +608,20 @@ class _Writer:
         taken = min(self.found.signals, key=lambda each: each.value != "SIGTERM", default=None)
         if taken is None:
             if self.row is not None:
-                self.known(f"on SIGTERM it {self.row.on_signal}", self.row.name)
+                self.known(f"on SIGTERM the script {self.row.on_signal}", self.row.name)
             return
         signal, launcher = taken.value.removeprefix("SIG"), self.found.start.launcher
         launcher = launcher or ("torchrun" if "torchrun" in command else "")
         if signal != "TERM" and launcher and "--signals-to-handle" not in command:
             self.unknown(
-                f"{taken.where}: it handles {taken.value}, as clusters send it; {launcher} would die of that and leave"
-                f" its ranks running. Handle SIGTERM there, or let torchrun pass it on:"
-                f" --signals-to-handle={taken.value}, and job.stop.signal: {signal}"
+                f"{taken.where}: the script handles {taken.value}, as clusters send it; {launcher} would die of that"
+                f" signal and leave its ranks running. Handle SIGTERM there, or let torchrun pass {taken.value} on with"
+                f" --signals-to-handle={taken.value}, and write job.stop.signal: {signal}"
             )
             why = f"{taken.where} handles {taken.value}, of which {launcher} dies"
             yield f"  # stop: {{signal: {signal}}}   # CHECK: {why}"
             return
-        self.known(f"it handles {taken.value}; a rehearsal shows whether it saves", taken.where)
+        self.known(f"the script handles {taken.value}; a rehearsal shows whether it saves then", taken.where)
         yield f"  stop: {{signal: {signal}, saves: unknown}}   # {taken.where}"
 
     def secrets(self) -> Iterator[str]:
@@ -618,10 +631,10 @@ class _Writer:
     def inputs(self, command: str) -> Iterator[str]:
         """The lines for inputs that the command names."""
         if not (names := dict.fromkeys(INPUT.findall(command))):
-            self.unknown("what the data is: storage.inputs, or the script fetches it itself (setup)")
-            yield "  # inputs: {NAME: data/folder or s3://bucket/prefix}   # read as {inputs.NAME} in the command"
+            self.unknown("where the data is: name it in storage.inputs, unless the script or job.setup fetches it")
+            yield "  # inputs: {NAME: data/folder or s3://bucket/prefix}   # the command reads it as {inputs.NAME}"
             return
-        self.unknown(f"where the data is: storage.inputs ({', '.join(names)})")
+        self.unknown(f"where the data is: name it in storage.inputs ({', '.join(names)})")
         yield "  inputs:   # CHECK: a folder, or s3://bucket/prefix; the rehearsal needs a folder with a little of it"
         yield from (f"    {name}: data/{name}" for name in names)
 
@@ -688,9 +701,9 @@ class _Writer:
         if not can_say_total:
             count, check = (
                 (total.count if total is not None else 0) or count,
-                "   # CHECK: as many as that command does",
+                "   # CHECK: as many as this command trains",
             )
-            trains = f", and trains all {total.count} of {total.where} there" if total and total.count else ""
+            trains = f", so it trains all {total.count} of {total.where} there" if total and total.count else ""
             self.unknown(f"how a rehearsal gets fewer steps: the script takes no count from its command line{trains}")
         resume = self.found.resume.value if self.found.resume else ""
         self.made.trial = Trial(
@@ -702,16 +715,19 @@ class _Writer:
         yield "rehearsal:          # the same script on a laptop's CPU: laid over the sections above"
         has_own = any((self.found.folder / name / "bin").is_dir() for name in ENVIRONMENTS)
         if not has_own:
-            yield "  # python: path/to/python   # CHECK: which has what the script imports; else this machine's python3"
-            self.unknown("which Python has what the script imports: its folder has no .venv, so rehearsal.python")
+            yield "  # python: path/to/python   # CHECK: a Python with the script's packages; else python3"
+            self.unknown(
+                "which Python has the packages that the script imports: its folder has no .venv, so write"
+                " rehearsal.python"
+            )
         yield from ("  job:", f"    command: {_quoted(small)}   # CHECK: small enough for a CPU", "    device: cpu")
         if has_own and self.found.trained and self.found.requirements == "requirements.txt":
-            yield '    setup: ""   # seen: the environment in its folder has what it needs'
+            yield '    setup: ""   # in the trial: the environment in the code\'s folder has the packages'
         yield from ("    gpus: 1", "    work:")
         is_epochs = plan.unit == "epoch" or (counts_epochs and plan.steps_per_epoch)
         yield f"      {'epochs' if is_epochs else 'steps'}: {count}{check}"
         if counts_epochs and plan.steps_per_epoch:
-            yield f"      steps_per_epoch: {REHEARSED_EPOCH_STEPS}   # CHECK: of the rehearsal's data"
+            yield f"      steps_per_epoch: {REHEARSED_EPOCH_STEPS}   # CHECK: steps per epoch with the rehearsal's data"
         if self.found.names:
             saves_epochs = plan.unit == "epoch" or (every.unit == "epoch" and plan.steps_per_epoch)
             minutes = "" if plan.says_every else "minutes: null, "
@@ -721,7 +737,7 @@ class _Writer:
             )
             yield from ("      size_gb: 0.01", "      heartbeat_s: 1")
         step_ms = took_ms / (REHEARSED_EPOCH_STEPS if counts_epochs and plan.steps_per_epoch else 1) if took_ms else 500
-        yield _REHEARSED.format(step_ms=round(step_ms, 1), where="   # seen" * bool(took_ms))
+        yield _REHEARSED.format(step_ms=round(step_ms, 1), where="   # in the trial" * bool(took_ms))
 
 
 def _always_quoted(text: str) -> str:

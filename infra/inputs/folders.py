@@ -27,7 +27,7 @@ MOST_FILES = 1000  # the most files in a local folder, because each file is a re
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """An input as it is now. With `folder` None the input is in a bucket, and `files` are only counted."""
+    """The present content of an input. With `folder` None the input is in a bucket, and `files` are only counted."""
 
     uri: str | None
     folder: Path | None

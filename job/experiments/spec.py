@@ -87,7 +87,7 @@ class ExperimentConfig(JobConfig):
         return "fp32"
 
     def state_in_words(self) -> str:
-        """What weights, gradients and moments are kept in, and what is in fp32 besides."""
+        """In words, the dtype of weights, gradients and moments, and which other numbers are in fp32."""
         return "fp32; loss and norms in fp32"
 
     def waits_for_saves(self) -> bool:
@@ -142,8 +142,8 @@ def halves(whole: int) -> list[int]:
 
 
 def warmup_doubts(key: str, length: int, steps: int, rate: float, whole: str, instead: str) -> Iterator[str]:
-    """A doubt if optim.`key`, a warm-up of `length` steps, is longer than the `steps` of `whole` for which it
-    warms up.
+    """A warning if the warm-up optim.`key`, `length` steps long, is longer than the training itself: the `steps` of
+    `whole`.
     """
     if length > steps > 0:
         yield (

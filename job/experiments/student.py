@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-Z95 = 1.959964  # of the normal distribution
+Z95 = 1.959964  # the same quantile of the normal distribution
 # Two-sided 95% quantiles for 1 to 30 degrees of freedom, to three digits (any statistics table).
 T95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
@@ -11,5 +11,5 @@ T95 = (
 
 
 def t95(degrees: int) -> float:
-    """Beyond the table by the first term of Cornish and Fisher's expansion."""
+    """The two-sided 95 % quantile of t. Beyond the table it uses the first term of Cornish and Fisher's expansion."""
     return T95[degrees - 1] if degrees <= len(T95) else Z95 + (Z95**3 + Z95) / (4 * degrees)

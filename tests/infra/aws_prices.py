@@ -1,4 +1,4 @@
-"""Answers of the Price List and of the spot price history in AWS's shapes, and clients that give them."""
+"""Answers of the Price List and of the spot price history in AWS's format, and clients that give these answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ITEMS = {  # (service, usage type) -> (unit, USD), in the list's own units
     ("AmazonEC2", "NatGateway-Bytes"): ("GB", "0.045"),
 }
 SHIPPED = {item: price.amount for (item, _), price in load_catalog().services.items()}
-for name, each in known_items().items():  # one more of the catalog's, at its price there
+for name, each in known_items().items():  # one more type of the catalog, at the catalog's price
     unit, factor = next(iter(each.units.items()))
     ITEMS.setdefault((each.service, each.usage_type), (unit, f"{SHIPPED[name] / factor:f}"))
 
@@ -67,7 +67,7 @@ def node(usd: str, region: str = "us-east-2") -> str:
 
 
 def announced(usd: str, *, then: str, begin: str) -> str:
-    """A node of us-east-2 with a second term, as a price list has it that tells of a change."""
+    """A node of us-east-2 with a second term: such a price list announces a change."""
     found = json.loads(node(usd))
     (name, term), *_ = found["terms"]["OnDemand"].items()
     dimensions = {key: {**each, "pricePerUnit": {"USD": then}} for key, each in term["priceDimensions"].items()}
@@ -84,7 +84,9 @@ class PriceList:
     """A Price List that knows some nodes' prices, and every service item in every region unless told otherwise."""
 
     nodes: dict[tuple[str, str], str] = field(default_factory=dict)  # (type, region) -> USD
-    products: dict[tuple[str, str], str] = field(default_factory=dict)  # (type, region) -> what is answered instead
+    products: dict[tuple[str, str], str] = field(
+        default_factory=dict
+    )  # (type, region) -> the products to answer instead
     errors: dict[str, Exception] = field(default_factory=dict)  # by instance type or usage type without prefix
     empty: set[str] = field(default_factory=set)  # usage types without an answer
     asked: list[dict[str, str]] = field(default_factory=list)

@@ -1,5 +1,5 @@
-"""A node for the tests: the rendered script and job/node run for real, in a folder, with small recorders on PATH for
-the outside.
+"""A node for the tests: the rendered script and job/node really run, in a folder; small recorders on PATH stand for the
+programs that they call.
 
 S3 is a folder, the metadata service is a folder, a command named in `fails` answers as if it were refused. To sleep
 takes next to no time, and the machine's clock jumps where `timer-fires` says so. The script's own fetch of the job
@@ -33,7 +33,7 @@ from gpufleet.job.contract.reading import iso
 from tests.waiting import wait_for
 
 JOB = Path(job.__file__).parent
-PYTHON = os.environ.get("GPUFLEET_NODE_PYTHON", sys.executable)  # a node's is a Python 3.9
+PYTHON = os.environ.get("GPUFLEET_NODE_PYTHON", sys.executable)  # a node has Python 3.9
 CONTRACT = (
     *("__init__", "attempt", "aws", "bucket", "codes", "done", "environment"),
     *("gathering", "messages", "reading", "spent", "terms", "workdir"),
@@ -51,8 +51,10 @@ BUCKET = "gpufleet-test"
 FLEET = "fleet-0a1b2c3d"
 SCHEDULE = "gpufleet-schedules/stop"
 TIMER_S = 9000
-EXPIRES = iso(float(int(time.time()) + 10 * 365 * 86_400))  # when AWS ends the fleet, if nobody moves that hour
-DECLARED = {  # as GetSchedule answers
+EXPIRES = iso(
+    float(int(time.time()) + 10 * 365 * 86_400)
+)  # AWS ends the fleet at this hour, unless a node moves the hour
+DECLARED = {  # the answer of GetSchedule
     "Arn": f"arn:aws:scheduler:us-east-2:111122223333:schedule/{SCHEDULE}",
     "ActionAfterCompletion": "NONE",
     "CreationDate": "2026-11-27T00:00:00Z",
@@ -191,7 +193,7 @@ _STUBS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BootOutcome:
-    """What a boot did."""
+    """The calls and objects that a boot made."""
 
     calls: list[str]
     log: str
@@ -224,7 +226,7 @@ class StubNode:
             (self.bin / name).chmod(0o755)
         (self.world / "clock.py").write_text(_CLOCK)
         self.data_volume: str | None = None
-        self.code = folder / "job"  # what the node needs of it
+        self.code = folder / "job"  # the metadata that the node needs
         for part in CODE:
             (self.code / part).parent.mkdir(parents=True, exist_ok=True)
             (self.code / part).write_bytes((JOB / part).read_bytes())
@@ -249,7 +251,7 @@ class StubNode:
         self.job_ends_with(0)
 
     def launched(self, *, minutes_ago: float) -> None:
-        self.launched_at = float(int(time.time() - 60 * minutes_ago))  # as AWS tells it, in whole seconds
+        self.launched_at = float(int(time.time() - 60 * minutes_ago))  # in AWS's form, with whole seconds
         document = {
             "accountId": "111122223333",
             "instanceId": INSTANCE,
@@ -276,18 +278,18 @@ class StubNode:
             (self.world / "fails" / name).touch()
 
     def says(self, name: str, text: str) -> None:
-        """What `docker pull` (as `pull`) or a recorded command prints; it fails, too."""
+        """Sets the output of `docker pull` (as `pull`) or of a recorded command, and makes the command fail."""
         (self.world / f"{name}-says").write_text(text)
         self.fails(name)
 
     def dies(self, *, at: int | None) -> None:
-        """All its processes are killed at its call of this number, before AWS has it; None: never again."""
+        """Kills all processes of the node at its call of this number, before AWS gets the call; None: never again."""
         (self.world / "dies-at").unlink(missing_ok=True)
         if at is not None:
             (self.world / "dies-at").write_text(str(at))
 
     def breaks(self, *, at: str, by: str) -> None:
-        """In job/node, instead of this statement."""
+        """Replaces the statement `at` of job/node by `by`."""
         main = self.code / "node/__main__.py"
         before, after = main.read_text().split(at)
         main.write_text(f"{before}{by}{after}")
@@ -304,7 +306,7 @@ class StubNode:
         return (self.s3 / "r1" / key).exists()
 
     def moves(self, name: str = "stop") -> list[float]:
-        """The hours to which it moved the schedule that ends its fleet, or another, in epoch seconds."""
+        """The hours, in epoch seconds, to which the node moved the schedule that ends its fleet, or another one."""
         path = self.world / "moves"
         told = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         told = [each for each in told if each["Name"] == name]
@@ -315,7 +317,7 @@ class StubNode:
         ]
 
     def after_a_moment_of_its_life(self, seconds: float) -> Any:
-        """Equals the time so long after some moment between its start and now."""
+        """An object that equals every time between the node's start and now, plus the given seconds."""
         lived = time.time() - self.began_at
         return pytest.approx(self.began_at + lived / 2 + seconds, abs=lived / 2 + 1)
 
@@ -326,7 +328,7 @@ class StubNode:
             self.put(f"attempts/i-{number}.json", attempt)
 
     def script(self) -> Path:
-        """The rendered user-data, its objects in place under the hashes it names."""
+        """The rendered user-data. The objects that it names are in place under their hashes."""
         packed = archive.build(self.code)
         inputs = self.s3 / "inputs" / packed.sha256
         inputs.mkdir(parents=True)
@@ -393,7 +395,7 @@ class StubNode:
         return self.outcome(self.start(script))
 
     def outcome(self, process: subprocess.Popen[bytes]) -> BootOutcome:
-        """Waits for the script, and for everything it left behind."""
+        """Waits for the script, and for every process that the script started."""
         try:
             wait_for("the end of the script", lambda: process.poll() is not None, log=self.log)
             wait_for("the end of all that the script has started", lambda: not _alive(process.pid), log=self.log)
@@ -412,12 +414,12 @@ class StubNode:
 
 
 def _alive(group: int) -> bool:
-    """Whether a process of the group still runs; one that only waits to be reaped does not."""
+    """Whether a process of the group still runs. A process that only waits to be reaped does not count."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
         return False
-    for process in Path("/proc").iterdir():  # not glob: it raises where a process ends while it looks
+    for process in Path("/proc").iterdir():  # not glob, which raises if a process ends meanwhile
         with contextlib.suppress(OSError):
             state, _, pgrp = (process / "stat").read_text().rpartition(")")[2].split()[:3]
             if int(pgrp) == group and state != "Z":

@@ -1,4 +1,4 @@
-"""Definition files with a command of the user's own, a line for each of job's keys."""
+"""Definition files with a command of the user's own; each key of job has its own line."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LIMITS = {"max_usd": 10, "max_hours": 10}
 
 
 def command_file(project: Path, *, name: str = "mine", more: str = "", **job: Any) -> Path:
-    """stacks/NAME.yaml below `project`: JOB with other values, or without a key that is None; `storage`, `fleet`,
-    `account`, `limits` are sections; `more` is added as text. job's first key is on line 3.
+    """Writes stacks/NAME.yaml below `project`, from JOB with changed values; a value of None removes its key.
+    `storage`, `fleet`, `account` and `limits` are sections; `more` is added as text. job's first key is on line 3.
     """
     sections: dict[str, Any] = {
         key: job.pop(key) for key in list(job) if key in ("fleet", "storage", "account", "limits")
@@ -42,7 +42,7 @@ def command_file(project: Path, *, name: str = "mine", more: str = "", **job: An
 
 
 def in_block(text: str, block: str = "") -> str:
-    """A file of one zone and one type on spot, in a block of a day of which an hour is over on 2026-11-26."""
+    """A file with one zone and one spot type, changed to a block of a day, an hour of which is over on 2026-11-26."""
     told = (
         block
         or "{reservation: cr-0123456789abcdef0, start: 2026-11-25T23:00:00Z, end: 2026-11-27T11:30:00Z, fee_usd: 900}"

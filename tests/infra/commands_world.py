@@ -1,4 +1,4 @@
-"""What the tests of the commands stand on: an embedded AWS that stands still, a project, a stack declared by hand."""
+"""The base of the commands' tests: an embedded AWS whose clock stands still, a project, a stack declared by hand."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def pinned(path: Path) -> Path:
-    """The file as `doctor --pin` leaves it."""
+    """The file with the changes that `doctor --pin` makes."""
     tag = definition(path).job.image
     name, _, version = tag.partition("/")[2].partition(":")
     pin(path, ami=ami_id("us-east-2", AMI), image=f"{tag}@{digest(name, version)}")
@@ -65,7 +65,7 @@ def definition(path: Path) -> StackDefinition:
 
 @contextmanager
 def account(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
-    """An embedded AWS, and the environment that makes it everybody's AWS."""
+    """An embedded AWS, and the environment through which every client uses it."""
     with Cloud(folder / "cloud", clock=ManualClock()) as cloud:
         for name, value in cloud.environment().items():
             monkeypatch.setenv(name, value)
@@ -73,7 +73,7 @@ def account(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
 
 
 def advance(cloud: Cloud, seconds: float) -> None:
-    """Its clock moves; `cloud.tick()` then does what is due."""
+    """Moves the cloud's clock; then `cloud.tick()` does the work that is due."""
     assert isinstance(cloud.clock, ManualClock)
     cloud.clock.advance(seconds)
 
@@ -91,7 +91,7 @@ def has_block(cloud: Cloud, count: int = 1, type_: str = "g5.2xlarge", begins_h:
 
 
 def declare_fleet(cloud: Cloud, run: str = RUN, owner: str = "you", capacity: str = "spot", target: int = 1) -> str:
-    """VPC, template and fleet with the stack's tags; nothing launches before the next tick, but into a block."""
+    """Makes VPC, template and fleet with the stack's tags. Nodes launch at the next tick, in a block at once."""
     block = capacity == "capacity-block"
     ec2 = cloud.client("ec2")
     tags = [
@@ -147,13 +147,13 @@ def declare_bucket(cloud: Cloud, suffix: str = "0a1b2c3", owner: str = "you") ->
 
 
 def put(cloud: Cloud, bucket: str, name: str, content: Any, run: str = RUN) -> None:
-    """An object of the run; anything but bytes as JSON."""
+    """Writes an object of the run. A value that is not bytes is written as JSON."""
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
     cloud.client("s3").put_object(Bucket=bucket, Key=f"{run}/{name}", Body=body)
 
 
 def finished(cloud: Cloud, run: str = "r1") -> str:
-    """A bucket with what a run leaves that has come to its end; its name."""
+    """Makes a bucket with the objects of a finished run; returns the bucket's name."""
     bucket = declare_bucket(cloud)
     files: dict[str, Any] = {
         "results.json": {"loss": 2.5},
@@ -174,7 +174,7 @@ def finished(cloud: Cloud, run: str = "r1") -> str:
 def waited(
     cloud: Cloud, stack: StackDefinition, timeout_s: float = 60, meanwhile: Callable[[], None] = lambda: None
 ) -> tuple[int, str]:
-    """The exit code and all that was said; sleeping moves the cloud's clock, and `meanwhile` happens."""
+    """The exit code and the output of `wait`. Its sleep moves the cloud's clock, and calls `meanwhile`."""
     clock, said = cloud.clock, list[str]()
     assert isinstance(clock, ManualClock)
     start = clock.now()

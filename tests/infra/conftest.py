@@ -1,4 +1,4 @@
-"""What the tests of several commands begin with."""
+"""Fixtures of the tests of several commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.infra.commands_world import project as stack_project
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small stack's file, its project the current directory."""
+    """A small stack's file, in a project that is the current directory."""
     return stack_project(tmp_path, monkeypatch)
 
 
@@ -30,7 +30,7 @@ def stack(path: Path) -> StackDefinition:
 
 @pytest.fixture
 def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
-    """An embedded AWS that is everybody's AWS."""
+    """An embedded AWS that every client uses."""
     with account(tmp_path, monkeypatch) as cloud:
         yield cloud
 
@@ -46,7 +46,7 @@ PLANNED = {"mixture": 0.5, "from scratch": 0.5, "adapter": 0.45, "all weights": 
 
 @pytest.fixture
 def everything_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Round shares of the roofline, and no doubt of speed, price and set-up: arithmetic is left, and interruptions."""
+    """Sets round shares of the roofline and exact speed, price and set-up, so that only interruptions are uncertain."""
     for name in ("MEASURED", "STATED", "PAGE", "SETUP", "SETUP_MEASURED", "MOST_PRICE"):
         monkeypatch.setattr(unknown, name, 0.0)
 

@@ -1,4 +1,4 @@
-"""Definitions for the tests of the bill, built without a file: a change in stacks/ cannot move a golden figure."""
+"""Definitions for the tests of the bill, built without a file, so that a change in stacks/ moves no golden figure."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def definition(
 
 
 def on_nodes(of: StackDefinition, count: int, cards: Any = "one") -> StackDefinition:
-    """The definition on several nodes, in one zone as they must be."""
+    """The definition on several nodes, which must be in one zone."""
     return replace(
         of, fleet=replace(of.fleet, nodes=count, cards=cards, zones=of.fleet.zones[: 1 if count > 1 else None])
     )
 
 
 def decimals(value: Any) -> Any:
-    """A number, or a tuple of numbers, as a file's loader gives it."""
+    """A number, or a tuple of numbers, in the form that the loader returns."""
     return tuple(map(Decimal, value)) if isinstance(value, tuple) else Decimal(value)
 
 

@@ -1,4 +1,4 @@
-"""Runs the program for a definition file, without AWS and without the engine, and looks at what it declared."""
+"""Runs the program for a definition file, without AWS and without the engine, and records the declared resources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests import forked
 
 @dataclass(frozen=True)
 class Declared:
-    """One preview."""
+    """The result of one preview."""
 
     result: Result
     resources: list[dict[str, Any]]

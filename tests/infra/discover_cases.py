@@ -1,4 +1,4 @@
-"""Small folders of training code, each with a command, and what `gpufleet new` must write of it.
+"""Small folders of training code, each with a command, and the file that `gpufleet new` must write.
 
 `expects`: paths of the written file with a regular expression that the value must match; None: the key is not there.
 `says`, `silent`: regular expressions of the sentences and comments.
@@ -387,7 +387,7 @@ CASES: dict[str, CodeCase] = {
         },
         expects={"job.work.steps": "^3000$"},
     ),
-    # What starts
+    # How the training starts
     "the file with a main that imports a library": CodeCase(
         files={"start.py": STARTS_LIBRARY, "inner/__init__.py": "", "inner/work.py": LIBRARY},
         expects={
@@ -398,7 +398,7 @@ CASES: dict[str, CodeCase] = {
             "job.resume": None,
         },
         says=(r"it reads state\.bin by itself; .* \(inner/work\.py:5\)",),
-        silent=("how it goes on from a checkpoint",),
+        silent=("how the script goes on from a checkpoint",),
     ),
     "weights that nobody named are read where nothing says how it goes on": CodeCase(
         files={
@@ -408,7 +408,7 @@ CASES: dict[str, CodeCase] = {
             )
         },
         expects={"job.checkpoint.each": r"^\{step\}\.pth$", "job.resume": None},
-        says=("how it goes on from a checkpoint",),
+        says=("how the script goes on from a checkpoint",),
     ),
     "a rehearsal saves no more rarely than the command": CodeCase(
         files={
@@ -453,7 +453,7 @@ CASES: dict[str, CodeCase] = {
         files={"go.sh": "#!/bin/sh\npython t.py --steps 300\n", "t.py": PLAIN},
         command="./go.sh",
         expects={"job.command": r"^\./go\.sh$", "job.work.steps": "^300$"},
-        says=(r"go\.sh:2 does not pass on what is added",),
+        says=(r"go\.sh:2 does not pass on words that are added",),
     ),
     "nanochat's folder follows from its depth and a variable": CodeCase(
         files={
@@ -504,9 +504,9 @@ CASES: dict[str, CodeCase] = {
         files={"data.yaml": "train: images\n"},
         command="teachify data.yaml",
         expects={"job.command": "^teachify", "job.checkpoint.format": "^none$"},
-        says=("whether it saves",),
+        says=("whether the script saves",),
     ),
-    # What was typed
+    # The typed command
     "values that were typed, and accelerate's own save": CodeCase(
         files={"t.py": ACCELERATE},
         command="accelerate launch t.py --max_train_steps=1200 --dest=elsewhere",
@@ -691,18 +691,18 @@ CASES: dict[str, CodeCase] = {
             "job.command": r"--keep \{checkpoints\}/model\.pt",
             "job.resume": None,
         },
-        says=("how it goes on from a checkpoint",),
+        says=("how the script goes on from a checkpoint",),
         silent=("by itself;",),
     ),
     "a script that saves at its end alone": CodeCase(
         files={"t.py": "for step in range(300):\n    loss.backward()\ntorch.save(model, 'model.pt')\n"},
         expects={"job.checkpoint.format": "^none$"},
-        says=(r"t\.py:3 saves model\.pt alone",),
+        says=(r"t\.py:3 saves only model\.pt",),
     ),
     "a script that saves nothing": CodeCase(
         files={"t.py": "for step in range(300):\n    loss.backward()\n    print('step', step, 'loss', loss.item())\n"},
         expects={"job.checkpoint.format": "^none$", "job.work.steps": "^300$"},
-        says=("nothing that it runs saves",),
+        says=("no code of the command saves",),
         silent=("CHECK: allowed",),
     ),
     "an option -n of a script is no number of processes, and no rounds are asked for by default": CodeCase(
@@ -732,7 +732,7 @@ CASES: dict[str, CodeCase] = {
             "job.progress.stdout": r"^(?!.*P<epoch>).*P<step>",
             "rehearsal.job.command": "--max_steps 1500",
         },
-        says=(r"workdir: '\{checkpoints\}'   # CHECK: .*t\.py:\d+ looks for table\.bin; .* rows/b\.bin: linked there",),
+        says=(r"workdir: '\{checkpoints\}'   # CHECK: .* own files there: .*\d+ looks for table\.bin; .* rows/b\.bin",),
     ),
     "variables of the environment are settings, typed before the command or not": CodeCase(
         files={"t.py": BY_ENVIRONMENT},
@@ -786,7 +786,7 @@ CASES: dict[str, CodeCase] = {
         files={"t.py": EPOCHS, "kit/__init__.py": "", "kit/writer.py": WRITER, "after.py": "1"},
         command="python t.py && python after.py",
         expects={"job.resume": None},
-        says=(r"# resume: .*CHECK: the last of the command gets it",),
+        says=(r"# resume: .*CHECK: the last program would get these",),
     ),
     "a script that uses a framework has none of the words of its program": CodeCase(
         files={"t.py": "from ultralytics import YOLO\nYOLO('n').train(data='d', epochs=50, project='runs')\n"},
@@ -840,7 +840,7 @@ CASES: dict[str, CodeCase] = {
         files={"t.py": HELPERS},
         command="torchrun --nnodes 2 --nproc-per-node 8 t.py",
         expects={"job.checkpoint.format": "^none$"},
-        says=(r"saves net_state\.pt alone",),
+        says=(r"saves only net_state\.pt",),
     ),
     "a call that looks for a checkpoint by itself needs no words": CodeCase(
         files={"t.py": FLAX},

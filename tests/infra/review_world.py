@@ -46,7 +46,7 @@ class Project:
     folder: Path
 
     def write(self, files: dict[str, str | None]) -> None:
-        """None takes a file away."""
+        """Writes files; None removes a file."""
         for name, text in files.items():
             path = self.folder / name
             if text is None:
@@ -56,7 +56,7 @@ class Project:
                 path.write_text(text)
 
     def commit(self, files: dict[str, str | None]) -> str:
-        """Writes, commits everything, gives the hash."""
+        """Writes files, commits everything, and returns the commit's hash."""
         self.write(files)
         self.git("add", "-A")
         self.git("commit", "-q", "--allow-empty", "-m", "a change")
@@ -81,7 +81,7 @@ def changed(*changes: tuple[str, str]) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Git without anybody's settings, at a fixed moment."""
+    """The environment in which git has no user's settings, and a fixed time."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     fixed = {
         "GIT_CONFIG_GLOBAL": os.devnull,
@@ -116,7 +116,7 @@ def enter(root: Path, monkeypatch: pytest.MonkeyPatch, inside: str = "") -> Proj
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """`gpufleet diff` with these arguments: exit code and what it printed."""
+    """The exit code and the output of `gpufleet diff` with these arguments."""
     parser = argparse.ArgumentParser()
     diff.arguments(parser)
     code = diff.run(parser.parse_args(words))
@@ -124,6 +124,6 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 
 def reviewed(capsys: pytest.CaptureFixture[str], base: str, head: str, *words: str) -> tuple[int, dict[str, Any]]:
-    """The same with --json: exit code and the stacks by name."""
+    """The exit code of `gpufleet diff --json`, and the stacks in its output by name."""
     code, out = run(capsys, base, head, "--json", *words)
     return code, {stack["stack"]: stack for stack in json.loads(out)["stacks"]}

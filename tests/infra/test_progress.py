@@ -1,4 +1,4 @@
-"""Long work is seen on a terminal, now and then in a log, and not at all where that is asked for."""
+"""The progress of long work is shown on a terminal, now and then in a log, and not at all on request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gpufleet.job.experiments.dataset import chat
 
 
 class Told:
-    """What work told of itself."""
+    """The progress that the work reported."""
 
     def __init__(self) -> None:
         self.told = list[tuple[str, int | None, str]]()
@@ -63,7 +63,7 @@ def test_of_what_nobody_knows_the_end_there_is_no_time_left() -> None:
 
 
 def terminal(work_on: Callable[[progress.Screen], None]) -> str:
-    """What a terminal is sent."""
+    """The text that a terminal receives."""
     here, there = pty.openpty()
     termios.tcsetwinsize(there, (24, 100))
     with os.fdopen(there, "w") as stream:

@@ -1,4 +1,4 @@
-"""What researchers ask before they rent anything, each answered by one command, with its figures worked by hand."""
+"""Questions of researchers before they rent anything. One command answers each, and its figures are worked by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
 
 @pytest.fixture
 def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs `cost` or `compare` in a project of its own and gives what it printed for programs."""
+    """Runs `cost` or `compare` in a new project, and returns its JSON output."""
     (tmp_path / "stacks").mkdir()
     monkeypatch.chdir(tmp_path)
 
@@ -41,7 +41,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def stack(experiment: str, parameters: dict[str, Any], type_: str = "p5.48xlarge", **others: Any) -> dict[str, Any]:
-    """A definition in us-east-2, on spot, with limits far off."""
+    """A definition in us-east-2, on spot, with limits that no run reaches."""
     storage = {"dataset": "data/d", "root": {"size_gib": 500}, "keep": {"bucket": True, "days": 30}}
     return {
         "run": {"id": "r1", "owner": "me"},
@@ -121,7 +121,7 @@ def test_where_it_is_cheapest(ask: Any) -> None:
     means = [float(row["usd"]["mean"]) for row in regions]
     assert means == sorted(means)
     assert (regions[0]["region"], len({row["region"] for row in regions})) == ("us-east-2", len(regions))
-    assert means[0] < 0.5 * float(found["scenarios"][1]["usd"]["mean"])  # what the file as it is costs
+    assert means[0] < 0.5 * float(found["scenarios"][1]["usd"]["mean"])  # the cost of the unchanged file
 
 
 def test_what_is_done_in_six_hours(ask: Any) -> None:
@@ -146,7 +146,7 @@ def test_a_development_box_for_a_day(ask: Any) -> None:
 
 
 def test_with_a_step_of_ones_own(ask: Any) -> None:
-    """3 x 1000 steps of 200, 300 and 500 ms are 1,000 s; what else there is comes beside it."""
+    """3 x 1000 steps of 200, 300 and 500 ms take 1,000 s; saves and the like come on top."""
     own = stack("tinystories-growth", {}, "g5.2xlarge", estimate={"step_ms": [200, 300, 500]})
     found = ask(cost, "own", own=own)
     assert sum(phase["steps"] * phase["step_ms"] for phase in found["phases"]) == 1_000_000
@@ -189,6 +189,6 @@ def test_on_a_capacity_block(ask: Any) -> None:
     assert float(told["usd"]["p50"]) == pytest.approx(943.92 + beside, abs=0.01)
     assert told["cap"]["first"] == "fleet.block.end"
     assert float(told["cap"]["at_hours"]) == pytest.approx(23.5, abs=0.05)
-    by_the_hour = float(told["on_demand"]["usd"]["p50"])  # for what the run uses of the day
+    by_the_hour = float(told["on_demand"]["usd"]["p50"])  # for the part of the day that the run uses
     assert by_the_hour == pytest.approx(55.04 * float(told["on_demand"]["hours"]["p50"]) + beside, rel=0.02)
-    assert told["cheaper"] is None  # of what is paid
+    assert told["cheaper"] is None  # for the whole day, which is paid

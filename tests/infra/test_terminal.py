@@ -1,4 +1,4 @@
-"""Screens fit the terminal, and have colour only where one looks."""
+"""Screens fit the terminal, and have colour only on a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def screen(*words: str, columns: int = 60, folder: Path = ROOT, more: dict[str, str] | None = None) -> str:
-    """What a terminal of so many columns is sent by `python -m gpufleet WORDS`."""
+    """The text that `python -m gpufleet WORDS` sends to a terminal of so many columns."""
     here, there = pty.openpty()
     termios.tcsetwinsize(there, (24, columns))
     bare = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -43,7 +43,7 @@ def screen(*words: str, columns: int = 60, folder: Path = ROOT, more: dict[str, 
 def test_no_line_is_wider_than_the_terminal_and_none_breaks_in_mid_word(words: tuple[str, ...], columns: int) -> None:
     lines = STYLE.sub("", screen(*words, columns=columns)).splitlines()
     assert max(map(len, lines)) <= columns
-    if words == ("cost", "sft-h100"):  # which says as much as there is room for
+    if words == ("cost", "sft-h100"):  # the line is as long as the terminal allows
         return
     piped = subprocess.run([sys.executable, "-m", "gpufleet", *words], cwd=ROOT, capture_output=True, text=True)
     assert {word for line in lines for word in line.split()} <= set((piped.stdout + piped.stderr).split())
@@ -67,5 +67,5 @@ def test_a_pipe_gets_no_colour() -> None:
 
 
 def test_what_others_wrote_has_no_power_over_the_terminal(tmp_path: Path) -> None:
-    """Only the styles of ours are obeyed."""
+    """The terminal obeys only gpufleet's own styles."""
     assert "\x1b[2J" not in screen("cost", "\x1b[2Jx", folder=tmp_path)

@@ -1,4 +1,4 @@
-"""`fleet.zones` by id: what is refused, which price the bill takes, what is declared, what the account is asked."""
+"""`fleet.zones` by id: the refusals, the bill's prices, the declared resources, and the questions to the account."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_bill_stands_on_the_zones_that_the_file_gives() -> None:
 
 
 def test_the_warning_names_the_zones_that_the_file_may_give_instead() -> None:
-    """The dearest zone alone spoils the price; the file that leaves it out is accepted and has the next one's."""
+    """Only the dearest zone raises the price; the file without that zone is accepted, with the next zone's price."""
     of = {"type_": "p4d.24xlarge", "region": "us-east-2"}
     found = next(
         each for each in price(in_zones("us-east-2a", **of), CATALOG).warnings if "the bill uses the dearest" in each

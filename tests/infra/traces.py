@@ -1,4 +1,4 @@
-"""Seeded traces of nowhere: two states, up and down, with a hazard that varies between zones."""
+"""Artificial traces from a seed: two states, up and down, with a hazard that varies between zones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def markov(hazard: float, *, down_h: float = 1.0, hours: float = 2000.0, seed: i
 
 
 def stretches(*edges: tuple[float, float], hours: float) -> Trace:
-    """Up in each of `edges`."""
+    """A trace that is up in each interval of `edges`."""
     return Trace(
         up_from_h=np.array([start for start, _ in edges], dtype=np.float64),
         up_to_h=np.array([end for _, end in edges], dtype=np.float64),

@@ -94,7 +94,7 @@ class CommandJob:
     """One node's work folder. `start` gives the host's process."""
 
     def __init__(self, workdir: Path, parameters: dict[str, Any], code: Path = OWN_CODE, *, changed: str = "") -> None:
-        """`changed`: what is another way in this host than in all others, as Python."""
+        """`changed`: Python code that changes this host."""
         self.workdir, self.parameters, self.changed = workdir, parameters, changed
         self.environment: dict[str, str] = {}  # of the host, beside its own
         self.digest = config_digest("command", parameters)

@@ -300,7 +300,7 @@ def one(
     if broken == "compiled":
         from gpufleet.job.experiments.engine import step
 
-        warnings.simplefilter("default")  # dynamo looks at .grad of what is no leaf
+        warnings.simplefilter("default")  # dynamo reads .grad of a tensor that is no leaf
         real = torch.compile
         torch.compile = lambda *given, **named: real(*given, **{**named, "backend": "eager"})
         within = step.compiled

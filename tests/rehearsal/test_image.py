@@ -107,7 +107,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def put_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> Path:
-    """Such a docker is the first on PATH; the file of its notes."""
+    """Puts a docker with this text first on PATH; returns the file in which it records its calls."""
     place = tmp_path / "bin" / "docker"
     place.parent.mkdir()
     place.write_text(text)

@@ -117,8 +117,8 @@ def hashed(path: Path) -> str:
 
 
 def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]:
-    """The result of `read` for each line that is not blank. After a mistake the reading goes on, and ends with a
-    ValueError that has all mistakes and their lines. `wanted`: the keys of a line.
+    """Yields the result of `read` for each line that is not blank. After a mistake it reads on, and at the end it
+    raises a ValueError with all mistakes and their lines. `wanted`: the keys of a line.
     """
     require_lines(path)
     problems: dict[str, list[int]] = {}
@@ -291,7 +291,7 @@ def _messages(messages: Any) -> Conversation:
 
 
 def _learned(message: dict[str, Any], path: str) -> bool:
-    """Whether the answer is to be learned. Raises ValueError for a weight between 0 and 1."""
+    """Whether the model shall learn the answer. Raises ValueError for a weight between 0 and 1."""
     for key in LEARNED:
         if message.get(key) not in (None, 0, 1):
             raise ValueError(f"{path}{key}: {message[key]!r:.60} is neither 1, learned, nor 0, not learned")

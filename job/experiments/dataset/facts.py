@@ -32,7 +32,9 @@ def _all_of(**facts: Callable[[Any], object]) -> Callable[[Fields], None]:
     return read
 
 
-FACTS: Mapping[str, Callable[[Fields], object]] = {  # first: a dataset.json without a kind is of this one
+FACTS: Mapping[
+    str, Callable[[Fields], object]
+] = {  # first, because a dataset.json without a kind is a dataset of windows
     "windows": _windows,
     "packed": _all_of(
         **dict.fromkeys(("row", "longest", "most_examples", "rows", "examples", "tokens", "vocab"), reading.several),

@@ -6,7 +6,7 @@
                            the token; 0: padding
     validation_*, marks_validation_*   the same for the examples held out
     prompts.jsonl          held-out questions in ids, with the answer that the data gives
-    texts.jsonl            only where asked for: the conversations of each training row, a row a line
+    texts.jsonl            only on request: the conversations of each training row, one row per line
     tokenizer.json or words.json
 
 packing.py fills the rows. The same input gives the same bytes. No torch. User mistakes raise ValueError with the choice
@@ -45,7 +45,7 @@ class _Counts:
     """Counts of what happened while reading."""
 
     truncated: int = 0
-    dropped: int = 0  # examples of whose answer nothing remained
+    dropped: int = 0  # examples that lost their whole answer
     unclosed: int = 0  # examples whose answer lost its end
     unlearned: int = 0  # answers that the file excludes from the loss
     trimmed: int = 0  # turns from which blanks were removed
@@ -63,7 +63,7 @@ def prepare_packed(
     model_vocab: int,
     say: Callable[[str], None] = lambda line: None,
 ) -> DatasetManifest:
-    """The packed dataset in `folder`, made now or found there, with a report. Raises ValueError."""
+    """The packed dataset in `folder`, which is made if it does not exist, with a report. Raises ValueError."""
     if tokenizer.vocab > model_vocab:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab} ids, the model's vocabulary (job.parameters.model.vocab) is "
@@ -254,8 +254,8 @@ def _write_rows(
 
 
 def _prompts(chats: Chats, held_out: Sequence[int], renderer: Renderer, how: Packing) -> list[str]:
-    """A line for each of the first held-out questions that are no longer than a training example: answers are generated
-    side by side, and a single whole conversation would take all the memory.
+    """A line for each of the first held-out questions that are at most as long as a training example. A longer question
+    is left out, because answers are generated in one batch, and one long conversation would take all the memory.
     """
     lines: list[str] = []
     left = set(held_out)

@@ -92,11 +92,11 @@ def first_fit_decreasing(lengths: NDArray[np.int64], row: int) -> NDArray[np.int
 
 
 def evened(lengths: NDArray[np.int64], row_of: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The row of each example after exchanges that keep each row's length, and leave few rows with many more examples
-    than the mean. The row with the most examples sets how much attention launches for all rows, and first-fit
-    decreasing puts the shortest examples together in the last rows. A crowded row trades a run of its shortest examples
-    for one example with exactly as many tokens, from a row with room for more examples; without such an example the row
-    stays crowded. Without crowded rows nothing moves.
+    """The row of each example after exchanges that keep each row's length. After them few rows have many more examples
+    than the mean. The row with the most examples decides how much the attention kernel launches for all rows, and
+    first-fit decreasing puts the shortest examples together in the last rows. A crowded row trades several of its
+    shortest examples for one example with exactly as many tokens, from a row with room for more examples. If there is
+    no such example, the row stays crowded. If no row is crowded, nothing moves.
     """
     counts = np.bincount(row_of)
     most = max(CROWDED, math.ceil(CROWDED_MEANS * len(lengths) / len(counts)))

@@ -54,7 +54,7 @@ def checked(folder: Path) -> DatasetManifest:
 def prepare(
     folder: Path, source: Source, *, model_vocab: int, say: Callable[[str], None] = lambda line: None
 ) -> DatasetManifest:
-    """The prepared dataset in `folder`, made now or found there. Appears whole or not at all.
+    """The prepared dataset in `folder`, which is made if it does not exist. It appears whole or not at all.
 
     Raises ValueError: empty text, not UTF-8, a vocabulary larger than the model's, too few stories to hold any out.
     """

@@ -17,7 +17,7 @@ C = TypeVar("C", bound=JobConfig)
 class PreparedDataset(Dataset[C]):
     """A folder with a dataset.json, written by prepare.py."""
 
-    arguments: ClassVar[dict[str, str]] = {}  # by data.source: the argument of `gpufleet prepare`
+    arguments: ClassVar[dict[str, str]] = {}  # data.source -> the argument that `gpufleet prepare` takes for it
 
     def accept(self, folder: Path, given: Given) -> DatasetManifest:
         manifest = prepare.checked(folder)

@@ -116,7 +116,7 @@ def _sizes(answer: http.client.HTTPResponse, first_bytes: int | None) -> tuple[i
     return size, min(size, first_bytes)
 
 
-TINYSTORIES_STORY_BYTES = 1000  # 908 on average, 2.12 M stories in 1.92 GB; a first guess of how much to fetch
+TINYSTORIES_STORY_BYTES = 1000  # the mean is 908 (1.92 GB of 2.12 M stories); a first guess of how much to fetch
 OWN_TEXT = "text: sha256 "  # the prefix of every TextFile's name
 Named = tuple[Tokenizer, str, str]  # tokenizer, kind, id
 
@@ -153,8 +153,8 @@ class Generated:
 
 @dataclass(frozen=True, kw_only=True)
 class TextTokenizer:
-    """GPT-2's BPE if the model's vocabulary is large enough, else bytes. A missing file never leads to bytes: with 257
-    ids instead of 50,257 the job would not be that of the bill.
+    """GPT-2's BPE if the model's vocabulary is large enough, else bytes. If GPT-2's file is missing, bytes do not take
+    its place: with 257 ids instead of 50,257 the job would differ from the job that was billed.
     """
 
     model_vocab: int
@@ -211,7 +211,9 @@ class TextFile:
     def stories(self) -> list[str]:
         content = self._content()
         try:
-            text = content.decode("utf-8-sig").replace("\r\n", "\n")  # a model need not learn two kinds of line ends
+            text = content.decode("utf-8-sig").replace(
+                "\r\n", "\n"
+            )  # so that a model need not learn two kinds of line ends
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.path}: {not_utf8(content, error)}") from error
         require_text(text, self.path)

@@ -29,7 +29,7 @@ def untrained(tokenizer: FileTokenizer, template: Template) -> str:
         return ""
     found: dict[str, list[str]] = defaultdict(list)
     held = weights.check(folder)
-    # read in the first, written by the second
+    # the embedding reads these rows, the head writes with them
     for name, tokens in ((weights.EMBED, template.specials), (weights.HEAD, (template.end,))):
         if name in held:
             for token, why in _odd(held[name], {token: tokenizer.special(token) for token in tokens}):
@@ -38,7 +38,7 @@ def untrained(tokenizer: FileTokenizer, template: Template) -> str:
 
 
 def _odd(table: weights.Stored, ids: dict[str, int]) -> list[tuple[str, str]]:
-    """(token, a description of its row) for each row that no training has made."""
+    """(token, a description of its row) for each row that looks untrained."""
     import numpy as np
 
     places = np.unique([*range(0, table.shape[0], max(1, table.shape[0] // LOOKED_AT)), *ids.values()])

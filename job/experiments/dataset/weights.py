@@ -1,7 +1,7 @@
 """Base weights as a run's input: a downloaded folder with a `weights.json`, which lists the folder's files.
 
-Only files that the trainer or the delivery needs are listed. Repositories hold more, Llama's every weight again below
-`original/`, which would be hashed, uploaded and billed.
+Only files that the trainer or the delivery needs are listed. Repositories hold more: Llama's has every weight a second
+time below `original/`, and gpufleet would hash, upload and bill that copy.
 
 `gpufleet prepare` writes the list once, because hashing 16 GB takes a quarter of a minute and previews are many; later
 checks compare sizes, and uploads and downloads hash again. `safetensors` and numpy are imported only to look at

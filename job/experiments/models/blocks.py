@@ -1,9 +1,10 @@
 """The layers of the growth model. Legend: B batch, T sequence, N = B x T tokens, d width, H heads, D head_dim,
 E experts, K experts per token.
 
-- rotary positions, computed in forward: no position parameters and no tables that a dtype change could blunt;
+- rotary positions are computed in forward, so there are no position parameters, and no tables that would lose precision
+  when the dtype changes;
 - a Linear or norm casts its weights to its input's dtype;
-- experts renormalise: the weights of a token's top-k experts are the softmax over those k logits alone.
+- the weights of a token's top-k experts are renormalised: they are the softmax over those k logits alone.
 """
 
 from __future__ import annotations
@@ -163,8 +164,8 @@ def turns(angle: Tensor, compute: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x_D: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
-    """Rotary positions along the last dimension: i and i + D/2 turn together, by what `turns` gives. Computed in cos's
-    dtype, given back in x's.
+    """x with rotary positions along the last dimension: elements i and i + D/2 turn together, by the result of `turns`.
+    The computation is in cos's dtype, the result in x's dtype.
     """
     turned: Tensor = _Rotation.apply(x_D, cos_D, sin_D)  # type: ignore[no-untyped-call]
     return turned
@@ -190,8 +191,8 @@ def _halves_swapped(x_D: Tensor) -> Tensor:
 
 
 class _Generating:
-    """Counts nested uses and keeps the earlier switch, because the switch belongs to the process, and a server
-    generates in threads.
+    """Counts nested uses of the switch and stores its earlier value, because the switch belongs to the process, and a
+    server generates in several threads.
     """
 
     def __init__(self) -> None:
@@ -203,8 +204,8 @@ _generating = _Generating()
 
 @contextmanager
 def any_length() -> Iterator[None]:
-    """Within the block attention takes every length without a new plan: for generation, whose keys grow by one with
-    each token.
+    """Within the block, attention accepts every length without making a new plan. Generation needs that, because its
+    keys grow by one with each token.
 
     On Hopper torch prefers cuDNN's kernels, which are faster in training but build a plan for each new shape: 0.4 s
     (torch 2.11 on a B200, modelscope/FunASR issue 3704, 2026-09; torch 2.13 itself reports that it prefers these

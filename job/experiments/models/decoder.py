@@ -1,8 +1,9 @@
 """Llama-, Qwen2- and Qwen3-class causal decoders: what sft-h100 and kernel-sft fine-tune.
 
 Unusual here:
-- packed rows: several examples lie in one row, `documents` says which token belongs to which; none attends to another
-  and positions restart with each (block-diagonal causal attention: a mask, or torch's varlen kernel on CUDA in bf16);
+- rows are packed: several examples lie in one row, and `documents` says to which example each token belongs. No example
+  attends to another, and positions restart in each example (block-diagonal causal attention: a mask, or torch's varlen
+  kernel on CUDA in bf16);
 - the loss never holds the logits of the whole batch (linear_loss.py);
 - each product casts its own weight to the activations' dtype: weights may be wider (fp32 master weights) or narrower
   (a frozen bf16 base computed in fp32). There is no autocast, and there are no buffers.
@@ -101,8 +102,8 @@ def build(
 def initialise(
     module: Decoder, generator: torch.Generator, fill: Callable[[Tensor, Tensor], object] = Tensor.copy_
 ) -> None:
-    """The table at the top of this file, drawn on the CPU in fp32. `fill` writes a whole tensor into a parameter;
-    parameters of adapters stay unchanged.
+    """Fills the parameters as the table at the top of this file says, with numbers drawn on the CPU in fp32. `fill`
+    writes a whole tensor into a parameter. The parameters of adapters stay unchanged.
     """
     for name, parameter in module.named_parameters():
         if not name.endswith(("weight", "bias")):
@@ -312,8 +313,8 @@ def varlen_runs(device: torch.device, compute: torch.dtype) -> bool:
 
 
 def groups(kernel: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments by which this torch's varlen attention is told that queries share heads; torch 2.11 has no such
-    argument and needs none.
+    """The arguments that tell this torch's varlen attention that several queries share one key head. torch 2.11 has no
+    such argument and needs none.
     """
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 

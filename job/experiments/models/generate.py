@@ -31,9 +31,9 @@ def generate(
     """The ids that follow each prompt: at most `max_tokens`, up to and without the first id of `stop`.
 
     `temperature` 0 takes the likeliest token; above 0 one seed per prompt is needed. `heed` is called before every
-    token and may raise, e.g. on a stop request. `agree` makes one decision of all ranks from whether this rank has
-    nothing more to write: without it, ranks whose GPUs differ in a last bit would part, and wait for each other for
-    ever. Raises ValueError for an empty prompt. All prompts run as one batch.
+    token and may raise, e.g. on a stop request. `agree` gets whether this rank has finished, and returns the decision
+    of all ranks: without it, ranks whose GPUs differ in a last bit would stop at different tokens, and wait for each
+    other for ever. Raises ValueError for an empty prompt. All prompts run as one batch.
     """
     if not prompts or max_tokens < 1:
         return [[] for _ in prompts]

@@ -98,9 +98,9 @@ def write(
 
 
 def complete(folder: Path, base: Path | None, dtype: torch.dtype, stop: int) -> None:
-    """Writes what else `folder` needs once its weights are written, so that other programs can generate with them: the
-    config.json of the published weights in `base`, with the new dtype (without `base` the file of `write` stays), and a
-    generation_config.json that ends at `stop`, made from that of `base` if there is one.
+    """Writes the files that other programs need to generate with the weights in `folder`: the config.json of the
+    published weights in `base` with the new dtype (without `base` the config.json of `write` stays), and a
+    generation_config.json that ends at `stop`, made from `base`'s file if there is one.
     """
     published = None if base is None else atomic.read_object(base / CONFIG)
     tree = published or {**(atomic.read_object(folder / CONFIG) or {}), "eos_token_id": stop}

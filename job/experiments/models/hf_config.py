@@ -175,7 +175,7 @@ def check(folder: Path, wanted: Shape) -> dict[str, Stored]:
         raise ValueError(f"{folder / CONFIG} describes another model than the run config: {words}. Make them agree.")
     if (folder / ADAPTER_CONFIG).exists():  # `transformers` would add the adapter to these weights
         raise ValueError(f"{folder}: an adapter lies there ({ADAPTER_CONFIG}): merge it first, or move its files away")
-    head = held.pop(HEAD, None) if wanted.tied else None  # a copy of the embedding, or the only table
+    head = held.pop(HEAD, None) if wanted.tied else None  # if tied: a copy of the embedding, or the only table
     if head is not None and not held.setdefault(EMBED, head).equals(head):
         raise ValueError(
             f"{folder}: {CONFIG} says tie_word_embeddings true, but {HEAD} has other numbers than {EMBED}, so the "

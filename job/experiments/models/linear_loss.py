@@ -35,7 +35,7 @@ def chunk_loss(logits_CV: Tensor, targets_C: Tensor, grad: bool) -> tuple[Tensor
     loss = -(logs_CV.gather(1, places_C1) * (targets_C != IGNORED)[:, None]).sum()
     if not grad:
         return loss, None
-    if torch.compiler.is_compiling():  # a graph holds no scatter; eager, this would need a [C, V] mask
+    if torch.compiler.is_compiling():  # a graph has no scatter; eager code would store a [C, V] mask
         ids_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
         slope_CV = logs_CV.exp_().add_(ids_V == places_C1, alpha=-1)
     else:

@@ -34,7 +34,9 @@ class Routing(NamedTuple):
 
 
 def grouped_experts(x_Nd: Tensor, weights_NK: Tensor, chosen_NK: Tensor, load_E: Tensor, w: list[Tensor]) -> Tensor:
-    """Dropless: pairs sorted by expert, one grouped product per Linear. `w`: up weight and bias, down weight, bias."""
+    """The experts' results without dropped pairs: pairs are sorted by expert, and each Linear is one grouped product.
+    `w`: up weight and bias, down weight and bias.
+    """
     expert_S, order_S, place_S = _sort(chosen_NK)
     rows_Sd = rearrange(_repeat(x_Nd, chosen_NK), order_S, None, place_S, None)
     ends_E = load_E.cumsum(0, dtype=torch.int32)

@@ -25,7 +25,8 @@ KEPT = {
 }
 # the index of the first of the product's two matrices
 MATMULS = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0}
-WIDE = 8  # outputs per summed number above which keeping costs more than computing (an adapter's B)
+# Above this ratio of outputs to summed numbers, storing a product costs more than computing it (an adapter's B).
+WIDE = 8
 
 
 class Checkpointed(nn.Module):

@@ -73,7 +73,7 @@ class Sums:
 def prepare_characters(
     folder: Path, data: CharData, *, seed: int, text: Path | None = None, say: Callable[[str], None] = lambda line: None
 ) -> DatasetManifest:
-    """The prepared dataset in `folder`, made now or found there. `text` takes precedence over `data.source`. Raises
+    """The prepared dataset in `folder`, made if it does not exist. `text` takes precedence over `data.source`. Raises
     ValueError if there is no text, a character is outside the symbols (with its position), or both parts have too few
     characters for one row of `data.sequence` + 1.
     """

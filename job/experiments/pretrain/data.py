@@ -1,4 +1,4 @@
-"""pretrain-d64's characters: a text of 17 symbols, or generated sums."""
+"""The dataset of pretrain-d64: characters of a text of 17 symbols, or of generated sums."""
 
 from __future__ import annotations
 

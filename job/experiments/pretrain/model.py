@@ -50,10 +50,10 @@ class CharCache:
     positions are filled. Appending beyond the capacity is an error of the caller.
     """
 
-    mask = None  # of its one position: it sees all of them
+    mask = None  # None: its one position sees all keys
 
     def __init__(self, capacity: int, layers: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
-        """`layers`: where to keep them; None makes room when the first come."""
+        """`layers`: the memory for keys and values; None allocates it when the first positions come."""
         self.capacity, self.length = capacity, 0
         self._layers = layers or {}
 
@@ -80,11 +80,12 @@ class CharCache:
 
 
 class CharRows:
-    """The cache of a fixed number of texts that are written together, a position of each at a time: [B, K, window, D]
-    for each layer, made once. Each row has its own length. Shapes hardly change, so neighbours change no bit of it.
+    """The cache of a fixed number of texts that are written together, one position of each text per step. Each layer
+    has [B, K, window, D], allocated once. Each row has its own length. Shapes hardly change, so the bits of a text do
+    not depend on its neighbours.
     """
 
-    STEP = 256  # keys are read in steps of so many, up to the longest row's
+    STEP = 256  # positions are read in multiples of this number, up to the longest row
 
     def __init__(self, module: CharGpt, rows: int, window: int) -> None:
         model, like = module.model, module.embed.weight.new_empty(0, dtype=module.compute_dtype)
@@ -94,15 +95,15 @@ class CharRows:
         self._cos_TD, self._sin_TD = rotations(window, model.head_dim, like)
         self._place_T = torch.arange(window, device=like.device)
         self._row_B = torch.arange(rows, device=like.device)
-        self.length = 1  # nothing begins here: `row` is for that
+        self.length = 1  # no text begins here; `row` begins a text
 
     def row(self, number: int) -> CharCache:
-        """A row as the empty cache of one text, for all that is read before the first position is written."""
+        """One row as the empty cache of one text, into which the prompt is read."""
         layers = [(keys[number, None], values[number, None]) for keys, values in self._kept]
         return CharCache(self.window, dict(enumerate(layers)))
 
     def place(self, lengths: Sequence[int]) -> None:
-        """Says how many positions each row has, before one more of each is read."""
+        """Sets how many positions each row has, before one more position of each row is read."""
         self._length_B = torch.tensor(lengths, device=self._kept.device)
         self._span = min(self.window, -(-(max(lengths) + 1) // self.STEP) * self.STEP)
         self.mask = (self._place_T[: self._span] <= self._length_B[:, None])[:, None, None]
@@ -112,14 +113,14 @@ class CharRows:
         return self._cos_TD[self._length_B, None], self._sin_TD[self._length_B, None]
 
     def append(self, layer: int, k_BK1D: Tensor, v_BK1D: Tensor) -> tuple[Tensor, Tensor]:
-        """Puts one position behind each row; all of that layer up to the longest row's, [B, K, S, D] each."""
+        """Appends a position to each row; returns the layer's keys and values up to the longest row, [B, K, S, D]."""
         for kept, new in zip(self._kept[layer], (k_BK1D, v_BK1D), strict=True):
             kept[self._row_B, :, self._length_B] = new[:, :, 0]
         keys, values = self._kept[layer]
         return keys[:, :, : self._span], values[:, :, : self._span]
 
     def advance(self, count: int) -> None:
-        """`place` says it before the next position."""
+        """Does nothing: `place` sets the positions before the next one is read."""
 
 
 Kept = CharCache | CharRows
@@ -265,7 +266,7 @@ def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 class Text:
-    """A text that is written: its ids so far, and what the model must read for the next one."""
+    """A text that is being written: its ids so far, and the ids that the model must read to choose the next one."""
 
     def __init__(
         self,
@@ -279,7 +280,7 @@ class Text:
         seed: int | None = None,
         stop: Sequence[int] = (),
     ) -> None:
-        """What follows `prompt` (1 to `window` ids), ids below `allowed`; it ends after an id of `stop`.
+        """Continues `prompt` (1 to `window` ids) with ids below `allowed`, and ends after an id of `stop`.
 
         Temperature 0 takes the likeliest id and needs no seed; otherwise the same seed gives the same ids on the same
         machine. When `window` positions, the trained length, are full, the last half of these is read in again.
@@ -293,10 +294,10 @@ class Text:
         else:
             self._generator.manual_seed(seed)
         self._ids = list(prompt)
-        self.new, self.length = self._ids, 0  # ids to read, behind so many that are in the cache
+        self.new, self.length = self._ids, 0  # the ids to read next, and the number of ids in the cache before them
 
     def take(self, logits_V: Tensor) -> int:
-        """Chooses the next id, by the logits behind what was to be read."""
+        """Chooses the next id by the logits that follow the ids that were read."""
         chosen = _choose(logits_V[: self.allowed].float().cpu(), self._temperature, self._top_k, self._generator)
         self.length += len(self.new)
         self._ids.append(chosen)

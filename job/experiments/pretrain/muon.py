@@ -120,7 +120,9 @@ class OwnedMuon(torch.optim.Muon):
 
 
 def _orthogonal(update: Tensor) -> Tensor:
-    """What torch.optim.Muon adds at a rate of 1 for this update, in the update's dtype, by torch's own step."""
+    """The change that torch.optim.Muon makes for this update at a rate of 1, in the update's dtype, by torch's own
+    step.
+    """
     matrix = nn.Parameter(torch.zeros_like(update))
     matrix.grad = update
     step: Callable[[], None] = torch.optim.Muon(

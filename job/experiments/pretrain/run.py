@@ -97,7 +97,7 @@ class Pretrain(Experiment):
         self._weights = weights
 
     def finish(self) -> None:
-        """Writes the weights, the continuations of the prompts that these weights give, and the result table."""
+        """Writes the weights, their continuations of the prompts, and the result table."""
         module, session = self._module, self.session
         assert module is not None
         session.check_stop()
@@ -109,8 +109,8 @@ class Pretrain(Experiment):
         self._leave(module, self._weights, samples, self.progress["evaluations"][-1]["step"])
 
     def cut(self, step: int, weights: Weights) -> None:
-        """Writes what a run leaves that a limit ends: final/ without continuations; nothing if the best weights are
-        wanted and none were evaluated.
+        """Writes the results of a run that a limit ends: final/ without continuations. It writes nothing if the best
+        weights are wanted and no weights were evaluated.
         """
         if self._module is not None and (weights.val_loss is not None or not self.config.delivers_best):
             self._leave(self._module, weights, {}, step)

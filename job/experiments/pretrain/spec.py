@@ -19,7 +19,8 @@ SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's 
 # Per token and symbol, at the peak. As written: capped logits, log-probabilities and two gradients, in fp32. Compiled:
 # the bf16 product and its gradient. The two figures were counted on a CPU (torch 2.13.0, 2026-11-27).
 LOGIT_BYTES, COMPILED_LOGIT_BYTES = 16, 6
-ADAMW_LR = 0.01  # for hidden matrices; AdamW moves every weight by about that much per step, whatever the gradient
+# The highest lr for hidden matrices: AdamW moves every weight by about lr per step, whatever the gradient is.
+ADAMW_LR = 0.01
 # Host ms to launch a compiled block of a micro-batch: 53 launches and 6 gradient additions, counted and timed like a
 # decoder's (tuning.py). Muon's own launches are not included.
 LAYER_LAUNCH_MS, LAUNCH_MS = 2.1, 3.0
@@ -222,7 +223,9 @@ class PretrainConfig(ExperimentConfig):
 
     @common.remembered
     def sizes(self) -> common.Sizes:
-        """fp32 weights and two moments, only one with Muon for hidden matrices; one byte per character."""
+        """A checkpoint has fp32 weights and two moments; with Muon hidden matrices have one moment. A character of the
+        data has one byte.
+        """
         m, whole = self.model, 4 * parameters(self.model)
         hidden, tables = m.layers * layer_matmul(m), 2 * m.vocab * m.width
         return common.Sizes(
@@ -258,7 +261,9 @@ def flops_per_token(config: PretrainConfig) -> int:
 
 
 def _layer_bytes(m: CharModel, compute: int, *, checkpointing: bool) -> float:
-    """Bytes that autograd keeps of a token in a block; with checkpointing the block's input, products and attention."""
+    """Bytes that autograd keeps per token and block. With checkpointing they are the block's input, products and
+    attention.
+    """
     kv = (m.kv_heads or heads(m)) * m.head_dim
     products = 2 * m.width + 2 * kv + 4 * m.width  # q, attention, k, v; the FFN's up-projection
     if checkpointing:

@@ -17,14 +17,16 @@ from gpufleet.job.experiments.tuning.spec import TokenBatch, TuningConfig
 from gpufleet.job.kind import common
 
 VALIDATION_ROWS = 32  # rows on which adapter and merged weights are compared in fp32
-ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that every rank answers side by side; their tokens
-BASE_BYTES = 2  # of a frozen parameter: bf16, whatever the products are in
-# the share that compiled steps keep of autograd's memory beside adapters: 8 B, H100 and H200, bench/results/gpu.md
+ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that each rank answers in one batch; tokens of that batch
+BASE_BYTES = 2  # bytes of a frozen parameter: always bf16, whatever the dtype of the products
+# Compiled steps keep this share of the memory that autograd keeps, adapters apart (8 B, H100 and H200;
+# bench/results/gpu.md).
 COMPILED_KEEPS = 0.885
-# The time of an eager step in compiled ones: 630 ms for 533 on an H100, 576 for 506 on an H200 (bench/results/gpu.md).
+# An eager step takes this many times a compiled one: 630 ms for 533 on an H100, 576 for 506 on an H200
+# (bench/results/gpu.md).
 EAGER = 1.18
-# For text tokenised during training, on one core of a host (bench/results/sft.md), and the text's bytes per token
-# beside the ids: 600 k instruction examples of 361 tokens are 870 MB.
+# Tokens that one core of a host tokenises in a millisecond during training (bench/results/sft.md); and the bytes per
+# token of the text that is stored beside the ids: 600 k instruction examples of 361 tokens are 870 MB.
 TOKENS_PER_MS, TEXT_BYTES = 540, 4.0
 FP32_COST = 15  # cost of a token in true fp32 over bf16 tensor cores: H100 989 over 67 TFLOP/s
 
@@ -142,7 +144,7 @@ class SftConfig(TuningConfig):
             steps=0,
             forward_tokens=0
             if sharded
-            else 3 * evaluation + exact,  # all weights: the last evaluation was the one loss
+            else 3 * evaluation + exact,  # with all weights there is only one loss, and the last evaluation gave it
             decode_steps=self.eval.sample_tokens * -(-self.eval.prompts // answers_at_once(self)),
             **sizes,  # type: ignore[arg-type]
         )

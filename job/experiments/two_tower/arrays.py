@@ -1,4 +1,4 @@
-"""Array types, and functions on arrays that several modules use. It needs only numpy."""
+"""Array types, and functions on arrays that several modules use. This module imports only numpy."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ LAMBDARANK = {
 
 
 def popularity(member: Member, tables: Tables) -> Floats:
-    """The mean gain of each model on the training queries, so the same order for every query. [test, M]"""
+    """[test, M]: the mean gain of each model on the training queries, so every query gets the same order."""
     mean_M = _mean(tables.labels[member.train], GAINS).astype(np.float32)
     return np.tile(mean_M, (len(member.test), 1))
 

@@ -129,7 +129,7 @@ def require_relevant(member: Member, labels: Labels) -> None:
 
 
 def without_relevant(config: TwoTowerConfig, labels: Labels) -> list[int]:
-    """Folds in which no query has a relevant model, so that every epoch scores 0 there."""
+    """Folds in which no query has a relevant model. Every epoch scores 0 on such a fold."""
     fold_Q = fold_of(config.data.queries, config.data.folds, config.seed)
     return [fold for fold in range(config.data.folds) if not (labels[fold_Q == fold] > 0).any()]
 

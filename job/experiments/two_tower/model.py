@@ -6,11 +6,11 @@ N dropout bits of one row.
 
 - a head is sentence -> head -> ReLU -> head; the heads' outputs are joined, fused, and go through the query tower;
 - every Linear has a bias; no ReLU after the last layer of a tower;
-- dropout after each hidden ReLU and after fusion takes its random bits as an input (`noise`), 16 per unit: one draw
-  serves members together or one by one, queries whole or in chunks, and costs a fifth of torch's own on a CPU. The
-  factor 1 / keep is applied to the next layer's weights, which are smaller than the activations;
-- the loss of the whole candidate matrix makes its own gradient while the scores are at hand, a few members at a time,
-  so no tensor of scores outlives it (`softmax_loss`);
+- dropout after each hidden ReLU and after fusion takes its random bits as an input (`noise`), 16 per unit. The same
+  draw works for members together or one by one, and for all queries or chunks of them; it costs a fifth of torch's own
+  dropout on a CPU. The next layer's weights, which are smaller than the activations, are multiplied by 1 / keep;
+- the loss of the whole candidate matrix computes its own gradient while the scores are in memory, a few members at a
+  time, so no tensor of scores outlives the loss (`softmax_loss`);
 - each product casts to the compute dtype; norms, softmax and loss are fp32.
 
 | parameters | at the start | weight decay |
@@ -184,7 +184,7 @@ def draw_noise(towers: Towers, members: int, queries: int, models: int, generato
 
 
 def diversity(heads_QHh: Tensor) -> Tensor:
-    """Mean squared cosine between different heads' outputs, per query; 0 with one head."""
+    """The mean squared cosine between the outputs of different heads, per query. It is 0 if there is one head."""
     heads = heads_QHh.shape[-2]
     if heads == 1:
         return heads_QHh.new_zeros(heads_QHh.shape[:-2])
@@ -204,7 +204,7 @@ def softmax_loss(towered: Towered, targets_KQM: Tensor, weights_KQ: Tensor) -> T
 
 
 class _SoftmaxLoss(torch.autograd.Function):
-    """Gradients are made in the forward pass, GROUP scores at a time: while these scores are still in a CPU's cache."""
+    """Computes gradients in the forward pass, GROUP scores at a time, while these scores are still in a CPU's cache."""
 
     @staticmethod
     def forward(ctx: Any, query_KQd: Tensor, model_KMd: Tensor, targets_KQM: Tensor, weights_KQ: Tensor) -> Tensor:
@@ -232,8 +232,8 @@ class _SoftmaxLoss(torch.autograd.Function):
 
 
 class _Hidden(torch.autograd.Function):
-    """relu(x @ weight.T + bias), and 0 where bits < threshold. One output and no mask: bias, ReLU and dropout are done
-    in place, and the backward pass reads off the output what was kept. [R, out], or [K, R, out] for members together.
+    """relu(x @ weight.T + bias), and 0 where bits < threshold: [R, out], or [K, R, out] for members together. Bias,
+    ReLU and dropout work in place, and no mask is stored: the backward pass sees in the output which units were kept.
     """
 
     @staticmethod

@@ -79,7 +79,7 @@ def prepare_ranking(
             f"queries, {width} wide, from seed {config.seed}"
         )
     elif text is not None:
-        prepare.existing_dataset(folder)  # raises if the folder holds something else, before minutes of encoding
+        prepare.existing_dataset(folder)  # raises if the folder holds other files, before minutes of encoding
         made = read_folder(text, choose(width, say), config, say)
         source = f"million-llms: sha256 {_folder_hash(text)}, sentences by {made.encoder}"
     else:
@@ -124,12 +124,12 @@ def read(folder: Path) -> Tables:
 
 
 def unjudged(labels: Labels) -> int:
-    """Queries without a relevant model (label 1 or 2): in any order, each scores 0."""
+    """Queries without a relevant model (label 1 or 2). Such a query scores 0 with every order of the models."""
     return int((labels == 0).all(axis=1).sum())
 
 
 def mismatches(config: TwoTowerConfig, queries: tuple[int, ...], labels: tuple[int, ...]) -> list[str]:
-    """Where a config and arrays of these shapes disagree, as sentences with the key to change."""
+    """A sentence for each key in which a config disagrees with arrays of these shapes, with the key to change."""
     wanted = (
         ("data.queries", config.data.queries, queries[0]),
         ("data.models", config.data.models, labels[1]),

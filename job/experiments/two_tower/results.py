@@ -1,4 +1,4 @@
-"""What a finished run leaves: the fold table, the comparison with the baselines, every fold's scores."""
+"""Writes the results of a finished run: the fold table, the comparison with the baselines, and every fold's scores."""
 
 from __future__ import annotations
 

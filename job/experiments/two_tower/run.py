@@ -1,10 +1,10 @@
 """two-tower: ranks models for a query; every fold's model is trained at once and judged once.
 
-One phase per family of towers (the config's own, or each variant of the sweep), then a refit of the family that the
-inner folds prefer, on all judged queries, for the median of its folds' chosen epochs. An epoch is `steps_per_epoch`
-joint steps. A member stops improving its record after `patience` epochs without a better epoch; the phase ends when all
-members have stopped. The run leaves `fold_table.json`, `fold_table.md`, `results.json`, `exports/scores.npz` and
-`final/`.
+A run has one phase per family of towers (the config's own family, or each variant of the sweep). Then it trains the
+family that the inner folds prefer once more, on all judged queries, for the median of its folds' chosen epochs: this is
+the refit. An epoch is `steps_per_epoch` joint steps. A member stops after `patience` epochs without a better epoch; the
+phase ends when all members have stopped. The run writes `fold_table.json`, `fold_table.md`, `results.json`,
+`exports/scores.npz` and `final/`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gpufleet.job.text import counted
 BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's defaults; the record names none
 FLOOR = 0.1  # of the learning rate, where the cosine ends
 SCORED = 512  # queries scored at once when a phase has ended
-SPOKEN_S = 60.0  # between two lines about one fold's trees: a silent job counts as stuck
+SPOKEN_S = 60.0  # seconds between two lines about one fold's trees, because a silent job counts as stuck
 REFIT_SEEDS = 1_000_000  # seeds of initial weights and dropout: different from every fold's
 
 
@@ -96,7 +96,9 @@ class TwoTower(Experiment):
         return optimizer.make(groups, CosineAdamW(betas=BETAS, eps=EPS), seed=self.config.seed)
 
     def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
-        """Cosine to a tenth over all planned epochs, however many are trained: the refit follows the folds' rates."""
+        """Sets the rate: a cosine to a tenth over all planned epochs, however many are trained, so that the refit has
+        the same rates as the folds.
+        """
         lr = optimizer.cosine(self.config.optim.lr, FLOOR, (step - phase.first) / phase.steps)
         optimizer.set_lr(opt, lr)
         return lr
@@ -154,7 +156,7 @@ class TwoTower(Experiment):
         return clip_each(optimizer.parameters(opt), self.config.optim.clip).mean()
 
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
-        """The members' losses go to the epoch's line, not to metrics.jsonl."""
+        """Stores the members' losses for the line of the epoch; metrics.jsonl gets none of these."""
         self._losses_K = aux["losses"].float().cpu()
         return {}
 

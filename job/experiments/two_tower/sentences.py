@@ -52,8 +52,8 @@ class MiniLM:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hashed:
-    """Words and letter triples, each added with its sign to one of `width` places. This encoder knows spelling, not
-    meaning.
+    """Hashes the words and letter triples of a sentence. Each hash chooses one of `width` places and a sign, and the
+    sign is added there. This encoder knows spelling, not meaning.
     """
 
     width: int

@@ -20,7 +20,7 @@ from gpufleet.job.kind.batch import rows_per_rank
 # 2.13.0, a busy Xeon core, 2026-11-21), and 5 us for each launch, which is an estimate.
 LAUNCH_MS = 10.0
 GROUP_SCORES = 1 << 23  # scores in the loss at once, at least one member's (job/experiments/two_tower/model.py's GROUP)
-SCORE_TENSORS = 3  # copies of a group's scores: a group's gradient until the next group's products and logarithms exist
+SCORE_TENSORS = 3  # copies of a group's scores: a group's gradient stays until the next group's logarithms exist
 # LambdaRank, ten folds of at most 100 trees at 0.17 s and 2 s of features, measured on a CPU; trees and features take
 # time in proportion to queries and models of each fold.
 BASELINES_CORE_S, BASELINES_OF = 190.0, 342 * 1131 * 10
@@ -161,9 +161,9 @@ class TwoTowerConfig(ExperimentConfig):
 
     @common.remembered
     def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
-        """The scores of a few members at a time (the loss frees each group), everything else of all members at once.
-        Without the scores, the model tower's widest layer counts its gradient twice; an unsplit batch allocates the
-        weights' gradients only while its activations go.
+        """The memory of a step. Scores count for a few members at a time, because the loss frees each group; all other
+        tensors count for all members at once. At the peak either the scores count, or twice the gradient of the model
+        tower's widest layer. An unsplit batch allocates the weights' gradients only while its activations are freed.
         """
         family, count, whole = _of_phase(self, phase_index)
         step = batch(family, whole)
@@ -205,8 +205,8 @@ class TwoTowerConfig(ExperimentConfig):
     @common.remembered
     def sizes(self) -> common.Sizes:
         """A checkpoint has every member's weights, moments and best weights so far, and the scores of finished
-        families. Final: the refit on all queries and every fold's scores, the run's product; half a cross-validation is
-        no result. Data: one byte per label, four per number of a sentence vector.
+        families. Final: the refit on all queries and every fold's scores. A run that ends early leaves nothing, because
+        half a cross-validation is no result. Data: one byte per label, four per number of a sentence vector.
         """
         families = [family for _, family in variants(self)]
         of_phases = [_of_phase(self, index) for index in range(len(self.phases()))]
@@ -334,7 +334,7 @@ def _phase(config: TwoTowerConfig, name: str, count: int, rows: int) -> common.P
 
 
 def _of_phase(config: TwoTowerConfig, phase_index: int) -> tuple[TwoTowerConfig, int, int]:
-    """(config, members, queries) of a phase; the refit's is the largest family's."""
+    """(config, members, queries) of a phase. For the refit it is the config of the largest family."""
     families = [family for _, family in variants(config)]
     if phase_index < len(families):
         family = families[phase_index]

@@ -1,4 +1,5 @@
-"""From scores to tables: per fold nDCG@10, nDCG@5 and MRR, their mean, spread and interval, and who beats whom.
+"""Makes tables from scores: nDCG@10, nDCG@5 and MRR per fold, their mean, spread and interval, and which method beats
+which.
 
 The mean is over folds; `std` is the spread between them (n - 1), `interval95` the mean's by Student's t, cut to what a
 metric (0 to 1) or a difference of two (-1 to 1) can be. A method beats another if the mean over folds of the paired
@@ -79,7 +80,7 @@ def verdict(comparisons: list[dict[str, Any]], name: str, missing: list[str]) ->
 
 
 def spread(values: list[float], possible: tuple[float, float] = (-math.inf, math.inf)) -> dict[str, Any]:
-    """Mean, standard deviation and the mean's 95% interval, cut to what is `possible`."""
+    """Mean, standard deviation and the mean's 95% interval, cut to the range `possible`."""
     mean, std = fmean(values), stdev(values)
     half = t95(len(values) - 1) * std / math.sqrt(len(values))
     interval = [round(max(mean - half, possible[0]), 6), round(min(mean + half, possible[1]), 6)]

@@ -1,4 +1,4 @@
-"""What AWS charged, beside a receipt: asked by tag, told by line, with what to do where tags are not activated."""
+"""What AWS charged is shown beside a receipt, by tag and by line, with what to do if tags are not activated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def day(*groups: tuple[str, str, str], estimated: bool = False) -> dict[str, Any
 
 
 def asked(**more: Any) -> dict[str, Any]:
-    """What Cost Explorer is asked for RUN."""
+    """The question to Cost Explorer about RUN."""
     tags = [
         {"Tags": {"Key": f"gpufleet:{key}", "Values": [value]}}
         for key, value in (("stack", "small-growth"), ("run", "r1"))

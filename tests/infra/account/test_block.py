@@ -33,8 +33,8 @@ def test_doctor_finds_the_block_as_the_file_has_it(cloud: Cloud, in_block: Stack
     (found,) = checked(in_block)
     assert found.state == "ok"
     assert found.found.startswith(f"{RESERVED}, active: 1 x g5.2xlarge in us-east-2a, 2026-")
-    assert list(quotas.vcpu_quotas(in_block, None)) == []  # a block counts apart
-    assert list(checks.service_roles(in_block, None)) == []  # whoever runs `up` launches into it
+    assert list(quotas.vcpu_quotas(in_block, None)) == []  # instances in a block are counted separately
+    assert list(checks.service_roles(in_block, None)) == []  # the user who runs `up` launches into the block
     assert list(checks.block(replace(in_block, fleet=in_block.fleet.bought_as("spot")), None)) == []
 
 

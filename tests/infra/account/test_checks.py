@@ -1,4 +1,4 @@
-"""Whether the fleet's roles and the nodes may use a key of one's own, as far as policies and grants tell."""
+"""Whether the fleet's roles and the nodes may use a customer's key, as far as policies and grants show it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ USE = ["kms:Encrypt", "kms:Decrypt", "kms:ReEncrypt*", "kms:GenerateDataKey*", "
 
 
 def said(principal: Any, *actions: str, effect: str = "Allow", **condition: Any) -> dict[str, Any]:
-    """A statement of a key's policy; by default with all that a launch needs."""
+    """A statement of a key's policy. By default it allows everything that a launch needs."""
     named = {"AWS": principal} if principal != "*" else "*"
     what = list(actions) or [*USE, "kms:CreateGrant"]
     return {"Effect": effect, "Principal": named, "Action": what, "Resource": "*", "Condition": condition}

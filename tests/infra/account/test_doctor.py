@@ -182,7 +182,7 @@ def test_wrong_credentials_stop_at_the_first_line(
     assert main(["doctor", "small-growth"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("  PROBLEM credentials: AWS does not accept the credentials")
-    assert [line[:9] for line in lines[2:]] == ["  ok     "]  # what needs no credentials
+    assert [line[:9] for line in lines[2:]] == ["  ok     "]  # checks that need no credentials
 
 
 def test_a_withdrawn_tag_is_a_sentence_not_a_traceback(
@@ -221,7 +221,7 @@ def test_an_image_in_a_private_ecr_is_pinned_and_checked_by_ecr_itself(
 
 
 class Sts:
-    """Says whose account this is."""
+    """Answers which account this is."""
 
     def __init__(self, account: str) -> None:
         self._account = account

@@ -1,4 +1,4 @@
-"""`gpufleet doctor` and `prepare` of a command: its images, its secrets, what it takes in."""
+"""`gpufleet doctor` and `prepare` check a command's images, secrets and inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
 
 @pytest.fixture
 def stack(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With secrets, code, an input of this machine and one in a bucket, in the current folder."""
+    """A definition with secrets, code, an input of this machine and an input in a bucket, in the current folder."""
     for name in ("mine/train.py", "text/a.txt"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(name)

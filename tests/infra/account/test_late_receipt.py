@@ -1,4 +1,4 @@
-"""The receipt of a run whose end no supervisor has seen: made by `gpufleet results` of what the run left."""
+"""`gpufleet results` makes the receipt of a run whose end no supervisor saw, from the objects that the run wrote."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_such_a_receipt_asks_the_fleet_who_took_its_nodes(
         cloud.client("ec2").delete_launch_template(LaunchTemplateName="gpufleet-small-growth-r1-you")
         declare_fleet(cloud)  # a second one, as a killed `up` leaves it
     known: list[list[bool | None]] = []
-    for days, to in ((0, "here"), (3, "here"), (3, "there")):  # AWS forgets, a receipt that was made does not
+    for days, to in ((0, "here"), (3, "here"), (3, "there")):  # AWS forgets, but the receipt stays
         at = cloud.clock.now().timestamp() + days * 86_400
         monkeypatch.setattr("gpufleet.infra.account.results.time", SimpleNamespace(time=lambda at=at: at))
         main(["results", "small-growth", "--to", str(path.parents[1] / to)])
@@ -114,14 +114,14 @@ def test_a_run_whose_fleet_is_gone_before_its_end_leaves_a_receipt(
     assert "no results.json and no receipt.json: it is not done" in capsys.readouterr().out
     if end == "destroyed":
         ec2.delete_fleets(FleetIds=[fleet], TerminateInstances=True)
-    else:  # on a day on which AWS still shows it, in whichever state
+    else:  # on a day on which AWS still shows the fleet, in some state
         (node,) = nodes_of(ec2, stack)
         ec2.modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
         ec2.terminate_instances(InstanceIds=[node["InstanceId"]])
         monkeypatch.setattr("gpufleet.infra.account.results.datetime", SimpleNamespace(now=lambda _: EXPIRES))
     cloud.tick()
     advance(cloud, 600)
-    declare_fleet(cloud, owner="bob")  # whose run has the same id, and a bucket of its own
+    declare_fleet(cloud, owner="bob")  # the other owner's run has the same id, and its own bucket
     cloud.tick()
     assert main(["status", "small-growth"]) == 0
     said = capsys.readouterr().out
@@ -157,7 +157,7 @@ def test_while_aws_does_not_say_that_the_run_is_over_no_receipt_is_made_and_none
     assert main(["results", "small-growth"]) == 1
     receipt = path.parents[1] / "results/small-growth/r1/receipt.json"
     assert not receipt.exists()
-    receipt.write_text("{}")  # as made when it did: who took its nodes AWS forgets
+    receipt.write_text("{}")  # as made at the run's end: AWS forgets why nodes ended
     assert main(["results", "small-growth"]) == 1
     assert "it is not done, and whether it goes on AWS does not say." in capsys.readouterr().out
     assert receipt.exists()
@@ -166,10 +166,10 @@ def test_while_aws_does_not_say_that_the_run_is_over_no_receipt_is_made_and_none
 @pytest.mark.parametrize(
     ("owner", "node", "state", "over"),
     [
-        ("you", "you", "shutting-down", False),  # it may write yet
+        ("you", "you", "shutting-down", False),  # the node may still write
         ("you", "you", "terminated", True),
         ("you", "bob", "running", True),
-        ("you", "", "running", False),  # perhaps one's own
+        ("you", "", "running", False),  # the bucket may be the user's own
         ("", "bob", "running", False),
     ],
 )

@@ -1,4 +1,4 @@
-"""What of a stack is still in the account, and what it costs: leftovers as `gpufleet sweep` shows them."""
+"""`gpufleet sweep` shows which resources of a stack are still in the account, and what they cost."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_bucket_that_was_just_deleted_and_is_still_listed_is_passed_over(
 
 
 def closed(s3: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tags of that bucket are refused."""
+    """Makes AWS refuse to show the bucket's tags."""
     tags = s3.get_bucket_tagging
 
     def refusing(**asked: Any) -> Any:
@@ -138,7 +138,10 @@ def test_a_bucket_that_hides_its_tags_hides_none_of_ours(
     cloud: Cloud, stack: StackDefinition, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s3, ours = cloud.client("s3"), finished(cloud)
-    for name in ("gpufleet-small-growth-two-0a1b2c3", "gpufleet-small-growth-9z8y7x6"):  # a longer name, and like ours
+    for name in (
+        "gpufleet-small-growth-two-0a1b2c3",
+        "gpufleet-small-growth-9z8y7x6",
+    ):  # a bucket with a longer name that begins like ours
         s3.create_bucket(Bucket=name, CreateBucketConfiguration={"LocationConstraint": cloud.region})
         closed(s3, name, monkeypatch)
     folder = run_folder.find_folder(s3, stack)
@@ -187,7 +190,7 @@ def test_sweep_with_keys_that_nobody_knows_stops_at_once(
 
 
 def test_a_type_without_an_on_demand_price_is_shown_at_the_dearest_known(stack: StackDefinition) -> None:
-    """p5e has spot prices alone."""
+    """The catalog has only spot prices for p5e."""
     assert leftovers._hourly("p5e.48xlarge", "us-east-2") == Decimal("62.9957")
     assert leftovers._hourly("p5.48xlarge", "us-east-2") == Decimal("55.04")
 
@@ -234,7 +237,7 @@ def test_instance_profiles_and_endpoints_are_found_until_they_are_deleted(cloud:
         "instance profile": "gpufleet-small-growth-0a1b2c3",
         "VPC endpoint": endpoint,
     }
-    ec2.delete_vpc_endpoints(VpcEndpointIds=[endpoint])  # stays listed as deleted for a while
+    ec2.delete_vpc_endpoints(VpcEndpointIds=[endpoint])  # AWS lists a deleted fleet for a while
     iam.delete_instance_profile(InstanceProfileName="gpufleet-small-growth-0a1b2c3")
     assert leftovers_by_kind(stack) == {}
 

@@ -1,4 +1,4 @@
-"""What `gpufleet logs` prints, follows, and says where there is nothing to print."""
+"""`gpufleet logs` prints and follows a run's log, and explains itself if there is nothing to print."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_silence_says_its_reason_and_is_followed_only_where_something_may_come(
     assert main(["logs", "small-growth"]) == 2
     refusal = capsys.readouterr().err
     assert "has printed nothing yet" in refusal
-    assert "--boot` shows what ended nodes did" in refusal  # no other has left a boot log
+    assert "--boot` shows what ended nodes did" in refusal  # no other node has a boot log
     said: list[str] = []
     end = functools.partial(put, cloud, bucket, "done.json", {"reason": "failed"})
     rounds: Iterator[Callable[[], object]] = iter([lambda: None, end, lambda: None])

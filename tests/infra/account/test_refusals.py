@@ -1,4 +1,4 @@
-"""What AWS refuses is a sentence that says what to do."""
+"""A refusal of AWS becomes a sentence that says what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From an image's tag to its digest, and what a registry refuses."""
+"""A registry gives the digest of an image's tag, and its refusals are explained."""
 
 from __future__ import annotations
 

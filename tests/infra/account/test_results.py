@@ -1,4 +1,4 @@
-"""What a run left, on disk: `gpufleet results`."""
+"""`gpufleet results` brings a run's files to this machine."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_models_of_another_run_with_the_same_id_are_replaced(cloud: Cloud, path:
     """After a destroy nothing remembers r1, and its models have the same size."""
     first, written = finished(cloud), int(time.time())
     main(["results", "small-growth"])
-    cloud.client("s3").delete_bucket_tagging(Bucket=first)  # as good as gone
+    cloud.client("s3").delete_bucket_tagging(Bucket=first)  # the stack counts as destroyed
     wait_for("another second, as S3 tells whole ones", lambda: int(time.time()) > written)
     put(cloud, declare_bucket(cloud, "1b2c3d4"), "final/model.safetensors", b"n" * 5000)
     main(["results", "small-growth"])
@@ -98,7 +98,7 @@ def test_of_two_people_with_one_file_the_owner_chooses(
     main(["results", "small-growth"])
     assert capsys.readouterr().out.startswith(f"s3://{theirs}/r1/ to ")
     path.write_text(path.read_text().replace("owner: bob", "owner: carol"))
-    main(["results", "small-growth"])  # who has none is told whose it is
+    main(["results", "small-growth"])  # a user without such a run learns whose run it is
     assert re.match(r"s3://[a-z0-9-]+/r1/ \(owner (you|bob)\) to ", capsys.readouterr().out)
 
 

@@ -1,4 +1,4 @@
-"""The rights that `up` needs: of all that the program declares, and of all that is done for it."""
+"""The rights that `up` needs: for every resource that the program declares, and for every call beside these."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def definition(file: Path) -> StackDefinition:
 
 
 def with_all(file: Path) -> None:
-    """The file with a fallback, and with somebody who is told."""
+    """The file with a fallback and with an address for notices."""
     edit(file, "  capacity: spot\n", FULL)
     edit(file, "limits:\n", "limits:\n  deadline: in 6 h\n")
     file.write_text(file.read_text() + "notify: {email: me@example.org}\n")
@@ -74,7 +74,7 @@ def test_all_that_is_declared_and_called_for_it_is_asked_for(world: tuple[Cloud,
 
 
 class Simulator:
-    """IAM, with decisions by action; all else is allowed."""
+    """Stands for IAM's simulator, with given decisions by action. It allows all other actions."""
 
     def __init__(self, **decisions: dict[str, Any]) -> None:
         self.decisions, self.resources = decisions, dict[str, str]()

@@ -1,4 +1,4 @@
-"""What `gpufleet status` says of a run that is up, over, or has not begun."""
+"""`gpufleet status` reports on a run that is up, is over, or has not begun."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BEAT = b'{"ts":"2026-11-21T12:00:00Z","step":1}\n' * 200 + (
 
 
 def stated(stack: StackDefinition) -> dict[str, str]:
-    """The report's lines by their first word; the last of each."""
+    """The report's lines by their first word; of several such lines the last one."""
     lines = status.report(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), NOW)
     return {line[:12].strip(): line[12:] for line in lines}
 
@@ -288,7 +288,7 @@ def test_status_says_what_else_answers_to_this_run_and_whose_it_is(cloud: Cloud,
         r"also fleet-.*, owner you; a run has one: gpufleet wait small-growth says how to end the oth", said
     )
     said = "\n".join(status.report(stack, aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2"), EXPIRES))
-    assert "how to end the other" not in said  # they end by themselves
+    assert "how to end the other" not in said  # these fleets end by themselves
 
 
 def test_status_says_whose_a_fleet_is_where_there_is_none_of_ones_own(cloud: Cloud, stack: StackDefinition) -> None:

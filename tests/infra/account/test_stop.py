@@ -1,4 +1,4 @@
-"""`gpufleet stop`: the run is asked once somebody could hear it, and nothing else is written."""
+"""`gpufleet stop` writes its request once a node can read it, and writes nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpufleet sweep --delete`: what it takes, in which order, what it leaves alone, and when it gives up."""
+"""`gpufleet sweep --delete`: which resources it deletes, in which order, which it leaves, and when it gives up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fail_if_called(seconds: float) -> None:
 
 
 def network(cloud: Cloud, owner: str = "you") -> dict[str, str]:
-    """The fleet's VPC and subnet, tagged, and a gateway, a route table and a group in it; their ids."""
+    """The ids of the fleet's tagged VPC and subnet, and of a gateway, a route table and a group in this VPC."""
     ec2, tags = cloud.client("ec2"), [{"Key": key, "Value": value} for key, value in TAGS.items()]
     declare_fleet(cloud, owner=owner)
     cloud.tick()
@@ -48,7 +48,7 @@ def test_the_commands_stand_in_the_order_in_which_aws_takes_them(cloud: Cloud, s
     for left in list_leftovers(cloud, stack):
         for step in left.steps:
             if cloud.instances()[0].ended_at and left.kind in ("instance", "volume"):
-                continue  # gone with their fleet
+                continue  # the nodes end with their fleet
             step.do(lambda service: cloud.client(service))
         cloud.tick()
     assert list_leftovers(cloud, stack) == []
@@ -177,7 +177,7 @@ class Stubborn:
 
 
 def swept(step: Stubborn, **left: Any) -> list[float]:
-    """How long `delete` has waited each time for one thing."""
+    """The seconds that `delete` has waited, for each resource and each time."""
     waits: list[float] = []
     part = Left(kind="VPC", id="vpc-1", steps=(step,))
     others = [Left(kind="security group", id="sg-1", foreign=True)] if left.get("foreign") else []

@@ -29,7 +29,7 @@ def fleet(state: str = "active", **tags: str) -> dict[str, Any]:
 
 
 class ShownFleets:
-    """Answers DescribeFleets, and DescribeTags with nothing more."""
+    """Answers DescribeFleets with its fleets, and DescribeTags with nothing else."""
 
     def __init__(self, *fleets: dict[str, Any], refuses: Exception | None = None) -> None:
         self.fleets, self.refuses = list(fleets), refuses

@@ -34,7 +34,7 @@ def test_a_second_fleet_of_the_run_that_no_stack_knows_is_named_with_how_to_end_
 ) -> None:
     lost = declare_fleet(cloud)
     declare_fleet(cloud, owner="bob")
-    assert waited(cloud, stack)[0] == 0  # another's is his
+    assert waited(cloud, stack)[0] == 0  # the node of another owner does not count
     cloud.client("ec2").delete_launch_template(LaunchTemplateName="gpufleet-small-growth-r1-you")
     advance(cloud, 60)
     kept = declare_fleet(cloud)
@@ -64,7 +64,7 @@ def test_a_fallback_is_no_second_fleet_and_its_node_is_the_run_s(cloud: Cloud, s
     code, said = waited(cloud, late)
     assert code == 0
     assert f"node {cloud.instances()[-1].id}, g5.2xlarge" in said
-    assert waited(cloud, stack)[0] == 1  # without a fallback it is a second one
+    assert waited(cloud, stack)[0] == 1  # without a fallback this would be a second fleet of the run
 
 
 def test_a_run_without_a_node_in_either_market_says_so(cloud: Cloud, stack: StackDefinition) -> None:
@@ -284,7 +284,7 @@ def test_another_owners_fleet_is_not_to_be_ended_because_my_run_is_over(cloud: C
 
 @pytest.mark.parametrize("capacity", [0, 1])
 def test_my_run_is_not_over_because_another_owners_is(cloud: Cloud, stack: StackDefinition, capacity: int) -> None:
-    """As `run_folder` finds it where my own bucket is gone."""
+    """`run_folder` returns the other owner's folder if my own bucket is gone."""
     fleet = declare_fleet(cloud)
     cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": capacity})
     put(cloud, declare_bucket(cloud, owner="bob"), "done.json", {"reason": "finished", "at": "2026-11-20T12:00:00Z"})
@@ -344,7 +344,7 @@ def test_an_expired_fleet_is_not_waited_for_whatever_state_aws_shows_it_in(
 
 def test_of_two_expired_fleets_none_is_said_to_launch_nodes(cloud: Cloud, stack: StackDefinition) -> None:
     lost = declare_fleet(cloud)
-    cloud.tick()  # it has its node before its template goes
+    cloud.tick()  # the fleet has its node before its template is deleted
     cloud.client("ec2").delete_launch_template(LaunchTemplateName="gpufleet-small-growth-r1-you")
     fleets = lost, declare_fleet(cloud)
     cloud.fleets.expired_state = "active"
@@ -420,7 +420,7 @@ def test_what_is_not_known_is_not_guessed(stack: StackDefinition) -> None:
 
 @pytest.mark.parametrize("gone", ["InvalidSubnetID.NotFound", "InvalidGroup.NotFound", "Invalid IAM Instance Profile"])
 def test_what_was_deleted_under_a_fleet_comes_back_with_a_new_run_alone(stack: StackDefinition, gone: str) -> None:
-    """`up` makes it again under another id, and leaves the fleet of a run that has begun as it is."""
+    """`up` makes the deleted resource again under another id, and does not change the fleet of a run that has begun."""
     reason = explain("launchSpecTemporarilyBlacklisted", gone, stack)
     assert reason is not None
     assert "give run.id a new value" in reason.remedy.replace("Give", "give")

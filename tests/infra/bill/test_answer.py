@@ -1,4 +1,4 @@
-"""The bill in a dozen lines: the first one answers, the picture says the same, and what is to be done is named."""
+"""The bill in a dozen lines: the first line answers, the picture shows the same, and the rest says what to do."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_the_chance_of_a_goal_is_a_share_of_the_runs_behind_the_range() -> None:
     bill = price(replace(definition(), goal=half), CATALOG)
     by_name = {goal.name: goal.share for goal in bill.goals}
     assert by_name["usd"] == pytest.approx(0.5, abs=0.02)
-    assert by_name["hours"] == pytest.approx(1 - bill.chosen.probability_stopped)  # a stopped run has met none
+    assert by_name["hours"] == pytest.approx(1 - bill.chosen.probability_stopped)  # a stopped run has met no goal
     assert by_name["val_loss"] is None
     assert bill.usd == plain.usd  # a goal changes no figure
     said = " ".join(lines(bill))

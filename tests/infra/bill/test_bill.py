@@ -1,4 +1,4 @@
-"""The bill: single lines, what belongs to them, and what programs read. Whole bills by hand: test_bill_golden.py."""
+"""Single lines of the bill, and its form for programs. Whole bills, worked by hand, are in test_bill_golden.py."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def test_what_is_kept_is_what_the_run_wrote_and_not_the_inputs_that_a_destroy_de
     assert sum(gb for _, gb in kept.parts) == kept.gb
     plan = replace(definition(), job=Job(experiment="sft-h100", image="i:t", parameters=SftConfig()))
     tuning = price(plan, CATALOG, runs=50)
-    assert "exports" not in tuning.kept.what  # it makes none
+    assert "exports" not in tuning.kept.what  # this job makes no checkpoint
 
 
 def test_each_of_a_bills_figures_is_its_own() -> None:
-    """Interrupted often, stopped by its limit, on a type with four GPUs beside one with one."""
+    """The run is interrupted often and stopped by its limit, and a type with four GPUs stands beside one with one."""
     types = ("g6e.12xlarge", "g5.2xlarge")
     config = growth(steps_per_phase=5000, sequences=32)
     found = bill(types=types, config=config, hazard_per_hour="3", max_usd="3", max_hours="50")
@@ -126,12 +126,16 @@ def test_what_is_only_priced_is_stopped_by_no_limit() -> None:
 def test_on_demand_stands_beside_spot() -> None:
     found = bill()
     assert found.on_demand is not None
-    assert found.on_demand.usd.p50 - found.chosen.total == pytest.approx(Decimal("0.3694"))  # compute alone differs
+    assert found.on_demand.usd.p50 - found.chosen.total == pytest.approx(
+        Decimal("0.3694")
+    )  # only the compute line differs
 
 
 def test_a_short_run_can_end_below_its_uninterrupted_price() -> None:
-    found = bill(types=("g5.12xlarge",), max_usd="30", hazard_per_hour="3")  # nearly all of whose hour is compute
-    assert amounts(found)["interruptions"] < 0  # AWS does not charge that of an interrupted first hour
+    found = bill(
+        types=("g5.12xlarge",), max_usd="30", hazard_per_hour="3"
+    )  # nearly all of this hour's price is compute
+    assert amounts(found)["interruptions"] < 0  # AWS does not charge the compute of an interrupted first hour
 
 
 def test_a_slow_type_with_large_disks_is_dearer_than_a_fast_one_at_a_higher_price() -> None:

@@ -1,4 +1,4 @@
-"""A bill stands on a measurement where there is one that counts, and says what it stands on."""
+"""A bill uses a measurement if there is a valid one, and says on what it is based."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_steps_evaluations_saves_and_boundaries_are_as_they_were_measured() -> N
     found = hours(config)
     assert [phase.step_ms for phase in found.phases] == [50.0, 100.0, 150.0]
     evaluations = sum(size.evaluations for size in config.phases()) * 0.5
-    assert found.evaluation_s == pytest.approx(evaluations)  # samples are in what was measured after the last step
+    assert found.evaluation_s == pytest.approx(evaluations)  # the measurement after the last step includes the samples
     assert found.growth_s == pytest.approx(2 * 30.0)
     assert found.stalls_s == pytest.approx(sum(phase.saves for phase in found.phases) * 0.2)
     steps_s = 1000 * (0.05 + 0.1 + 0.15)

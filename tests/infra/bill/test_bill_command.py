@@ -1,4 +1,4 @@
-"""The bill of a user's own command: steps measured or declared, hours, or what the money buys."""
+"""The bill of a user's own command, from measured or declared steps, from hours, or from the money alone."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ def test_of_several_nodes_the_first_checkpoint_takes_hours_of_all_and_the_bill_c
     one = definition(CommandWork(), capacity="on-demand", max_hours=Decimal("0.1"))
     two = replace(one, fleet=replace(one.fleet, nodes=2, zones=one.fleet.zones[:1]))
     least = [float(problems(each, price(each, CATALOG))[0].allowed.split()[2]) for each in (one, two)]
-    assert least[1] == pytest.approx(2 * least[0], abs=0.5)  # the wait for each other is set-up too
+    assert least[1] == pytest.approx(
+        2 * least[0], abs=0.5
+    )  # set-up includes the time in which nodes wait for each other
     enough = replace(two, limits=replace(two.limits, max_hours=Decimal(f"{least[1]:.2f}")))
     assert not problems(enough, price(enough, CATALOG))
     long = replace(two, limits=replace(two.limits, max_usd=Decimal(100), max_hours=Decimal(30)))
@@ -156,7 +158,9 @@ def test_a_script_that_saves_nothing_is_priced_to_begin_again() -> None:
     assert sum(phase.saves for phase in bare.chosen.runtime.phases) == 0
     assert not [each for each in bare.warnings if "one checkpoint interval" in each]
     endless = definition(CommandWork(), checkpoint=none)
-    assert not list(problems(endless, price(endless, CATALOG)))  # no first checkpoint is waited for
+    assert not list(
+        problems(endless, price(endless, CATALOG))
+    )  # without checkpoints the bill has no time until the first one
 
 
 def test_epochs_are_priced_as_steps_of_that_length_are() -> None:

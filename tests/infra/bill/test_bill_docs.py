@@ -20,7 +20,7 @@ CATALOG = load_catalog()
 
 
 def documented(page: str) -> set[str]:
-    """Every word in backticks, `a.b` as both and `x[]` as x."""
+    """Every word in backticks; `a.b` counts as a and as b, `x[]` as x."""
     text = (ROOT / "docs" / page).read_text()
     return {part for words in re.findall(r"`([^`\n]+)`", text) for part in re.split(r"[.\[\] ]+", words) if part}
 
@@ -32,7 +32,7 @@ def test_each_key_of_the_bill_is_in_its_page() -> None:
         keys |= set(tree[name])
     for name in ("lines", "types", "fits", "notice", "phases"):
         keys |= set(tree[name][0])
-    dear = definition(capacity="on-demand")  # spot is sure to be cheaper
+    dear = definition(capacity="on-demand")  # so that spot is certainly cheaper
     options = cheaper(dear, price(dear, CATALOG), Study(CATALOG))
     assert options is not None
     tree = options.to_json()

@@ -1,4 +1,4 @@
-"""Bills worked by hand: every line from shapes, prices and arithmetic written out here, none of it asked of the code.
+"""Bills worked by hand: every line follows from shapes, prices and arithmetic written here, without the code's help.
 
 Sizes and formulas are the experiments' (docs/bill.md, docs/parameters.md); prices are the shipped catalog's. Seconds
 are floats, money is exact.
@@ -36,7 +36,7 @@ A10G_BF16, A10G_FP32, A10G_GB_S = 70e12, 35e12, 600e9
 
 
 def cents(quantity: float, each: str) -> Decimal:
-    """A line: quantity to a millionth, times the price, to 1/100 cent."""
+    """The amount of a line: the quantity, rounded to a millionth, times the price, rounded to 1/100 cent."""
     return (Decimal(f"{quantity:.6f}") * Decimal(each)).quantize(Decimal("0.0001"))
 
 
@@ -49,7 +49,7 @@ def worked(
     stored_gb: float,
     left_gb: float,  # exports and final, uploaded once
     inputs_gb: float,  # dataset and weights
-    saves: Sequence[tuple[float, int]],  # (checkpoints written, requests of one)
+    saves: Sequence[tuple[float, int]],  # (number of checkpoints, requests for each)
     final_gb: float,
     logged_lines: float,
 ) -> dict[str, Decimal]:
@@ -59,7 +59,7 @@ def worked(
     hours = seconds / 3600 * nodes
     writes = sum(count * requests for count, requests in saves) + left_gb * 1e9 / PART + 100
     writes += inputs_gb * 1e9 / (5 * 1024 * 1024)  # the provider's parts
-    writes += seconds / 60 * 3  # heartbeat, metrics and job log, each minute
+    writes += seconds / 60 * 3  # uploads per minute: heartbeat, metrics and job log
     return {
         "compute": cents(hours, usd_per_hour),
         "root disk": cents(root_gib * hours / 730, "0.08"),
@@ -107,7 +107,7 @@ WORKED = {
 
 
 def lines(found: Bill) -> dict[str, Decimal]:
-    """Those that are worked here; what a bill has beside them is in the frozen ones."""
+    """The lines that are worked here. The other lines of a bill are in the frozen bills."""
     return {line.name: line.amount for line in found.lines if line.name in WORKED}
 
 
@@ -117,8 +117,9 @@ def end_s(written_gb: float, upload_gb_s: float) -> float:
 
 
 def requests_of(saves: float, checkpoint_gb: float, end_gb: float, ranks: int) -> list[tuple[float, int]]:
-    """A phase's saves as `worked` takes them: all alike but the last, which has no moments. Each rank's file is begun
-    and completed; two small files, manifest, best.json, metrics and a listing go with them.
+    """A phase's saves in the form that `worked` takes: all are alike except the last, which has no moments. Each rank's
+    file takes a request to begin and one to complete it; two small files, the manifest, best.json, metrics and a
+    listing take one request each.
     """
     whole, end = (ceil(gb * 1e9 / PART) + 2 * ranks + 6 for gb in (checkpoint_gb, end_gb))
     return [(saves - 1, whole), (1, end)]
@@ -140,7 +141,7 @@ def test_growth_on_an_a10g_spot_node() -> None:
     ]
     # 20 evaluations of 32 windows, forward only, a third of a step per token; 3 prompts x 40 tokens at 20 ms
     beside_s = [20 * each * 32 * 256 / tokens / 3 + 120 * 0.02 for each in step_s]
-    # three kept in fp32 (12 bytes a parameter), the last phase in bf16 (6)
+    # three checkpoints are kept in fp32 (12 bytes a parameter), the last phase's in bf16 (6)
     checkpoint_gb = [count * width / 1e9 for count, width in zip(parameters, (12, 12, 6), strict=True)]
     saves = [(1000 * step + beside) / 300 + 20 + 1 for step, beside in zip(step_s, beside_s, strict=True)]
     stalls_s = sum(n * (0.1 + gb / 4) for n, gb in zip(saves, checkpoint_gb, strict=True))
@@ -176,7 +177,7 @@ def sft_lines(*, nodes: int, efficiency: float, usd_per_hour: str) -> dict[str, 
     # 4 FLOP per frozen parameter that multiplies a token, 6 per adapter's, attention within examples of 361 tokens
     frozen = 32 * LLAMA_LAYER + 128_256 * 4096
     flops = 4 * frozen + 6 * ADAPTERS + 6 * 32 * 4096 * 361
-    forward = (2 * frozen + 2 * ADAPTERS + 2 * 32 * 4096 * 361) / flops  # nearly half: the frozen have no gradients
+    forward = (2 * frozen + 2 * ADAPTERS + 2 * 32 * 4096 * 361) / flops  # nearly half: no gradients of frozen weights
     steps = ceil(3 * 600_000 * 0.99 * 361 / (16_384 * 0.98))  # 40,066: rows are 98 % full, 1 % of examples held out
     step_s = (16_384 * flops / (H100_TFLOPS * nodes) + ADAPTERS * 28 / H100_GB_S) / efficiency
     step_s += 2 * (nodes - 1) / nodes * ADAPTERS * 4 / (12.5e9 * 0.8)  # fp32 gradients between nodes, 100 Gbit/s
@@ -265,13 +266,13 @@ def test_kernel_sft_with_phases_that_have_no_optimizer_steps() -> None:
     candidates = 20 * 10
     verify_s = candidates * 20 / 192 + candidates * (6 + 0.2 * 35) / 8  # 192 vCPUs
     weights_gb = 2 * parameters / 1e9
-    seconds = 900 + sft_s + generate_s + verify_s + end_s(weights_gb, 1.02)  # the last phase has no checkpoint
+    seconds = 900 + sft_s + generate_s + verify_s + end_s(weights_gb, 1.02)  # the last phase makes no checkpoint
     inputs_gb = 1000 * 8192 * 6 / 1e9 + weights_gb
     assert lines(bill(plan(KernelConfig(), "p5.48xlarge", weights="data/qwen"))) == worked(
         seconds=seconds,
         usd_per_hour="11.9912",
         root_gib=200,
-        # last but one, and last, which has fp32 weights alone: nothing says which is best
+        # the last two checkpoints are kept, because no figure says which is best; the last has only fp32 weights
         stored_gb=inputs_gb + checkpoint_gb + 2 * weights_gb + weights_gb,
         left_gb=weights_gb,
         inputs_gb=inputs_gb,

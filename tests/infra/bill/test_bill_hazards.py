@@ -1,4 +1,4 @@
-"""What the bill says of interruptions: whose hazard it stands on, AWS's own band, and the checkpoint interval."""
+"""The bill's sentences on interruptions: the source of its hazard, and the cheapest checkpoint interval."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_without_history_the_hazard_is_the_prior_and_its_spread_is_said_in_figur
 
 
 def test_the_usual_number_of_interruptions_is_printed_and_the_mean_is_for_programs() -> None:
-    """Few runs with a high hazard make the mean: of a run of days it is many times what most runs meet."""
+    """A few runs with a high hazard dominate the mean: for a run of days it is many times the number of most runs."""
     found = bill(definition(config=growth(steps_per_phase=100_000), max_usd="900", max_hours="700"))
     met = np.sort(found.chosen.within.interruptions)
     p50, p90, mean = met[len(met) // 2], met[len(met) * 9 // 10], met.mean()
@@ -134,13 +134,13 @@ def test_the_break_even_hazard_of_two_nodes_is_per_node_and_these_are_lost_toget
     assert two is not None
     assert patient is not None
     assert two == pytest.approx(one / 2**0.4, rel=0.1)
-    assert patient < two  # who is left waits for the other, billed
+    assert patient < two  # the remaining node waits for the other, and is billed
 
 
 def test_two_nodes_are_at_risk_of_twice_the_dollars() -> None:
     one, two = (bill(nodes(count)).chosen.exposure for count in (1, 2))
     assert two.compute_usd_h == 2 * one.compute_usd_h
-    assert two.extras_usd_h == pytest.approx(2 * one.extras_usd_h, rel=1e-5)  # of rounded quantities
+    assert two.extras_usd_h == pytest.approx(2 * one.extras_usd_h, rel=1e-5)  # the quantities are rounded
 
 
 def test_a_slow_job_on_a_held_node_costs_no_more_until_it_outlasts_it() -> None:

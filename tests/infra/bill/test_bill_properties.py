@@ -1,4 +1,4 @@
-"""What holds for every bill: of any of the five jobs, on any type and disk, in any region."""
+"""Properties of every bill: for any of the five jobs, on any type and disk, in any region."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ PRICED_AS = {
 
 
 def of_steps(kind: type[JobConfig], steps: int, part: int) -> JobConfig:
-    """A job of that kind whose work grows with `steps`; `part` varies its shape."""
+    """A job of the given kind whose work grows with `steps`; `part` varies its shape."""
     if kind is GrowthConfig:
         config = GrowthConfig(steps_per_phase=steps)
         return replace(config, batch=replace(config.batch, sequences=4 * part))
@@ -164,7 +164,7 @@ def test_iops_above_what_is_included_are_one_line(plan: StackDefinition, iops: i
 @given(plan=plans(), mibps=st.integers(126, 1000))
 def test_throughput_is_one_line_where_checkpoints_do_not_wait_for_that_disk(plan: StackDefinition, mibps: int) -> None:
     root = plan.storage.root
-    assert CATALOG.instances[plan.fleet.instance_types[0]].nvme_gb  # each of TYPES has instance store
+    assert CATALOG.instances[plan.fleet.instance_types[0]].nvme_gb  # every type in TYPES has instance store
     without = with_storage(plan, root=replace(root, throughput_mibps=125))
     more = with_storage(plan, root=replace(root, throughput_mibps=mibps))
     assert changed(without, more) == {"root disk MiB/s above 125"}
@@ -219,7 +219,7 @@ def test_with_the_same_luck_a_longer_run_takes_no_fewer_hours(run: Exposure, lon
     even = replace(run, saves_fit=(True, True, True), max_usd=None)
     long = replace(even, phase_ends_h=tuple(end * longer for end in even.phase_ends_h))
     one, other = simulate_each([even, long], runs=200)
-    met = other.interruptions < MAX_ATTEMPTS  # beyond, a run is carried on as it went
+    met = other.interruptions < MAX_ATTEMPTS  # above this number of nodes a simulated run is extrapolated
     assert (one.hours <= other.hours + 1e-9)[met].all()
     assert (one.wall_hours <= other.wall_hours + 1e-9)[met].all()
     assert (one.interruptions <= other.interruptions)[met].all()
@@ -250,7 +250,7 @@ def test_limits_laid_on_runs_without_them_give_what_a_simulation_with_them_does(
 def test_a_run_split_in_two_pays_set_up_growth_and_the_end_twice_and_its_steps_once(
     plan: StackDefinition, steps: int
 ) -> None:
-    assume(not isinstance(plan.job.parameters, TwoTowerConfig))  # its refit belongs to no epoch
+    assume(not isinstance(plan.job.parameters, TwoTowerConfig))  # the refit belongs to no epoch
     plan = replace(plan, estimate=replace(plan.estimate, hazard_per_hour=Decimal(0)))
     whole, half = prepared(with_steps(plan, 2 * steps)), prepared(with_steps(plan, steps))
     if isinstance(plan.job.parameters, GrowthConfig | PretrainConfig):  # epochs end in a part of a batch
@@ -260,7 +260,7 @@ def test_a_run_split_in_two_pays_set_up_growth_and_the_end_twice_and_its_steps_o
         half.runtime.setup_s + half.runtime.upload_s + half.runtime.growth_s + 2 * half_s - whole_s, abs=1e-6
     )
     once, twice = ({line.name: line.amount for line in found.lines} for found in (whole, half))
-    for name in ("S3 storage", "transfer of results"):  # what is kept does not depend on the steps
+    for name in ("S3 storage", "transfer of results"):  # the cost of kept files does not depend on the steps
         assert once[name] == twice[name]
 
 

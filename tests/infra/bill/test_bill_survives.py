@@ -1,4 +1,4 @@
-"""What the bill must survive: no work, no hazard, a hazard beyond sense, missing and odd prices, several nodes."""
+"""Cases in which the bill must not fail: no work, no hazard, an absurd one, missing and odd prices, several nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bill of a run in a Capacity Block, by hand: a fee whatever the run does, no interruption, the end as a limit."""
+"""The bill of a run in a Capacity Block, by hand: its fee is always due, nothing interrupts, and its end is a limit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_fee_is_one_line_and_the_nodes_cost_nothing_an_hour() -> None:
         "what is not known",
     }
     assert bill.usd.p50 == sum(line.amount for line in bill.lines)
-    assert bill.usd.p90 - bill.usd.p10 < Decimal("0.01")  # disk and address alone differ
+    assert bill.usd.p90 - bill.usd.p10 < Decimal("0.01")  # only the lines for disk and address differ
     assert bill.chosen.interruptions.mean == 0
     assert (bill.chance, bill.cadence, bill.usd_at_hazard) == (None, None, ())
 
@@ -101,7 +101,7 @@ def test_begun_late_what_is_left_has_to_do() -> None:
     bill = price(plan, CATALOG)
     needed = bill.chosen.runtime.total_s / 3600
     last = plan.fleet.block.last if plan.fleet.block else START
-    assert limits.deadline_problems(plan, bill, START) == []  # `problems` has said it
+    assert limits.deadline_problems(plan, bill, START) == []  # `problems` has refused it already
     assert limits.deadline_problems(plan, bill, last - 2 * needed * HOUR) == []
     (late,) = limits.deadline_problems(plan, bill, last - needed / 2 * HOUR)
     assert late.path == "fleet.block.end"

@@ -1,4 +1,4 @@
-"""limits.usd_per_hour and the rule max_usd_per_hour: which zones and types a bill, a comparison and a fleet go without.
+"""limits.usd_per_hour and the rule max_usd_per_hour: which zones and types a bill, a comparison and a fleet leave out.
 
 What the zones of us-east-2 cost (infra/catalog/spot.csv): g5.2xlarge 0.3617, 0.3596 and 0.3739 USD in az1, az2 and az3,
 1.212 on demand; g6e.2xlarge 0.9250 to 0.9959, 2.24208 on demand.
@@ -50,9 +50,9 @@ G5 = [("g5.2xlarge", zone) for zone in ("az1", "az2", "az3")]
     [
         (None, {}, "0.3739", G5),
         ("0.3739", {}, "0.3739", G5),
-        ("0.3738", {}, "0.3617", G5[:2]),  # the dearest zone goes
+        ("0.3738", {}, "0.3617", G5[:2]),  # leaves out the dearest zone
         ("0.36", {}, "0.3596", G5[1:2]),
-        ("0.38", {"types": TWO}, "0.3739", G5),  # a type goes
+        ("0.38", {"types": TWO}, "0.3739", G5),  # leaves out a type
         ("0.95", {"types": TWO}, "0.9314", [*G5, ("g6e.2xlarge", "az1"), ("g6e.2xlarge", "az3")]),
         ("1.212", {"types": TWO, "capacity": "on-demand"}, "1.212", G5),
     ],
@@ -145,5 +145,5 @@ def test_a_rule_is_the_lower_of_both_and_holds_the_facts_of_a_bill() -> None:
 
 
 def test_it_is_one_of_the_settings_that_a_run_keeps() -> None:
-    """Without it a run of 0.1.0, which knows no such key, is the run it was: tests/released."""
+    """A run of 0.1.0, which has no such key, counts as unchanged without the key: see tests/released."""
     assert creation_digest(plan(None)) != creation_digest(plan("1"))

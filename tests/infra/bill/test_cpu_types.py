@@ -1,4 +1,4 @@
-"""A job that asks for no GPU is priced on types without one."""
+"""A job that needs no GPU is priced on types without a GPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_its_bill_has_hours_a_price_and_the_hazard_of_one_gpus_node_and_speaks_o
 
 
 def test_a_step_on_one_type_says_nothing_of_another(tmp_path: Path) -> None:
-    """A machine of 64 vCPUs has no peak from which the speed of one with 16 would follow."""
+    """A type with 64 vCPUs has no known peak speed, from which the speed of a type with 16 would follow."""
     listed = ["c7i.4xlarge", "c7i.16xlarge", "g6.xlarge"]
     rows = ranking.every_option(prepares(tmp_path, STEPS), (), Study(load_catalog()), types=listed, runs=50)
 

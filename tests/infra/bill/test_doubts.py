@@ -1,4 +1,4 @@
-"""Odd definitions: a clear answer or a clear error for each, and the doubts that a bill states."""
+"""Odd definitions: each gets a clear answer or a clear error, and bills state their doubts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def test_on_demand_without_a_spot_price_is_priced_and_says_that_spot_is_unknown(
 def test_a_type_without_on_demand_price_is_priced_on_spot_alone() -> None:
     found = bill(types=("p5e.48xlarge",), max_usd="100")
     assert found.on_demand is None
-    assert record.rates(found)["p5e.48xlarge"]["on_demand"] == "62.9957"  # the meter's fallback: the dearest zone
+    assert (
+        record.rates(found)["p5e.48xlarge"]["on_demand"] == "62.9957"
+    )  # without an answer the meter uses the price of the dearest zone
 
 
 def test_one_listed_type_without_a_price_is_a_problem_of_that_type() -> None:
@@ -83,7 +85,8 @@ def test_an_unknown_type_names_the_nearest() -> None:
 def test_a_type_that_does_not_hold_the_job_says_why_and_the_nearest_change(
     type_: str, changes: dict[str, Any], why: str, nearest: str
 ) -> None:
-    types = (type_, "g6e.2xlarge", type_)  # the fleet could pick each: all that do not hold it are named
+    # The fleet could pick any of these types, so the error names every type that is too small.
+    types = (type_, "g6e.2xlarge", type_)
     plan = definition(types=types, config=growth(**changes), step_ms=("80", "130", "600"), max_usd="50")
     found = problems(plan, price(plan, CATALOG, runs=100))
     assert [problem.path for problem in found] == ["fleet.instance_types[0]", "fleet.instance_types[2]"]
@@ -201,7 +204,7 @@ def test_save_and_upload_that_miss_the_notice_are_said_before_the_run() -> None:
     late = [notice for notice in found.notice if not notice.fits]
     assert [notice.phase for notice in late] == ["grown"]
     assert any("phase grown: save and upload take" in warning for warning in found.warnings)
-    sure = bill(upload_gb_per_s="0.05", capacity="on-demand")  # AWS takes no node on demand back
+    sure = bill(upload_gb_per_s="0.05", capacity="on-demand")  # AWS does not interrupt a node on demand
     assert not any("a notice gives" in warning for warning in sure.warnings)
 
 
@@ -279,7 +282,7 @@ def test_a_bill_that_is_mostly_a_kept_bucket_says_so() -> None:
     share = f"{storage / kept.usd.p50:.0%}"
     assert warning.startswith(f"{share} of p50 is keeping the bucket for storage.keep.days: 30; delete what you do not")
     assert not said(keep=Keep(days=7))
-    assert not said(keep=Keep(bucket=False), dataset_bytes=10**13)  # a day of it costs more than the run
+    assert not said(keep=Keep(bucket=False), dataset_bytes=10**13)  # a day of storage costs more than the run
 
 
 def test_a_run_shorter_than_a_minute_is_billed_for_one_and_adds_nothing_for_interruptions() -> None:

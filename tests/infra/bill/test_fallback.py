@@ -1,4 +1,4 @@
-"""The bill's third column: on spot, on demand when late."""
+"""The bill's third column: a run on spot that goes on on demand when it is late."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_without_the_key_there_is_none() -> None:
 
 
 def test_no_spot_at_all_is_on_demand_at_the_hour_that_is_named() -> None:
-    """As good as never a spot node: what is left to pay is a whole run on demand, begun at the switch."""
+    """A spot node practically never comes, so the run costs a whole run on demand that begins at the switch."""
     _, bill, found = priced(4, hazard_per_hour="100", capacity_wait_minutes="10000")
     assert found.switched > 0.99
     assert bill.on_demand is not None

@@ -1,4 +1,4 @@
-"""Limits against the bill: which types and speeds they let end, and that every page counts their dollars alike."""
+"""Limits against the bill: on which types and at which speeds a run ends within them; every page counts alike."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RARE: dict[str, Any] = {
     "hazard_per_hour": "3",
     "max_usd": "50",
     "max_hours": "50",
-}  # interrupted so often that first hours are free
+}  # interruptions come so often that first hours are free
 
 
 def bill(**changes: Any) -> Bill:
@@ -58,7 +58,7 @@ def flat(text: str) -> str:
 
 
 def test_a_slower_listed_type_that_max_hours_always_stops_is_refused() -> None:
-    """The dearest needs 0.283 h, the other 0.447 h, and each some minutes to stop in."""
+    """The dearest type needs 0.283 h, the other 0.447 h, and each needs some minutes to stop."""
     assert refused(definition(**TWO, max_hours="0.40")) == [
         "fleet.instance_types[1]: types on which the run can end within the limits; without interruptions this"
         " one needs 0.49 node-hours where limits.max_hours is 0.40. Remove it, or raise limits.max_hours"
@@ -68,7 +68,7 @@ def test_a_slower_listed_type_that_max_hours_always_stops_is_refused() -> None:
 
 
 def test_max_usd_is_held_against_the_slower_listed_type_where_its_disks_make_it_the_dearer() -> None:
-    """65,536 GiB are 7.19 USD/h: 0.164 h longer on them is more than the dearer node saves."""
+    """65,536 GiB of disk cost 7.19 USD/h: keeping them for 0.164 h more costs more than the cheaper node saves."""
     disk = Disk(size_gib=65_536)
     said, *_ = refused(definition(**TWO, data=disk, max_usd="3.50"))
     found = re.search(r"^limits.max_usd: at least ([0-9.]+) USD: half of the simulated runs .* for a clean stop", said)
@@ -89,7 +89,7 @@ def test_one_type_that_no_limit_lets_end_is_one_problem_of_the_limit() -> None:
 
 @pytest.mark.parametrize("capacity", ["spot", "on-demand"])
 def test_the_limits_that_a_refusal_names_are_accepted(capacity: str) -> None:
-    """0.4408 h and 119 s to stop in, 0.4739: rounded to the nearest hundredth, they would be refused again."""
+    """The run needs 0.4408 h and 119 s to stop, 0.4739 h. Rounded to the nearest hundredth, it would be refused."""
     said = refused(definition(capacity=capacity, max_hours="0.1", max_usd="0.1"))
     usd, hours = (each.split()[3] for each in said)
     assert hours == "0.48"
@@ -99,7 +99,7 @@ def test_the_limits_that_a_refusal_names_are_accepted(capacity: str) -> None:
         enough(each + stop)
         for each, stop in zip((found.metered_usd.p50, found.needed_hours.p50), found.reserve, strict=True)
     ]
-    short = f"{found.metered_usd.p50 + found.reserve[0] / 2:.4f}"  # enough for the work, not to stop in
+    short = f"{found.metered_usd.p50 + found.reserve[0] / 2:.4f}"  # enough for the work, but not for the stop
     assert [each.split(":")[0] for each in refused(definition(capacity=capacity, max_usd=short))] == ["limits.max_usd"]
     if capacity == "spot":
         ninth = enough(found.needed_hours.p90 + found.reserve[1])
@@ -193,7 +193,7 @@ def test_a_limit_that_few_runs_meet_is_named_beside_what_they_cost_within_it() -
 def test_the_other_capacity_is_shown_at_what_it_takes_to_finish() -> None:
     found = bill(max_usd="1.00")
     assert found.on_demand is not None
-    assert found.on_demand.usd.p50 < found.on_demand.needed_usd.p50  # the limit would stop it
+    assert found.on_demand.usd.p50 < found.on_demand.needed_usd.p50  # the limit would stop the run
     row = next(line for line in render(found).split("\n") if line.startswith("USD on demand"))
     assert row.split()[-3] == f"{found.on_demand.total:.2f}"
 
@@ -224,7 +224,7 @@ def test_a_bill_that_charges_all_there_is_has_no_second_count() -> None:
 
 
 def test_an_uncalibrated_bill_says_at_which_speed_a_limit_stops_the_run() -> None:
-    """8 minutes of set-up, 0.307 h of work and 119 s to stop in: at 92 % of the speed they just fit 0.5 h."""
+    """8 minutes of set-up, 0.307 h of work and 119 s for the stop just fit 0.5 h at 92 % of the speed."""
     plan = definition(capacity="on-demand", max_hours="0.5")
     found = price(plan, CATALOG)
     assert slowest(found.chosen, min(found.chosen.exposure.hours_at_cap())) == pytest.approx(0.922, abs=0.001)
@@ -260,7 +260,7 @@ def test_dollars_at_a_hazard_are_those_of_a_bill_that_is_told_it() -> None:
 
 
 def test_no_type_is_recommended_that_has_no_bill() -> None:
-    """Of those that hold kernel-sft the cheapest is a g7e.12xlarge: without its peak it has no speed."""
+    """The cheapest type that holds kernel-sft is a g7e.12xlarge; without its peak in the catalog it has no speed."""
     config = load(SHIPPED / "kernel-sft.yaml", now=NOW).job.parameters
     assert cheapest_holder(config, CATALOG, "us-east-2").startswith("g7e.12xlarge ")
     unknown = {
@@ -287,7 +287,7 @@ def due(hours: float) -> StackDefinition:
 
 
 def test_a_deadline_that_the_slower_listed_type_misses_uninterrupted_is_refused() -> None:
-    """The dearest needs 0.283 h, the other 0.447 h, and each 140 s to stop in."""
+    """The dearest type needs 0.283 h, the other 0.447 h, and each needs 140 s to stop."""
     plan = due(0.40)
     (said,) = deadline_problems(plan, price(plan, CATALOG, runs=2000), NOW)
     needed = "the 0.49 hours that g5.xlarge needs without interruptions, including the stop: 2026-11-21T00:30Z"
@@ -310,7 +310,7 @@ def test_the_share_of_runs_that_miss_the_deadline_is_a_warning_waits_counted() -
 
 @pytest.mark.parametrize("span", [False, True])
 def test_a_deadline_says_at_which_speed_it_stops_the_run_as_a_limit_does(span: bool) -> None:
-    """On demand nothing but a wrong speed makes a run late. Said of whichever comes first: see the 0.5 h above."""
+    """On demand only a wrong speed makes a run late. The warning names the limit that is reached first."""
     hours = timedelta(hours=0.5)
 
     def said(**changes: Any) -> list[str]:
@@ -326,7 +326,7 @@ def test_a_deadline_says_at_which_speed_it_stops_the_run_as_a_limit_does(span: b
 
 
 def test_runs_that_wait_until_their_fleet_expires_are_a_warning_where_no_deadline_says_when() -> None:
-    """Waits of 20 h on average, where there is mostly no node at first; the fleet lives for 24 h + max_hours."""
+    """Waits for a node take 20 h on average, and runs mostly begin with one; the fleet lives for 24 h + max_hours."""
     waits: dict[str, Any] = {"capacity_wait_minutes": "1200", "hazard_per_hour": "0.3"}
     found = bill(**waits)
     share = (found.chosen.needed.wall_hours + found.chosen.exposure.reserve_h > 26).mean()

@@ -1,4 +1,4 @@
-"""What each of sft-h100's measures is worth: switched off, it changes the bill by what was measured of it."""
+"""Each of sft-h100's measures, if switched off, changes the bill by its measured effect."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_a_bill_without_a_measure_is_dearer(name: str) -> None:
 
 
 def test_an_eager_step_takes_18_percent_longer_as_measured_on_an_h100() -> None:
-    """630 ms instead of 533: bench/results/gpu.md. Where the host sets the pace it is not the GPU that waits."""
-    one_row = replace(CONFIG, batch=replace(CONFIG.batch, micro_tokens=CONFIG.data.row))  # both cut alike
+    """A step takes 630 ms instead of 533 (bench/results/gpu.md). The effect is smaller if the host sets the pace."""
+    one_row = replace(CONFIG, batch=replace(CONFIG.batch, micro_tokens=CONFIG.data.row))  # both are cut in the same way
     compiled, eager = (
         runtime_on("p5.4xlarge", each).phases[0].step_ms for each in (one_row, switched_off("compile", config=one_row))
     )
@@ -56,7 +56,7 @@ def test_an_eager_step_takes_18_percent_longer_as_measured_on_an_h100() -> None:
 
 
 def test_text_that_is_tokenised_while_training_takes_the_host_s_time_and_the_bucket_s_room() -> None:
-    """540 tokens in a millisecond: each rank makes its own rows while its GPU is at work on the ones before."""
+    """A core makes 540 tokens in a millisecond: each rank makes its next rows while its GPU works on earlier ones."""
     texts = switched_off("pretokenised")
     row_ms = CONFIG.data.row * CONFIG.data.fill / 540
     hosts = [roofline.launch_ms(each.phases()[0], CATALOG.instances["p5.4xlarge"], each, 1) for each in (CONFIG, texts)]

@@ -1,4 +1,4 @@
-"""How long a step of a user's own command takes on GPUs that its file does not speak of, and how sure that is."""
+"""How long a step of a user's own command takes on GPUs that its file does not mention, and how sure that is."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def runtime_on(plan: StackDefinition, type_: str, **given: Any) -> Runtime:
 @pytest.mark.parametrize(
     ("types", "step_ms", "job", "asked", "times", "speed"),
     [
-        ("p5.48xlarge", {"H100": 140}, {}, "p5.4xlarge", 8, "guessed"),  # eight cards' work on one
+        ("p5.48xlarge", {"H100": 140}, {}, "p5.4xlarge", 8, "guessed"),  # one card does the work of eight
         ("g6e.2xlarge", {"L40S": 500}, {}, "g6e.48xlarge", 1 / 8, "guessed"),
         ("g6e.2xlarge", {"L40S": 500}, {}, "g6e.16xlarge", 1, "declared"),  # one card as well
         ("p5.4xlarge", {"8 x H100": 140}, {}, "p5.48xlarge", 1, "declared"),  # the key says how many
         ("p5.4xlarge", {"8xH100": 140}, {}, "p5.4xlarge", 8, "guessed"),
-        ("g6e.12xlarge", {"L40S": 500}, {"gpus": 2}, "g6e.48xlarge", 1, "declared"),  # two of any node's
-        ("p5.48xlarge", {"H100": 140}, {"command": "python train.py"}, "p5.4xlarge", 1, "declared"),  # one of eight
+        ("g6e.12xlarge", {"L40S": 500}, {"gpus": 2}, "g6e.48xlarge", 1, "declared"),  # two GPUs of any node
+        ("p5.48xlarge", {"H100": 140}, {"command": "python train.py"}, "p5.4xlarge", 1, "declared"),  # one GPU of eight
         ("p5.48xlarge", {"8 x H100": 140}, {"command": "python train.py"}, "p5.4xlarge", 8, "guessed"),
-        # The first listed type with that GPU, where several are listed.
+        # If several types with that GPU are listed, the first one counts.
         ("g6e.2xlarge", {"L40S": 500, "1 x H100": 300, "8 x H100": 40}, {}, "p5.4xlarge", 300 / 500, "declared"),
     ],
 )
@@ -87,7 +87,7 @@ def test_a_step_is_of_a_number_of_gpus(
 
 def test_a_run_on_one_gpu_is_billed_for_eight_gpus_work_to_the_digit(tmp_path: Path) -> None:
     """20,000 steps of 140 ms on eight H100s are 20,000 x 8 x 0.14 s = 22,400 s on one, on demand at 6.88 USD an hour.
-    Beside them 15 min of set-up; a save each 10 min and one at the end, of 0.1 s + 1 GB / 4 GB/s = 0.35 s; at the end
+    The bill adds 15 min of set-up, and saves of 0.1 s + 1 GB / 4 GB/s = 0.35 s, every 10 min and at the end; at the end
     2 GB are written at 1 GB/s, hashed at 1.4 GB/s and uploaded at 1.02 GB/s.
     """
     plan = definition(tmp_path, "p5.4xlarge", {"steps": 20_000, "step_ms": {"8 x H100": 140}})
@@ -117,7 +117,7 @@ def test_more_gpus_may_gain_less_and_fewer_lose_less(tmp_path: Path) -> None:
 
 
 def test_another_gpu_is_as_much_faster_as_the_same_code_was_there(tmp_path: Path) -> None:
-    """Forty sources whose code reaches 0.6 of an L40S and 0.3 of an L4: half the share, of 121 TFLOPS for 362."""
+    """Forty sources reach 0.6 of an L40S's peak and 0.3 of an L4's: half the share, of 121 TFLOPS instead of 362."""
     places = [SpeedGroup(gpu, "from scratch", str(at), several=False) for at in range(40) for gpu in ("L40S", "L4")]
     known = Speeds(Speed(place, 0.6 if place.gpu == "L40S" else 0.3) for place in places)
     plan = definition(tmp_path, "g6e.2xlarge", {"steps": 20_000, "step_ms": {"L40S": 500}})

@@ -1,4 +1,4 @@
-"""Work to hours. The expected figures are those of the experiment's own table, worked out from the model's shape."""
+"""Hours from work. The expected figures are those of the experiment's own table, computed from the model's shape."""
 
 from __future__ import annotations
 
@@ -163,7 +163,9 @@ def test_setup_is_8_minutes_on_g_types_and_15_on_p_types(type_: str, minutes: in
 def test_a_slice_of_a_gpu_is_slower_by_its_share() -> None:
     whole = runtime.hours(GrowthConfig(), instance("g6.xlarge"), Estimate(), ROOT).phases[0]
     slice_ = runtime.hours(GrowthConfig(), instance("g6f.xlarge"), Estimate(), ROOT).phases[0]
-    again = (slice_.limit_ms or 0) - 8 * (whole.limit_ms or 0)  # in 3 GB it keeps no activations: made once more
+    again = (slice_.limit_ms or 0) - 8 * (
+        whole.limit_ms or 0
+    )  # within 3 GB activations are not kept, so they are computed twice
     assert 0 < again < 0.1 * (slice_.limit_ms or 0)
     assert slice_.step_ms == pytest.approx(8 * whole.step_ms + 2 * again)
 
@@ -223,7 +225,7 @@ def test_a_rank_generates_its_share_of_the_candidates_32_at_once(gpus: int, roun
 
 
 def test_with_a_frozen_base_an_evaluation_takes_nearly_half_of_a_step_per_token() -> None:
-    """Its weights get no gradients: of 4 FLOP per parameter and token 2 are forward, not a third."""
+    """A frozen base gets no weight gradients: 2 of its 4 FLOP per parameter and token are forward, not a third."""
     config = SftConfig()
     once = replace(config, eval=replace(config.eval, every=10_000_000))
     found, other = (runtime.hours(each, instance("p5.4xlarge"), Estimate(), ROOT) for each in (config, once))
@@ -266,7 +268,7 @@ def test_nodes_beyond_a_steps_rows_make_nothing_faster() -> None:
 
 @pytest.mark.parametrize(("workers", "parallel"), [(None, 8), (1, 1), (16, 16)])
 def test_candidates_are_judged_by_the_funnels_workers_or_by_one_per_gpu(workers: int | None, parallel: int) -> None:
-    config = KernelConfig(gpus=4)  # that train: all of the node's judge
+    config = KernelConfig(gpus=4)  # the GPUs that train; all GPUs of the node judge
     config = replace(config, funnel=replace(config.funnel, workers=workers))
     found = runtime.hours(config, instance("p5.48xlarge"), Estimate(), ROOT)
     verify, compiled_s = config.phases()[-1], config.phases()[-1].cpu_core_s / 192
@@ -289,8 +291,8 @@ def test_each_chunk_of_the_towers_queries_is_launched_anew(chunk: int | None, st
 
 
 def test_fsdp_over_pcie_waits_for_its_gradients_and_over_nvlink_does_not() -> None:
-    """A row of a rank's 32 is a micro-batch on an A10G: 2 B of weights gathered and 4 B of gradients summed of 4.187
-    G parameters, 7/8 of it sent, at 45 % of 31.5 GB/s: 49.6 s a step.
+    """On an A10G each of a rank's 32 rows is a micro-batch. For each of 4.187 G parameters it gathers 2 B of weights
+    and sums 4 B of gradients, of which 7/8 are sent, at 45 % of 31.5 GB/s: 49.6 s a step.
     """
     config = PretrainConfig()
     parameters = 44 * 12 * 2816**2 + 2 * 32 * 2816
@@ -321,7 +323,7 @@ def test_fsdp_over_pcie_waits_for_its_gradients_and_over_nvlink_does_not() -> No
 def test_what_takes_most_of_a_step_is_named(
     limits_ms: tuple[float, float] | None, launch_ms: float, exchange_ms: tuple[float, float], bound: str
 ) -> None:
-    """Half of the roofline is reached: 100 ms of its own, of which an exchange may fill 80 within a node."""
+    """A step reaches half of the roofline, 100 ms, and an exchange within a node may overlap with 80 ms of these."""
     assert runtime._bound(limits_ms, launch_ms, exchange_ms, 0.5) == bound
 
 

@@ -1,4 +1,4 @@
-"""The bill of a run in stages: its parts, their sum, and the money that an early stage cannot take from a later one."""
+"""The bill of a run in stages: its parts, their sum, and the money that is reserved for later stages."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_the_age_of_the_prices_is_shown_only_against_a_date() -> None:
 
 
 def test_a_bill_says_how_many_of_its_dollars_stand_on_prices_older_than_the_definition_allows() -> None:
-    """At first compute is recent and side lines alone are old; a wider limit is silent."""
+    """First the price of compute is recent, and only those of side lines are old; a wider limit gives no warning."""
     bill = price(definition(), load_catalog(), dataset_bytes=22_183_150, runs=200)
     old_ones = [line for line in bill.lines if (date(2026, 1, 31) - line.as_of).days > 90]
     assert 0 < len(old_ones) < len(bill.lines)
@@ -112,7 +112,8 @@ def test_a_run_that_a_limit_may_stop_has_two_totals_and_says_which_is_which() ->
 def test_a_limit_below_what_the_whole_run_leaves_in_its_bucket_is_not_exceeded_within_the_limits() -> None:
     bill = price(definition(config=growth(steps_per_phase=10_000_000)), load_catalog(), runs=100)
     assert bill.chosen.exposure.fixed_usd > 300
-    minute = (bill.chosen.price.amount + sum(bill.hourly_usd.values())) / 60  # that each start is billed for
+    # each start is billed for a minute at least
+    minute = (bill.chosen.price.amount + sum(bill.hourly_usd.values())) / 60
     assert bill.usd.p90 < 3 + 2 * minute  # an hour may cost more than today
     assert sum(line.amount for line in bill.lines) == bill.usd.p50
 

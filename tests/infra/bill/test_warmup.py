@@ -1,4 +1,4 @@
-"""A learning rate that a run would be wasted with: said by cost and prepare."""
+"""cost and prepare warn of a learning rate with which a run would be wasted."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def said(plan: StackDefinition) -> list[str]:
 def test_a_warm_up_longer_than_the_run_is_a_warning(name: str, changed: dict[str, Any], words: str) -> None:
     assert said(stack(name, **changed)) == [words]
     assert said(stack(name)) == []
-    assert said(stack("pretrain-d64", steps=500, optim={"warmup": 500})) == []  # the last step has the whole rate
+    assert said(stack("pretrain-d64", steps=500, optim={"warmup": 500})) == []  # only the last step has the full rate
 
 
 def test_prepare_warns_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""A canary's charges, which Cost Explorer tells a day later, beside its receipts and in its file."""
+"""A canary's charges, which Cost Explorer shows a day later, beside the canary's receipts and in its file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NODE, DISK = (EC2, "USE2-SpotUsage:g4dn.xlarge", "1.0"), (EC2, "USE2-EBS:VolumeU
 
 @pytest.fixture
 def flown(tmp_path: Path) -> Proof:
-    """A canary's file with its receipt beside."""
+    """A canary's file with its receipt beside it."""
     path = proof.write(made(tmp_path), tmp_path / proofs.FOLDER)
     charges.keep([Receipt.from_json(receipt(stack="canary"))], path, tmp_path)
     return proofs.read(path)
@@ -47,7 +47,7 @@ def test_charges_as_the_receipt_has_them_hold(flown: Proof, tmp_path: Path) -> N
     assert set(judged(flown, tmp_path, NODE, DISK).values()) == {"held"}
     assert flown.tree["charged"] == {"canary": "1.1"}
     others = {each["id"]: each["state"] for each in flown.tree["assumptions"]}
-    assert (others["notice-left"], others["node-started"]) == ("refuted", "held")  # as the flight has them
+    assert (others["notice-left"], others["node-started"]) == ("refuted", "held")  # the assumptions of this flight
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_the_command_writes_the_charges_into_the_newest_file(
     with stub:
         code = main(["canary", "--bill"])
     said = capsys.readouterr()
-    assert code == 1, said.err  # the notice of this flight is refuted
+    assert code == 1, said.err  # this flight refuted the assumption on notices
     assert "notice-left" in said.out
     assert json.loads(flown.path.read_text())["charged"] == {"canary": "1.1"}
 

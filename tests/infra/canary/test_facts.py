@@ -1,4 +1,4 @@
-"""What a canary has seen, without what names anybody; and what the assumptions say of it."""
+"""A canary's facts, without names of people or accounts, and the assumptions judged by these facts."""
 
 from __future__ import annotations
 

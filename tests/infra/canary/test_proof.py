@@ -1,4 +1,4 @@
-"""A canary's file and page, what doctor says of the newest, and README's sentence, which is made of them."""
+"""A canary's file and page, doctor's words on the newest canary, and README's sentence, which is made from canaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded answers beside the embedded AWS's: a field that is lacking, or of another kind, is a difference."""
+"""Recorded answers of AWS are compared with the embedded AWS's: a missing field, or one of another kind, differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalog: every fact has a source and a date, and what is missing is said, never guessed."""
+"""The catalog: every fact has a source and a date, and a missing fact is reported, never guessed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REGIONS = (
     "us-east-1", "us-east-2", "us-west-2", "eu-west-1", "eu-central-1", "eu-north-1", "eu-west-2", "ap-northeast-1",
     "ap-south-1", "ap-southeast-2", "ca-central-1", "sa-east-1", "ap-northeast-2", "eu-south-2",
 )  # fmt: skip
-WITHOUT_BILLS = {"eu-north-1", "eu-south-2"}  # no public source gives what a request or a log costs there
+WITHOUT_BILLS = {"eu-north-1", "eu-south-2"}  # no public source has the price of requests and logs there
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -41,7 +41,7 @@ def test_prices_are_positive_and_no_dearer_than_a_node_can_be() -> None:
 
 
 def test_a_region_costs_no_less_than_virginia_and_no_more_than_sao_paulo() -> None:
-    """A figure typed wrong would fall out of the band of all others."""
+    """A mistyped price would lie outside of the range of all others."""
     for (type_, region), price in CATALOG.on_demand_prices.items():
         first = CATALOG.on_demand_prices.get((type_, "us-east-1"))
         if first is not None:
@@ -96,7 +96,7 @@ def test_a_price_taken_over_from_another_region_says_so() -> None:
     [
         ("g5.2xlarge", "us-east-2", "1.212", ("0.3596", "0.3739")),
         ("g6e.2xlarge", "us-east-1", "2.24208", None),
-        ("p5.48xlarge", "us-east-1", "55.04", ("17.6289", "55.04")),  # two zones at the on-demand price
+        ("p5.48xlarge", "us-east-1", "55.04", ("17.6289", "55.04")),  # in two zones spot costs as much as on demand
     ],
 )
 def test_known_prices(type_: str, region: str, on_demand: str, spot: tuple[str, str] | None) -> None:

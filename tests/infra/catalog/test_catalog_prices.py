@@ -1,4 +1,4 @@
-"""Which prices count: the newest of the shipped ones and of a project's `prices/`, wherever the program runs."""
+"""The newest prices count, of the shipped prices and a project's `prices/`, wherever the program runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def priced(amount: str, day: str, source: str = "AWS Price List") -> Price:
 
 
 def refreshed(on_demand: Price, spot: tuple[SpotPrice, ...] = ()) -> files.Prices:
-    """The shipped prices with one type priced anew."""
+    """The shipped prices with a new price for one type."""
     prices = files.read(SHIPPED)
     prices.on_demand[KEY] = on_demand
     if spot:

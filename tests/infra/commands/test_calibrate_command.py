@@ -78,7 +78,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def probed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the probe was given; it measures 50 ms a step in every phase."""
+    """The arguments that the probe got. It measures 50 ms a step in every phase."""
     given: list[dict[str, Any]] = []
 
     def run(workdir: Path, *, stop_at: int | None, save_at: Mapping[str, int], **_: Any) -> probe.ProbeResult:
@@ -116,7 +116,7 @@ def test_calibrate_writes_a_file_that_the_bill_accepts(
 def test_a_measurement_that_cannot_be_printed_is_kept(
     path: Path, probed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in `calibrate | head -1`, or with its log on a full disk."""
+    """Printing fails in `calibrate | head -1`, or if the log is on a full disk."""
 
     def full(_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -256,7 +256,9 @@ def test_a_closed_terminal_leaves_no_folder_of_the_probe_behind(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     kept = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
-    signal.signal(signal.SIGHUP, lambda *_: None)  # whatever it was: it neither ends the tests nor is it ignored
+    signal.signal(
+        signal.SIGHUP, lambda *_: None
+    )  # whatever the handler was before, the signal must neither end the tests nor be ignored
     try:
         assert main(["calibrate", "small-growth"]) == 130
     finally:

@@ -34,8 +34,8 @@ class CampaignKilledError(BaseException):
 
 @dataclass(eq=False)
 class DrawnAccount:
-    """What has begun and ended, which outlives the drivers, and the bucket of the ledger. Each look at a run and each
-    call of the bucket may kill the driver, or let another driver come between.
+    """The runs that have begun and ended, and the bucket of the ledger. They outlive the drivers. Each look at a run
+    and each call of the bucket may kill the driver, or let another driver come between.
     """
 
     draw: random.Random
@@ -52,7 +52,7 @@ class DrawnAccount:
     most_at_once: int = 0
 
     def pass_time(self, _: float = 0) -> None:
-        """Some of the runs come to their end. A run spends up to its limit; some pass it, some lose their receipt."""
+        """Ends some of the runs. A run spends up to its limit; some runs pass it, and some lose their receipt."""
         for each in self.trials:
             if each.begun and each.spent is None and self.draw.random() < 0.5:
                 each.spent = each.most * Decimal(self.draw.choice(("0", "0.2", "0.5", "1")))
@@ -94,7 +94,7 @@ class DrawnAccount:
             raise StoreError("timed out")
 
     def worst(self) -> Decimal:
-        """USD, if every run that goes on spends all that its limit allows."""
+        """The USD spent if every run that goes on spends its whole limit."""
         return sum((each.most if each.spent is None else each.spent for each in self.trials if each.begun), Decimal(0))
 
     @property
@@ -184,8 +184,8 @@ def drawn(seed: int) -> DrawnAccount:
 
 @dataclass(eq=False)
 class Drivers:
-    """Drivers of one campaign, one of whose steps is taken after the other. A killed one begins anew, unless it is
-    `gone` by then.
+    """Drivers of one campaign, which take their steps in turn. A driver that is killed begins anew, unless its name is
+    in `gone`.
     """
 
     account: DrawnAccount
@@ -233,7 +233,7 @@ class Drivers:
     ("campaigns", "drivers"), [(200, "a"), (CAMPAIGNS, "ab"), (200, "abc")], ids=["one", "two", "three"]
 )
 def test_a_thousand_drawn_campaigns_never_pass_their_cap(campaigns: int, drivers: str) -> None:
-    """At every beginning, all that has begun may spend its whole limit: none begins that could not finish."""
+    """Whenever a run begins, all runs that have begun may spend their whole limits within the cap."""
     skipped = killed = refused = 0
     for seed in range(campaigns):
         account = drawn(seed)

@@ -49,7 +49,7 @@ def test_no_command_at_all_prints_the_help(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_an_unknown_command_names_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """The nearest where one is spelled alike."""
+    """The message names the nearest command if one has a similar spelling."""
     for word, nearest in (("cst", " Nearest: gpufleet cost."), ("stats", " Nearest: gpufleet status."), ("--x", "")):
         assert cli.main([word]) == 2
         said = capsys.readouterr().err
@@ -80,7 +80,7 @@ def test_a_word_too_many_shows_the_usage_of_its_own_command(capsys: pytest.Captu
 def test_an_option_that_means_nothing_is_refused_and_not_left_out(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty one is a shell's variable that is not set: `stop --run "$OLD"` would end the run that trains."""
+    """An empty value comes from an unset variable of the shell: `stop --run "$OLD"` would end the run that trains."""
     monkeypatch.chdir(ROOT)
     try:
         code: object = cli.main(words)
@@ -214,7 +214,7 @@ def test_a_closed_standard_output_is_no_traceback(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_error_that_cannot_be_written_is_still_exit_code_2() -> None:
-    """As in `>log 2>&1` on a full disk, or `2>&1 | head`: 1 would say that the answer is no."""
+    """Writing fails in `>log 2>&1` on a full disk, or in `2>&1 | head`. Exit code 1 would mean "no"."""
     reader, writer = os.pipe()
     os.close(reader)
     program = [sys.executable, "-m", "gpufleet.infra.cli", "cost", "no-such-stack"]
@@ -223,7 +223,7 @@ def test_an_error_that_cannot_be_written_is_still_exit_code_2() -> None:
 
 
 def test_a_command_whose_reader_leaves_is_not_done() -> None:
-    """As in `gpufleet doctor STACK | head -1 && pulumi up`, with pipefail."""
+    """Such a command is `gpufleet doctor STACK | head -1 && pulumi up`, with pipefail."""
     reader, writer = os.pipe()
     os.close(reader)
     program = [sys.executable, "-m", "gpufleet.infra.cli", "prices"]
@@ -233,7 +233,7 @@ def test_a_command_whose_reader_leaves_is_not_done() -> None:
 
 
 def test_a_line_into_a_pipe_arrives_when_it_is_printed_and_in_any_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in `logs --follow | tee`: hours of silence otherwise, and a traceback where the terminal is latin-1."""
+    """Otherwise `logs --follow | tee` would be silent for hours, and a terminal in latin-1 would show a traceback."""
     pipe = io.BytesIO()
     arrived = list[bytes]()
 
@@ -251,7 +251,7 @@ def test_a_line_into_a_pipe_arrives_when_it_is_printed_and_in_any_encoding(monke
 def test_a_file_named_from_outside_of_its_project_is_said_to_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its policy.yaml would be broken in silence, and prepare would write its data elsewhere."""
+    """Otherwise the project's policy.yaml would not be checked, and prepare would write the data elsewhere."""
     (tmp_path / "stacks").mkdir()
     path = tmp_path / "stacks" / "mine.yaml"
     path.write_text((ROOT / "stacks" / "two-tower.yaml").read_text())

@@ -1,4 +1,4 @@
-"""Every command of gpufleet on a stack with a command of the user's own, as it is measured and billed."""
+"""Every command of gpufleet on a stack with a command of the user's own, which is measured and billed."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OwnProject:
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
-    """What it prints, its lines joined."""
+    """The output of a command, its lines joined."""
     assert main(list(words)) == code
     return " ".join(capsys.readouterr().out.split())
 
@@ -154,11 +154,11 @@ def test_what_a_measurement_holds_goes_before_what_is_declared(
     declared = storage()
     assert "as declared, not measured" in said(capsys, "cost", "mine", "--all")
     mine.measure()
-    assert storage() < declared / 2  # 2 GB a checkpoint, not 9
+    assert storage() < declared / 2  # a checkpoint has the measured 2 GB, not 9
     found = said(capsys, "cost", "mine", "--all")
     assert "measured on NVIDIA A10G on 2026-11-25 (probe of 200 steps" in found
     assert "outside of job.image" in found
-    assert "job.stop.saves" not in found  # the probe's stop has shown that
+    assert "job.stop.saves" not in found  # the probe has shown that a stop saves
 
 
 def test_other_code_is_told_and_another_image_command_or_number_of_gpus_refuses(

@@ -1,4 +1,4 @@
-"""`gpufleet compare` in a project: what lies there enters its rows as it enters the bill."""
+"""`gpufleet compare` in a project: the project's files change its rows as they change the bill."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ EXAMPLES = 60_000  # a tenth of what sft-h100 expects
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The definitions, and nothing prepared."""
+    """A project with the definitions and no prepared dataset."""
     shutil.copytree(ROOT / "stacks", tmp_path / "stacks")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def prepare(project: Path) -> None:
-    """The list of a dataset of sft-h100; nothing here reads its files."""
+    """Writes the dataset.json of a dataset of sft-h100; no test here reads the files that it lists."""
     folder = project / "data" / "sft"
     folder.mkdir(parents=True)
     facts = {
@@ -85,7 +85,7 @@ def test_a_prepared_datasets_counts_enter_every_row_as_they_enter_the_bill(
 def test_that_prices_are_old_is_told_of_a_comparison_and_of_a_sum(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The shipped ones of spot are of January 2026."""
+    """The shipped spot prices are from January 2026."""
     for words in (["compare", "two-tower"], ["compare", "two-tower", "--all"], ["cost", "two-tower", "--times", "2"]):
         assert main(words) == 0
         assert "`gpufleet prices refresh`" in " ".join(capsys.readouterr().out.split())
@@ -132,7 +132,7 @@ def test_what_asks_for_several_nodes_is_ranked_from_one_node_on(capsys: pytest.C
         next(row for row in found if (row["type"], row["nodes"], row["capacity"]) == ("p5.4xlarge", count, "on-demand"))
         for count in (1, 2)
     )
-    assert float(one["usd"]["mean"]) < float(two["usd"]["mean"])  # several buy time alone
+    assert float(one["usd"]["mean"]) < float(two["usd"]["mean"])  # several nodes only save time
     assert float(one["wall_hours"]["p50"]) > float(two["wall_hours"]["p50"])
 
 
@@ -167,7 +167,7 @@ def test_what_the_file_has_already_is_nothing_to_do(project: Path, capsys: pytes
     (p50,) = (row["usd"]["p50"] for row in rows if (row["type"], row["capacity"]) == ("g4dn.xlarge", "spot"))
     shown = re.search(r"g4dn\.xlarge spot, about (0\.\d{3}) USD", said)
     assert shown is not None
-    assert Decimal(shown[1]) == pytest.approx(Decimal(p50), abs=Decimal("0.0006"))  # each is rounded by itself
+    assert Decimal(shown[1]) == pytest.approx(Decimal(p50), abs=Decimal("0.0006"))  # each figure is rounded by itself
     assert "costs least, as the file has it." in said
     assert "write fleet.instance_types" not in said
 

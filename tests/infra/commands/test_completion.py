@@ -1,4 +1,4 @@
-"""A tab offers what may follow, quickly."""
+"""The tab key offers the words that may follow, and quickly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.repository import ROOT
 
 
 def offered(line: str, folder: Path = ROOT) -> list[str]:
-    """What the shell's function gets for a command line."""
+    """The words that the shell's completion function gets for a command line."""
     here, there = os.pipe()
     asked = {
         "COMP_LINE": line,

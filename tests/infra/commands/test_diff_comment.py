@@ -1,4 +1,4 @@
-"""The review as a comment: its bytes repeat, no clock is in it, and nothing from a file escapes it."""
+"""The review as a comment: its bytes are reproducible, it has no time of day, and text from a file cannot break it."""
 
 from __future__ import annotations
 

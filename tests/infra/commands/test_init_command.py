@@ -1,4 +1,4 @@
-"""`gpufleet init`: a project in somebody's repository, whatever else lies there."""
+"""`gpufleet init` makes a project in a repository, whatever other files the repository has."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FILES = [
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with a script, in which one works; nothing of this machine's tools is in it."""
+    """A repository with a script, as the current directory; the tools and settings of this machine do not affect it."""
     root = tmp_path / "my-model"
     root.mkdir()
     subprocess.run(["git", "init", "-q", str(root)], check=True)
@@ -119,7 +119,7 @@ def test_what_is_there_stays_as_it_is(name: str, repository: Path, capsys: pytes
 
 def test_gitignore_gets_the_lines_that_it_has_in_no_form(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (repository / ".gitignore").write_text("*.pt\nrehearsals")
-    (repository / "results").mkdir()  # the repository's own
+    (repository / "results").mkdir()  # the repository's own file
     assert main(["init"]) == 0
     assert (repository / ".gitignore").read_text() == "*.pt\nrehearsals\n/.gpufleet/\n"
     assert "Added to .gitignore: /.gpufleet/\n" in capsys.readouterr().out
@@ -141,7 +141,7 @@ def test_beside_a_pulumi_project_it_names_the_component_and_writes_no_program(
 
 @pytest.mark.parametrize("name", ["infra", "job", "tests", "stacks", "gpufleet", "rehearsal"])
 def test_it_works_beside_a_package_of_this_name(name: str, repository: Path) -> None:
-    """As installed: Python finds gpufleet's code behind the folder in which it runs, or not at all."""
+    """In an installation Python searches the current folder first, and gpufleet's code after that."""
     (repository / name).mkdir()
     (repository / name / "__init__.py").write_text("raise RuntimeError('somebody else')")
     theirs = "services: {web: {image: x}}\n"
@@ -159,7 +159,7 @@ def test_it_works_beside_a_package_of_this_name(name: str, repository: Path) -> 
     assert "stops at 0.19 USD" in ran("cost", "canary")
     assert names_of(repository) == ["canary", "mine"]
     assert (repository / name / "mine-too.yaml").read_text() == theirs
-    # As the engine starts the program: its folder first. What is found there is gpufleet's, wherever that is.
+    # The engine starts the program with its folder first on the path. The imported code must still be gpufleet's.
     where = "import sys; sys.path[0] = '.'; import gpufleet; print(gpufleet.__file__)"
     told = {**os.environ, "PYTHONPATH": str(ROOT)}
     main_folder = repository / yaml.safe_load((repository / "Pulumi.yaml").read_text())["main"]

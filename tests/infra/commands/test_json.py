@@ -26,7 +26,7 @@ OWN = {"compare", "cost", "diff", "prices", "ps", "replay"}
 
 
 def answered(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
-    """The exit code and the object, which holds the schema; nothing else was printed."""
+    """The exit code and the object, which fits the schema. The command printed nothing else."""
     code = cli.main([*words, "--json"])
     said = capsys.readouterr()
     assert said.err == ""

@@ -1,4 +1,4 @@
-"""`gpufleet prepare pretrain-d64`: the text it is given or the sums of the rehearsal, as the definition says."""
+"""`gpufleet prepare pretrain-d64` takes a text, or makes the sums of the rehearsal, as the definition says."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_text_with_a_foreign_character_is_refused_with_its_place(tmp_path: Pat
 
 
 def test_a_pipe_which_can_be_read_once_is_refused(tmp_path: Path) -> None:
-    """`prepare STACK <(zcat numbers.gz)`: the dataset would be named by the hash of the nothing that is left."""
+    """After the first read of `prepare STACK <(zcat numbers.gz)` the pipe is empty, and its hash would be wrong."""
     reading, writing = os.pipe()
     os.write(writing, b"12+3\n15\n\n" * 1000)
     os.close(writing)

@@ -1,4 +1,4 @@
-"""`gpufleet prepare`: the definition's dataset, made where the definition says."""
+"""`gpufleet prepare` makes the definition's dataset in the folder that the definition names."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_text_of_ones_own_becomes_the_dataset(project: Path) -> None:
     assert read_manifest(project / "data" / "generated-stories").facts["tokenizer"]["kind"] == "bytes"
 
 
-OWN_DATA = {  # by stack: what is given, a key of the rehearsal's that it has to have, a change that wants other data
+OWN_DATA = {  # by stack: the arguments, a key that the rehearsal must have, and a change that needs other data
     "tinystories-growth": ("\n\n".join(f"Story {n}." for n in range(900)), "tinystories", "sequence", "500"),
     "pretrain-d64": ("1+1\n2\n\n" * 1000, "text", "sequence", "4000"),
     "sft-h100": ('{"instruction": "what is 2", "response": "2"}\n' * 9, "jsonl", "row", "256"),
@@ -84,7 +84,7 @@ def test_a_rehearsal_that_shares_the_files_folder_does_not_replace_its_data(
     text = (ROOT / "stacks" / "pretrain-d64.yaml").read_text().replace("data/generated-sums", "data/numbers")
     (project / "stacks" / "pretrain-d64.yaml").write_text(text)
     assert main(["prepare", "pretrain-d64", "--rehearsal"]) == 0
-    assert main(["prepare", "pretrain-d64", "--rehearsal"]) == 0  # nobody's data but its own
+    assert main(["prepare", "pretrain-d64", "--rehearsal"]) == 0  # only the command's own data
     (project / "mine").write_text("1+1\n2\n\n" * 20_000)
     assert main(["prepare", "pretrain-d64", "mine"]) == 0
     made = read_manifest(project / "data" / "numbers")
@@ -156,7 +156,7 @@ def test_a_run_that_its_cap_may_cut_short_is_warned_of_and_one_that_it_will_is_r
 
 def test_a_text_that_is_not_utf8_ends_with_code_2(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "mine.txt").write_bytes(b"\xff\xfe")
-    assert main(["prepare", STACK, "--rehearsal", "mine.txt"]) == 2  # in any order
+    assert main(["prepare", STACK, "--rehearsal", "mine.txt"]) == 2  # the lines may come in any order
     assert "gpufleet: mine.txt: not UTF-8" in capsys.readouterr().err
 
 
@@ -180,7 +180,7 @@ def test_a_tokenizer_for_what_takes_none_is_refused(
 def test_folds_without_a_relevant_model_are_said_before_a_node_is_paid_for(
     project: Path, capsys: pytest.CaptureFixture[str], judged: range, code: int, said: str
 ) -> None:
-    """`judged` are queries with a relevant model, by fold."""
+    """`judged`: the number of queries with a relevant model in each fold."""
     tree = yaml.safe_load(rehearsal_text(ROOT / "stacks" / "two-tower.yaml"))
     tree["job"]["parameters"]["data"] = {"queries": 8, "models": 2, "folds": 4}
     (project / "stacks" / "two-tower.yaml").write_text(yaml.safe_dump(tree))
@@ -215,7 +215,9 @@ def test_what_it_predicts_is_what_the_bill_says_with_all_that_the_project_knows(
     told = known_bill.chosen
     assert " ".join(said.split()).startswith(f"{STACK}: {headline(known_bill)} The whole bill: ")
     alone = price(definition, load_catalog()).chosen
-    assert alone.interruptions.mean > 3 * told.interruptions.mean / 2  # without what the project knows another bill
+    assert (
+        alone.interruptions.mean > 3 * told.interruptions.mean / 2
+    )  # without the project's measurements the bill differs
     assert alone.needed_hours.p90 != told.needed_hours.p90
     assert headline(price(definition, load_catalog())) not in " ".join(said.split())
 
@@ -240,7 +242,7 @@ def test_missing_base_weights_are_said_before_anything_is_tokenised(
 
 
 def published(project: Path, **changed: int) -> Path:
-    """The folder of base weights, as far as it is looked at before a node has it."""
+    """The folder of base weights, with the files that are read before a node gets it."""
     folder = project / "data" / "llama-3.1-8b-instruct"
     folder.mkdir(parents=True)
     shape = DecoderConfig(**SMALL | changed)
@@ -286,7 +288,7 @@ def test_what_is_odd_about_base_weights_is_said_again_where_the_data_is_prepared
 ) -> None:
     file = tuning / "stacks" / "sft-h100.yaml"
     file.write_text(file.read_text().replace("vocab: 32", "vocab: 512"))
-    folder = published(tuning, vocab=512)  # every row of its tables is the same
+    folder = published(tuning, vocab=512)  # all rows of the weights' tables are equal
     (folder / "tokenizer.json").write_bytes(byte_tokenizer(TEMPLATES["llama"]).files["tokenizer.json"])
     tree = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(tree | {"max_position_embeddings": 512}))
@@ -310,7 +312,7 @@ def test_base_weights_that_were_tuned_on_other_turns_are_warned_of(
     name: str, content: str, warned: bool, tuning: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (published(tuning) / name).write_text(content)
-    assert main(["prepare", "sft-h100", "examples.jsonl"]) == 2  # their tokenizer is none
+    assert main(["prepare", "sft-h100", "examples.jsonl"]) == 2  # the file beside these weights is no tokenizer
     assert ("never writes <|eot_id|>, which closes a turn of llama-3" in capsys.readouterr().out) is warned
 
 

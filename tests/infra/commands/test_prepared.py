@@ -1,4 +1,4 @@
-"""What lies in local folders against the file's settings: said before a node is paid for."""
+"""Differences between local folders and the file's settings are reported before a node is paid for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHIPPED = ROOT / "stacks"
 
 
 def project(folder: Path, stack: str, **smaller: str) -> Path:
-    """A stack's rehearsal as a stack of its own; returns its file."""
+    """Writes a stack's rehearsal as its own stack; returns the file."""
     (folder / "stacks").mkdir()
     file = folder / "stacks" / f"{stack}.yaml"
     file.write_text(rehearsal_text(SHIPPED / f"{stack}.yaml"))
@@ -33,7 +33,7 @@ def project(folder: Path, stack: str, **smaller: str) -> Path:
 
 
 def edit(file: Path, key: str, new: str) -> None:
-    """`key` stands once in the file."""
+    """Changes the value of `key`, which occurs once in the file."""
     lines = file.read_text().splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.strip().startswith(f"{key}:")]
     indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
@@ -42,7 +42,7 @@ def edit(file: Path, key: str, new: str) -> None:
 
 
 def said(file: Path, root: Path) -> list[str]:
-    """Apart from what is not pinned."""
+    """The problems of the stack, without those about pins."""
     return [line for line in not_ready(load(file, now=NOW), root) if line.startswith("storage.")]
 
 

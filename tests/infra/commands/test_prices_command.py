@@ -121,7 +121,7 @@ def test_a_place_that_no_folder_can_have_is_an_error_before_anything_is_asked(pr
 def test_a_row_of_regions_and_a_refresh_are_all_that_a_new_region_takes(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`path` is a stack's file, its project the current directory."""
+    """`path` is a stack's file, and its project is the current directory."""
     added = tmp_path / "regions.csv"
     added.write_text(regions.FILE.read_text() + "eu-west-3,abc,EUW3-,ew3,a test,2026-11-21\n")
     path.write_text(path.read_text().replace("us-east-2", "eu-west-3"))
@@ -129,7 +129,7 @@ def test_a_row_of_regions_and_a_refresh_are_all_that_a_new_region_takes(
     assert "--region eu-west-3: the catalog covers us-east-1, " in capsys.readouterr().err
 
     monkeypatch.setattr(regions, "FILE", added)
-    assert main(["cost", "small-growth"]) == 2  # known, and without prices
+    assert main(["cost", "small-growth"]) == 2  # the region is known, but has no prices
     assert "fleet.region: 'eu-west-3' is not accepted" in capsys.readouterr().err
     assert main(["compare", "small-growth"]) == 2
 
@@ -153,7 +153,7 @@ def test_a_row_of_regions_and_a_refresh_are_all_that_a_new_region_takes(
 def test_a_refresh_brings_what_a_shipped_region_lacks_and_the_next_bill_stands_on_it(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of eu-south-2 no public source gives what a disk or a request costs."""
+    """No public source has the prices of disks and requests in eu-south-2."""
     path.write_text(path.read_text().replace("us-east-2", "eu-south-2").replace("g5.2xlarge", "g6.2xlarge"))
     assert main(["cost", "small-growth"]) == 2
     said = " ".join(capsys.readouterr().err.split())
@@ -312,7 +312,7 @@ def test_json_counts_what_is_priced_inferred_and_missing(project: Path, capsys: 
     assert (found["oldest"], found["newest"]) == ("2026-01-21", "2026-07-20")
     assert region["spot"]["zones"] == 3
     assert "p5.4xlarge" in region["spot"]["missing"]  # no spot price was ever seen
-    assert "p5e.48xlarge" in found["missing"]  # spot, and nothing to compare it with
+    assert "p5e.48xlarge" in found["missing"]  # a spot price without an on-demand price to compare
     assert "p3.2xlarge" not in found["missing"]  # left EC2
 
 

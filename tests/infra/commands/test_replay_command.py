@@ -145,7 +145,7 @@ def test_the_interval_is_the_one_that_the_projects_receipts_make_the_bill_state(
     main(["replay", path, "growth"])
     out = capsys.readouterr().out
     assert "1 interruption in 100 node-hours seen" in out
-    assert "prior " in out  # graded beside it, now that it is another one
+    assert "prior " in out  # the changed trace is graded beside the first
     main(["cost", "growth", "--json"])
     bill = json.loads(capsys.readouterr().out)
     alone = {share: float(usd) for share, usd in bill["unknown"]["interruptions"].items()}

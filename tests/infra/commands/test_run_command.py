@@ -1,5 +1,5 @@
-"""`gpufleet run`: killed at each of its steps and run again, it ends as one that was left alone; nothing is made
-without the hash of the bill that would be made now.
+"""`gpufleet run` that is killed at each of its steps and started again ends like one that was not killed. It makes
+nothing without the hash of the present bill.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class RunWorld:
         return approval.approval(made)
 
     def pass_time(self) -> None:
-        """The node comes, trains to its end, leaves what a run leaves, and ends its fleet."""
+        """Lets the node come, train to its end, write a run's results, and end its fleet."""
         self.cloud.tick()
         outputs, s3 = self.engine.outputs(), self.cloud.client("s3")
         left: dict[str, bytes] = {
@@ -168,7 +168,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InProcess
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, answer: str | None) -> None:
-    """What the terminal answers; None: there is none."""
+    """The answer at the terminal; None: there is no terminal."""
 
     def read(_: str) -> str:
         if answer is None:
@@ -182,7 +182,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, answer: str | None) -> None:
 def test_killed_at_each_step_in_turn_and_run_again_it_ends_as_one_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool
 ) -> None:
-    """All kills fall into one run, each after those before it: what one has done is there for the next."""
+    """All kills happen in one run, one after another, so that each start continues the work of the start before."""
     with opened(tmp_path, monkeypatch, keep=keep) as world:
         asked(monkeypatch, None)
         approved = world.approval()
@@ -245,7 +245,7 @@ def test_a_bill_that_has_changed_since_asks_again(
 
 
 def test_the_program_itself_refuses_another_bill_than_the_approved_one(world: InProcessWorld) -> None:
-    """A file edited between the approval and `up`."""
+    """The file is edited between the approval and `up`."""
     with pytest.raises(GpufleetError, match="0123456789abcdef was approved, but the hash is now"):
         world.engine.up("0123456789abcdef")
     assert world.cloud.leftovers() == {}
@@ -323,7 +323,7 @@ def test_a_campaign_begins_what_fits_its_cap_and_counts_the_receipt(
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
 def test_the_engine_goes_from_the_approval_to_an_empty_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped twice on the way; `up` of a bill that nobody approved declares nothing."""
+    """The command is stopped twice on the way. `up` of a bill that nobody approved declares nothing."""
     file = pinned(project(tmp_path / "project"))
     monkeypatch.chdir(root := file.parents[1])
     with (

@@ -1,4 +1,4 @@
-"""A shell on a node, and a run's figures in TensorBoard: what is asked of AWS, what is said to be missing."""
+"""A shell on a node, and a run's figures in TensorBoard: the calls to AWS, and the messages about missing tools."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(stack: StackDefinition, ssm: Ssm, *, on_node: bool = False) -> list[tuple[list[str], dict[str, str]]]:
-    """What is started."""
+    """The command that `gpufleet shell` starts."""
     started = []
 
     def start(words: Sequence[str], environment: Mapping[str, str]) -> int:

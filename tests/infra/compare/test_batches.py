@@ -1,4 +1,4 @@
-"""The same data in larger batches: each priced as a file that asks for it is."""
+"""The same data in larger batches: each batch has the price of a file that asks for it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def batches() -> tuple[Row, ...]:
 
 
 def best(definition: StackDefinition) -> Decimal:
-    """The uninterrupted USD of what costs least of all options on one node."""
+    """The USD of the cheapest of all options on one node, without interruptions."""
     rows = ranking.every_option(definition, (definition,), Study(CATALOG), runs=20)
     return min(row.prepared.total for row in rows if row.ranked and row.nodes == 1 and row.prepared)
 
@@ -65,7 +65,7 @@ def test_a_batch_costs_what_a_file_that_asks_for_it_costs() -> None:
 
 
 def test_more_rows_are_shared_by_more_gpus_and_the_table_says_what_else_changes() -> None:
-    """The file's four rows feed one GPU best; of eight and more, each of a node's eight has its own."""
+    """The file's four rows suit one GPU best. With eight rows or more, each of a node's eight GPUs has its own row."""
     own, *larger = batches()
     assert own.ranks <= 4
     assert [row.ranks for row in larger] == [8, 8, 8]
@@ -86,7 +86,7 @@ def totals(rows: Sequence[Row]) -> list[Decimal]:
 
 
 def test_a_step_that_the_file_says_was_measured_is_of_its_own_batch_and_gpu() -> None:
-    """A fast one makes the file's own type the best for its batch, a slow one leaves the others as they are."""
+    """A fast step makes the file's own type the best for its batch; a slow step does not change the other types."""
     plain = sft()
     for step_ms, is_own in ((Decimal(1), True), (Decimal(100_000), False)):
         timed = replace(plain, estimate=replace(plain.estimate, step_ms=(step_ms, Decimal(1))))
@@ -103,7 +103,7 @@ def test_no_batch_is_shown_whose_warm_up_is_longer_than_the_run() -> None:
 
 
 def test_within_a_deadline_the_first_is_in_time_where_anything_is_and_what_may_be_late_says_so() -> None:
-    """28.5 h on g7e.2xlarge are too long for 10; the cheapest that is not is dearer."""
+    """28.5 h on g7e.2xlarge are too long for a deadline in 10 h; the cheapest type that is in time costs more."""
     hurried = ranking.every_batch(sft(), Study(CATALOG, hours_left=10.0), runs=100)
     assert hurried[0].prepared is not None
     assert hurried[0].prepared.option.runtime is not None

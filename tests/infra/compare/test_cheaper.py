@@ -1,4 +1,4 @@
-"""What the bill names as cheaper: it could be put into the file as it is, and costs what was said."""
+"""The cheaper options on the bill: each could be written into the file as it is, and costs the stated price."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_each_option_put_into_the_file_is_accepted_and_costs_what_was_said(stack
         assert row.usd is not None
         same = bill.chosen.needed_usd
         for there_usd, said_usd in zip(astuple(same), astuple(row.usd), strict=True):
-            assert abs(there_usd / said_usd - 1) < 2 * LEAST  # runs that need many nodes are carried on
+            assert abs(there_usd / said_usd - 1) < 2 * LEAST  # simulated runs that need many nodes are extrapolated
         assert same.mean < mean * (1 - LEAST)
 
 
@@ -88,7 +88,7 @@ def test_those_that_are_not_simulated_more_closely_are_sure_or_not_by_their_own_
     file = ROOT / "stacks" / "two-tower.yaml"
     (plan,) = (each for each in scenarios(file, now=NOW) if each.scenario == "o-on-demand")
     options = cheaper_options(plan)
-    assert len(options.rows) + options.more > REFINED  # spot costs a third of it
+    assert len(options.rows) + options.more > REFINED  # spot costs a third of that
 
 
 def test_the_plan_of_sft_h100_has_options_at_half_its_price() -> None:
@@ -102,7 +102,7 @@ def test_the_plan_of_sft_h100_has_options_at_half_its_price() -> None:
 def test_a_type_that_passes_a_limit_is_counted_and_not_named() -> None:
     asked = shipped("sft-h100")
     held, free = cheaper_options(asked), cheaper_options(replace(asked, limits=WIDE))
-    slow = "g6e.2xlarge"  # 39 hours, where 16 are allowed
+    slow = "g6e.2xlarge"  # this type needs 39 hours, and 16 are allowed
     assert slow not in {row.type for row in held.rows}
     assert slow in {row.type for row in free.rows}
     assert held.beyond > 0
@@ -123,7 +123,7 @@ def test_a_type_that_misses_the_deadline_is_counted_and_not_named() -> None:
 
 
 def test_one_that_misses_the_deadline_in_a_third_of_runs_is_not_named() -> None:
-    """Its own bill, on demand, is in time whatever happens."""
+    """The file's own bill, on demand, is in time in every run."""
     asked = replace(shipped("pretrain-d64"), limits=WIDE)
     asked = replace(asked, fleet=replace(asked.fleet, capacity="on-demand"))
     assert {"p5.48xlarge"} <= {row.type for row in cheaper_options(asked).rows}
@@ -163,7 +163,7 @@ def test_the_bill_names_them_and_where_all_are() -> None:
 
 
 def test_half_the_set_up_is_priced_where_it_matters() -> None:
-    """two-tower trains for minutes, sft-h100 half a day for one start."""
+    """Per start, two-tower trains for minutes and sft-h100 for half a day."""
     asked = shipped("two-tower")
     bill, options = price(asked, CATALOG), cheaper_options(asked)
     assert options.half_setup is not None
@@ -204,7 +204,7 @@ def test_an_assumed_speed_beside_a_declared_one_is_marked() -> None:
 
 
 def test_what_is_only_priced_is_held_against_no_limit() -> None:
-    """Its bill is not, either."""
+    """A bill that is only priced is not checked against limits, either."""
     conservative = {each.scenario: each for each in scenarios(ROOT / "stacks" / "kernel-sft.yaml", now=NOW)}[
         "conservative"
     ]

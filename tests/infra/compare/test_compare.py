@@ -1,4 +1,4 @@
-"""Scenarios and options: the figures of the experiments' own tables, the ranking, and why the others lost."""
+"""Scenarios and options: the figures of the experiments' own tables, the ranking, and why other options lost."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def usd(row: Row, region: str, kind: str) -> float:
 
 # hours of compute, dollars on demand: the corrected figures, computed beside the project by hand from parameters,
 # FLOP per token, dense peaks and the stated MFU; token counts to two digits.
-# Activation checkpointing makes again, of a token in 32 layers, what compiled steps keep (0.885 x 239 kB each) less
-# what it keeps (87 kB each, and one whole layer): 3.7 MB, written and read. On an A100 of 40 GB 4.8 us of the 100 that
-# its 31.3 GFLOP take, on an L40S 8.6 of 86. Between two nodes go 167.8 M gradients of 4 bytes, at 80 % of 100 Gb/s:
-# 67 ms a step, 0.75 h of 40,066 steps.
+# For a token in 32 layers, activation checkpointing computes again the activations of compiled steps (0.885 x 239 kB
+# each) minus those that it keeps (87 kB each, and one whole layer): 3.7 MB are written and read. On an A100 of 40 GB
+# that takes 4.8 us of the 100 us for a token's 31.3 GFLOP, on an L40S 8.6 of 86. Two nodes exchange 167.8 M gradients
+# of 4 bytes, at 80 % of 100 Gb/s: 67 ms a step, 0.75 h for 40,066 steps.
 SFT = {
     "h100-current": (38.0, 261.44),
     "h100-optimized": (12.75, 87.7),
@@ -118,7 +118,7 @@ GROWTH_LIMIT_MINUTES = {
 )
 def test_a_scenario_costs_what_the_corrected_table_says(name: str, scenario: str, hours: float, dollars: float) -> None:
     row = rows(name)[scenario]
-    tolerance = 0.04 if scenario == "full-ft-8xh100" else 0.025  # the hand left the optimizer out
+    tolerance = 0.04 if scenario == "full-ft-8xh100" else 0.025  # the figures by hand leave out the optimizer
     assert row.compute_h == pytest.approx(hours, rel=tolerance)
     assert usd(row, E1, "OD") == pytest.approx(dollars, rel=tolerance)
 
@@ -249,7 +249,9 @@ def test_a_row_says_what_its_simulated_runs_say_and_is_over_a_limit_of_all_its_n
     cent = Decimal("0.001")
     assert [filled(max_usd=usd + step).over_limit for step in (-cent, cent)] == [True, False]
     assert [filled(2, max_hours=2 * hours + step).over_limit for step in (-cent, cent)] == [True, False]
-    (better,) = compare_rows.filled([row], 1.0, runs=5000)  # what is marked is what is shown, simulated anew
+    (better,) = compare_rows.filled(
+        [row], 1.0, runs=5000
+    )  # the marked options are those that are shown, simulated again
     assert better.side is not None
     between = (usd + better.side.metered_usd.p90 + better.side.reserve[0]) / 2
     bound = filled(max_usd=between)
@@ -297,7 +299,7 @@ def test_gpu_hours_billed_are_those_of_the_whole_node_and_those_used_are_the_wor
     assert two.option is not None
     assert two.billed_gpu_h == pytest.approx(
         float(two.hours.p50) * two.option.instance.gpu_count
-    )  # those hours are of both nodes
+    )  # these node-hours are those of both nodes
 
 
 def test_a_buffer_adds_its_share_of_the_work_and_nothing_else() -> None:
@@ -372,7 +374,9 @@ def test_an_unfit_type_names_the_nearest_change_that_fits() -> None:
 
 
 def test_step_times_of_the_file_are_of_its_own_gpus_alone() -> None:
-    """Taken for every type, the slowest GPU would be as fast as the fastest, and the cheapest would win."""
+    """If the step time counted for every type, the slowest GPU would be as fast as the fastest, and the cheapest would
+    win.
+    """
     plan, _ = stack("tinystories-growth")
     timed = replace(plan, estimate=replace(plan.estimate, step_ms=(Decimal(50), Decimal(100), Decimal(400))))
     types = ["g5.xlarge", "g5.2xlarge", "g6.2xlarge", "g6e.2xlarge"]
@@ -385,7 +389,10 @@ def test_step_times_of_the_file_are_of_its_own_gpus_alone() -> None:
     assert [found[type_].compute_h for type_ in types[2:]] == [plain[type_].compute_h for type_ in types[2:]]
     whole = replace(timed, fleet=replace(timed.fleet, instance_types=("g6.2xlarge",)))
     rows = ranking.every_option(whole, [whole], Study(load_catalog()), types=["g6.2xlarge", "g6f.2xlarge"], runs=10)
-    assert {row.type: row.basis for row in rows} == {"g6.2xlarge": "declared", "g6f.2xlarge": "target"}  # a slice of it
+    assert {row.type: row.basis for row in rows} == {
+        "g6.2xlarge": "declared",
+        "g6f.2xlarge": "target",
+    }  # an instance with a part of that GPU
 
 
 def test_scenarios_that_share_their_work_share_the_widest_of_their_limits() -> None:
@@ -418,7 +425,7 @@ def test_a_slice_of_a_gpu_is_not_no_gpu() -> None:
 def test_the_frontier_falls_in_dollars_only_where_hours_rise() -> None:
     edge = ranking.frontier(options())
     assert len(edge) >= 2
-    assert ranking.frontier([edge[0], replace(edge[0], lost="another")]) == edge[:1]  # as good is no better
+    assert ranking.frontier([edge[0], replace(edge[0], lost="another")]) == edge[:1]  # an equal option is not better
     points = [(row.usd.mean, row.wall_hours.p50) for row in edge if row.usd and row.wall_hours]
     assert points == sorted(points)
     assert [hours for _, hours in points] == sorted((hours for _, hours in points), reverse=True)
@@ -433,7 +440,7 @@ def test_the_frontier_falls_in_dollars_only_where_hours_rise() -> None:
 def test_a_dearer_option_is_on_the_frontier_only_where_it_is_faster_by_more_than_noise(
     faster: str, starred: bool
 ) -> None:
-    """A node of eight GPUs of which one works takes as long as a node of one: 6 s of p50 are the simulation's."""
+    """A node with eight GPUs, one of which works, takes as long as a node with one; 6 s of the p50 are noise."""
     first = ranking.frontier(options())[0]
     assert first.side is not None
     assert first.wall_hours is not None
@@ -448,7 +455,7 @@ def test_a_work_is_in_the_stacks_own_region_and_another_where_it_is_held() -> No
     moved = [replace(each, fleet=replace(each.fleet, region=W2)) for each in variants]
     works = ranking._works(definition, moved)
     assert {work.fleet.region for work, _ in works} == {definition.fleet.region}
-    assert any("fsdp-2xh100" in names for _, names in works)  # of two nodes
+    assert any("fsdp-2xh100" in names for _, names in works)  # hours of two nodes
     definition, variants = stack("kernel-sft")
     held = [names for _, names in ranking._works(definition, variants)]
     assert any("conservative" in names and "ours" not in names.split(", ") for names in held)

@@ -1,4 +1,4 @@
-"""The same work in every region, and what a fleet that picks by price may expect to pay."""
+"""The price of the same work in every region, and the expected price of a fleet that picks zones by price."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_regions_total_is_that_of_its_own_prices() -> None:
 
 
 def test_inputs_in_a_bucket_are_brought_for_two_cents_a_gigabyte() -> None:
-    """Weights in bf16, 2 x 8,030,261,248 B = 16.0605 GB at 0.02 USD; the dataset lies here, and an upload is free."""
+    """The weights in bf16 are 2 x 8,030,261,248 B = 16.0605 GB at 0.02 USD; uploading a local dataset is free."""
     there = replace(sft(), storage=replace(sft().storage, base_weights="s3://models/llama"))
     found = {row.region: row.inputs_usd for row in ranking.every_region(there, Study(CATALOG), runs=20)}
     assert found.pop(sft().fleet.region) == 0
@@ -86,7 +86,7 @@ def test_a_fleet_that_picks_by_price_expects_the_harmonic_mean_and_a_limit_is_he
     assert row.hours is not None
     assert row.dearest_usd is not None
     assert row.dearest_usd == pytest.approx(row.usd.p50 + Decimal("1.5") * row.hours.p50)
-    between = row.usd.p90 + Decimal("0.5") * row.hours.p90  # what it needs lies between the two
+    between = row.usd.p90 + Decimal("0.5") * row.hours.p90  # the run needs an amount between the two
     held = replace(sft(), limits=replace(sft().limits, max_usd=between, max_hours=Decimal(10_000)))
     (over,) = [
         each

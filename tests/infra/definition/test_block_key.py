@@ -1,4 +1,4 @@
-"""The definition's `fleet.block`: what it accepts, how long a run has in it, and that a change takes a new run."""
+"""The definition's `fleet.block`: its values, a run's hours in the block, and that a change needs a new run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_run_in_it_is_due_when_aws_begins_to_end_its_nodes(tmp_path: Path) -> 
     found, last = read(tmp_path, in_block(several_nodes("all"))), datetime(2026, 11, 27, 11, tzinfo=UTC)
     assert (found.due(NOW), found.expiry(NOW), found.due_by(NOW)) == (last, last, "fleet.block.end")
     assert found.hours_left(NOW) == 35
-    assert found.hours_left(datetime(2026, 11, 20, tzinfo=UTC)) == 36  # it begins with the block
+    assert found.hours_left(datetime(2026, 11, 20, tzinfo=UTC)) == 36  # the run begins with the block
     sooner = replace(found, limits=replace(found.limits, deadline=timedelta(hours=10)))
     assert (sooner.due(NOW), sooner.due_by(NOW)) == (NOW + timedelta(hours=10), "limits.deadline")
 

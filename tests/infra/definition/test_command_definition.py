@@ -1,4 +1,4 @@
-"""A command in a definition file: what it may say, and every mistake with its line, its value and what to do."""
+"""A command in a definition file: the allowed values, and every mistake with its line, its value and what to do."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_three_keys_beside_the_image_are_enough(tmp_path: Path) -> None:
 
 
 def refused(path: Path) -> list[str]:
-    """Every problem, as it is shown."""
+    """Every problem, in the form that users see."""
     with pytest.raises(DefinitionError) as found:
         load(path, now=NOW)
     return [str(problem) for problem in found.value.problems]
 
 
-# By the job's keys that are changed (or another section), what is said. `command` is on line 4, `checkpoint` on 5.
+# The changed keys of job (or another section) -> the expected problem. `command` is on line 4, `checkpoint` on line 5.
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a number for an interval": (
         {"checkpoint": {"format": "hf-trainer", "every": 50, "size_gb": 1}},

@@ -1,4 +1,4 @@
-"""The definition's `fleet.fallback`: what it accepts, and that a change of it takes a new run."""
+"""The definition's `fleet.fallback`: its values, and that a change of the key needs a new run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON Schema of the definition file: what it accepts and refuses, held against the loader's own tables."""
+"""The JSON Schema of the definition file: it accepts and refuses the same values as the loader's own tables."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.test_stacks import FIRST, documented
 
 SHARED = json.loads(json_schema.FILE.read_text())
 VALIDATOR = Draft7Validator(SHARED)
-OWN = json_schema.schema()["definitions"]  # the definitions that are no shared keys
+OWN = json_schema.schema()["definitions"]  # the entries of $defs that are not shared keys
 
 
 def written_out(part: Any) -> Any:
-    """A part of the shipped schema with each shared key where it counts."""
+    """A part of the shipped schema, in which each reference to a shared key is replaced by the key."""
     if isinstance(part, list):
         return [written_out(each) for each in part]
     if not isinstance(part, dict):
@@ -47,7 +47,7 @@ SHIPPED = sorted([*(ROOT / "stacks").glob("*.yaml"), *EXAMPLES])
 
 
 class Core(yaml.SafeLoader):
-    """YAML 1.2's types, as editors read them: `yes` is text, 3e-4 a number, a date text."""
+    """YAML 1.2's types, as editors read them: `yes` and a date are text, 3e-4 is a number."""
 
 
 Core.yaml_implicit_resolvers = {}
@@ -63,7 +63,7 @@ Core.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
 
 def wrong(text: str) -> list[str]:
-    """Where the schema refuses the file."""
+    """The paths at which the schema refuses the file."""
     return [
         ".".join(map(str, error.absolute_path)) + ": " + error.message
         for error in VALIDATOR.iter_errors(yaml.load(text, Loader=Core))
@@ -98,7 +98,7 @@ def test_what_the_loader_reads_is_accepted() -> None:
         assert wrong(of_values.changed(section, line)) == [], line
 
 
-# What JSON Schema cannot say, and why.
+# Rules that JSON Schema cannot express, with the reason.
 SUMS = "it compares, divides or multiplies the values of two keys"
 DAY = "it depends on the day"
 YAML = "the editor's YAML has read it as another value: 1e3 as 1000, 010 as 10, and JSON has no .nan"
@@ -173,7 +173,7 @@ def keys_of(tree: dict[str, Any], prefix: str) -> list[str]:
 
 
 def with_value(text: str, path: str, value: str) -> str:
-    """The file with one value, as YAML has it, at this path."""
+    """The file with one value, in YAML's types, at this path."""
     tree = yaml.load(text, Loader=Core)
     *above, last = path.split(".")
     section = tree
@@ -196,7 +196,7 @@ def refused_by_the_loader(text: str, folder: Path) -> bool:
 
 
 def unlike(text: str, paths: list[str], folder: Path, values: int) -> list[str]:
-    """Where loader and schema differ on so many values, drawn anew for each key, of what is no quoted number."""
+    """The values on which loader and schema differ, of `count` random values for each key, quoted numbers left out."""
     assert (wrong(text), refused_by_the_loader(text, folder)) == ([], False)
     found = []
     for path in paths:
@@ -209,10 +209,10 @@ def unlike(text: str, paths: list[str], folder: Path, values: int) -> list[str]:
     return found
 
 
-STRICTER = ('"1"', '" "')  # the loader takes a number in quotes, and blanks for nothing
+STRICTER = ('"1"', '" "')  # the loader accepts a quoted number, and blanks as empty
 DRAWN_BEYOND = [  # SUMS
-    "storage.keep.days: 1 is taken by the schema alone",  # the fleet lives longer
-    "job.parameters.towers.model: [1, 1] is taken by the schema alone",  # it ends where the other tower ends
+    "storage.keep.days: 1 is taken by the schema alone",  # here the fleet lives longer
+    "job.parameters.towers.model: [1, 1] is taken by the schema alone",  # both towers must end alike
 ]
 
 
@@ -231,12 +231,12 @@ def test_drawn_values_of_a_ready_made_job_are_too(experiment: str, values: int, 
     assert unlike(text, paths, tmp_path, values) == []
 
 
-# Where a pattern is a condition, nothing is said to anybody.
+# If a pattern is only a condition, no user sees a message.
 CONDITIONS = ("if", "not", "contains")
 
 
 def patterns(tree: Any) -> list[dict[str, Any]]:
-    """Every part of a schema that has a pattern to be matched."""
+    """Every part of a schema with a pattern that a value must match."""
     if isinstance(tree, dict):
         own = [tree] if isinstance(tree.get("pattern"), str) else []
         return own + [found for key, each in tree.items() if key not in CONDITIONS for found in patterns(each)]
@@ -249,7 +249,7 @@ def test_an_editor_says_in_words_what_a_pattern_asks_for() -> None:
 
 
 def parts(tree: dict[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
-    """Every key of a part of the schema with what an editor has of it."""
+    """Every key of a part of the schema, with the texts that an editor shows."""
     found: dict[str, dict[str, Any]] = {}
     for key, value in tree.get("properties", {}).items():
         found |= {f"{prefix}{key}": value} | parts(value, f"{prefix}{key}.")
@@ -311,10 +311,13 @@ def test_a_section_that_is_missing_is_refused(section: str) -> None:
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, dict[str, Any]]:
-    """Every key of a section and of those in it, by its dotted path."""
+    """Every key of a section and of its inner sections, by its dotted path."""
     found: dict[str, dict[str, Any]] = {}
     for key, value in tree["properties"].items():
-        whole = "properties" not in value or f"{prefix}{key}" in ("code", "work.hours")  # the page says these at once
+        whole = "properties" not in value or f"{prefix}{key}" in (
+            "code",
+            "work.hours",
+        )  # the page has these keys in one row
         found |= {f"{prefix}{key}": value} if whole else leaves(value, f"{prefix}{key}.")
     return found
 

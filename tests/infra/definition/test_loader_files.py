@@ -1,4 +1,4 @@
-"""Whole files: what cannot be read, the rehearsal's form, finding, pinning, and what `up` still needs."""
+"""Whole definition files: unreadable ones, the rehearsal's form, search, pinning, and what `up` still needs."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_stack_with_the_other_ending_is_told_to_take_this_one(tmp_path: Path) 
 
 def test_a_hidden_file_is_no_stack(tmp_path: Path) -> None:
     (tmp_path / "stacks").mkdir()
-    for name in ("mine.yaml", "._mine.yaml"):  # the second one macOS writes beside the first on other disks
+    for name in ("mine.yaml", "._mine.yaml"):  # macOS writes the second file beside the first on foreign disks
         (tmp_path / "stacks" / name).touch()
     assert names_of(tmp_path) == ["mine"]
 

@@ -1,4 +1,4 @@
-"""What one key accepts, and what is said about the rest. The files here are stacks/ files with one thing changed."""
+"""The values that each key accepts, and the messages about others. The files here are stacks/ files with one change."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def changed(section: str, line: str) -> str:
-    """The minimal file with `line` added to `section`, replacing what the section said about the same key."""
+    """The minimal file with `line` added to `section`, in place of the section's line with the same key."""
     key = line.partition(":")[0]
     sections = []
     for entry in MINIMAL.splitlines():
@@ -334,7 +334,7 @@ def test_a_key_in_the_wrong_section_is_not_missing_in_its_own(write: Write) -> N
     )
 
 
-MANY: dict[str, Callable[[int], str]] = {  # each makes the part of a file that grows with `count`
+MANY: dict[str, Callable[[int], str]] = {  # each function makes the part of a file that grows with `count`
     "unknown keys": lambda count: "".join(f"key{i}: 1\n" for i in range(count)),
     "scenarios": lambda count: "scenarios:\n" + "".join(f"  s{i}: {{}}\n" for i in range(count)),
     "unknown keys and scenarios": lambda count: MANY["unknown keys"](count) + MANY["scenarios"](count),
@@ -346,7 +346,7 @@ MANY: dict[str, Callable[[int], str]] = {  # each makes the part of a file that 
 
 @pytest.mark.parametrize("kind", MANY)
 def test_a_file_twice_as_long_is_at_most_twice_the_work(write: Write, kind: str) -> None:
-    """Counted in calls, so that the machine's speed does not matter."""
+    """The work is counted in calls, so that the machine's speed does not matter."""
 
     def work(count: int) -> int:
         text = MANY[kind](count)
@@ -469,7 +469,7 @@ def test_towers_that_cannot_be_built_are_a_problem_and_no_traceback(write: Write
 def test_a_value_that_several_forms_refuse_is_one_problem_and_one_that_only_a_form_refuses_names_it(
     write: Write,
 ) -> None:
-    """The rehearsal is 64 wide, a scenario 48; the file itself 832, of which 13 is a divisor and 9 is not."""
+    """The rehearsal is 64 wide and a scenario 48; the file itself is 832 wide, which 13 divides and 9 does not."""
     laid = "\nrehearsal: {job: {parameters: {model: {width: 64}}}}"
     laid += "\nscenarios: {a: {job: {parameters: {model: {width: 48}}}}}"
     (problem,) = problems(write(changed("job", "parameters: {model: {heads: 9}}") + laid))
@@ -481,7 +481,7 @@ def test_a_value_that_several_forms_refuse_is_one_problem_and_one_that_only_a_fo
 
 
 def test_the_memory_that_is_too_much_counts_what_the_device_keeps_for_itself(write: Write) -> None:
-    """23.7 GB of the job, which 24 would hold, and 1 GB of the driver's."""
+    """The job needs 23.7 GB, which 24 GB would hold, but the driver needs 1 GB more."""
     (problem,) = problems(write(changed("job", "parameters: {model: {new_layers: 8}}")))
     needs = re.search(r"needs (\S+) GB at its smallest micro-batch, A10G has 24", problem.allowed)
     assert needs
@@ -489,7 +489,7 @@ def test_the_memory_that_is_too_much_counts_what_the_device_keeps_for_itself(wri
 
 
 def test_a_type_of_known_speed_is_named_before_one_without(write: Write) -> None:
-    """An RTX PRO 6000 has the memory, and no peak in the catalog: it would have no bill."""
+    """An RTX PRO 6000 has the memory, but no peak in the catalog, so it would have no bill."""
     (problem,) = problems(write(changed("job", "parameters: {model: {width: 1664}}")))
     assert "g7e" not in problem.hint
     assert problem.hint.startswith("Nearest that fits: ")
@@ -588,9 +588,9 @@ def test_more_gpus_than_a_listed_type_has_are_refused_and_a_cpu_has_as_many_proc
     load(write(few.replace("p5.4xlarge, ", "")), now=NOW)
     load(write(few.replace("gpus: 4", "gpus: 4, device: cpu")), now=NOW)
     scenario = few.replace("p5.4xlarge, ", "") + "\nscenarios: {one: {fleet: {instance_types: [p5.4xlarge]}}}\n"
-    load(write(scenario), now=NOW)  # shown beside the others; refused once it is to be run
+    load(write(scenario), now=NOW)  # shown beside the others, but refused for a run
     (problem,) = problems(write(text.replace("[g5.2xlarge]", "[g4dn.12xlarge]")))
-    assert problem.hint == "Nearest that fits: g5.12xlarge."  # not g5.16xlarge with its one GPU
+    assert problem.hint == "Nearest that fits: g5.12xlarge."  # not g5.16xlarge, which has one GPU
 
 
 @pytest.mark.parametrize("parameters", ["data: {row: 32768}", "batch: {tokens: 100}"])

@@ -1,4 +1,4 @@
-"""The definition's `notify`: what it accepts, and that a change of it takes a new run."""
+"""The definition's `notify`: its values, and that a change of the section needs a new run."""
 
 from __future__ import annotations
 

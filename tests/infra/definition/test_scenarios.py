@@ -1,4 +1,4 @@
-"""The `scenarios` section: laid over the file, checked, and runnable where it can be run."""
+"""The `scenarios` section: each scenario is laid over the file, checked, and can be run if it describes a run."""
 
 from __future__ import annotations
 

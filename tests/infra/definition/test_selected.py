@@ -1,4 +1,4 @@
-"""What `pulumi config` says a stack runs: one answer for the program and for every command."""
+"""`pulumi config` selects what a stack runs: the program and every command get the same answer."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ scenarios:
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A definition whose scenario runs elsewhere, and the current directory in its project."""
+    """A definition with a scenario for another region; the current directory is in its project."""
     path = project(tmp_path, monkeypatch)
     path.write_text(path.read_text() + SCENARIOS)
     return path
 
 
 def configure(text: str, name: str = NAME) -> None:
-    """As `pulumi config set` leaves it, beside Pulumi.yaml."""
+    """Writes the stack's settings beside Pulumi.yaml, as `pulumi config set` does."""
     Path(f"Pulumi.{name}.yaml").write_text(text)
 
 
@@ -83,12 +83,12 @@ def test_a_stack_of_another_name_runs_the_definition_it_names(path: Path) -> Non
     configure(f"config:\n  gpufleet:definition: {NAME}\n  gpufleet:scenario: west\n", "second")
     assert selected("second", Path.cwd()).path == path
     assert region("second") == "us-west-2"
-    assert region(NAME) == "us-east-2"  # its own stack says nothing
+    assert region(NAME) == "us-east-2"  # the file's own stack has no setting
 
 
 def test_a_path_names_that_very_file(path: Path, tmp_path: Path) -> None:
     configure("config:\n  gpufleet:scenario: west\n")
-    assert region(f"stacks/{NAME}.yaml") == "us-west-2"  # the stack of that name runs it
+    assert region(f"stacks/{NAME}.yaml") == "us-west-2"  # the stack of that name runs the file
     copy = tmp_path / f"{NAME}.yaml"
     copy.write_text(path.read_text())
     assert region(str(copy)) == "us-east-2"
@@ -97,7 +97,7 @@ def test_a_path_names_that_very_file(path: Path, tmp_path: Path) -> None:
 def test_a_hint_names_the_stack_as_it_was_asked_for(
     path: Path, cloud: Cloud, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file outside stacks/ is known to no command by its name alone."""
+    """No command finds a file outside of stacks/ by its name alone."""
     elsewhere = Path("elsewhere") / path.name
     elsewhere.parent.mkdir()
     path.rename(elsewhere)
@@ -110,7 +110,7 @@ def test_a_hint_names_the_stack_as_it_was_asked_for(
 
 @pytest.mark.parametrize("key", ["gpufleet:senario", "gpufleet:region"])
 def test_a_setting_that_nothing_reads_is_refused(key: str, path: Path) -> None:
-    """With its scenario's name misspelled, the file itself would be run."""
+    """If the scenario's key were misspelled, the file itself would run."""
     configure(f"config:\n  {key}: west\n")
     with pytest.raises(GpufleetError, match=f"{key} .*allowed: definition, scenario"):
         region(NAME)

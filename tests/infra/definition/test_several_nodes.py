@@ -1,4 +1,4 @@
-"""What a definition of several nodes may not say, all of it at once; and what its limits mean then."""
+"""The refusals of a definition with several nodes, all at once; and the meaning of its limits."""
 
 from __future__ import annotations
 

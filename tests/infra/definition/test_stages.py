@@ -1,4 +1,4 @@
-"""`stages` of a definition: each is a run of its own in the folder of the whole, laid over the file."""
+"""`stages` of a definition: each stage is laid over the file, and is its own run in the folder of the whole run."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_rerun_of_nothing_is_refused(tmp_path: Path, rerun: str, said: str) ->
     [
         ("name: train", "name: Train", r"stages\[1\].name"),
         ("name: train", "name: prepare", r"stages\[1\].name: 'prepare'.*each name once"),
-        ("inputs.prepare", "inputs.judge", "an earlier stage, which are prepare"),  # a later one's
+        ("inputs.prepare", "inputs.judge", "an earlier stage, which are prepare"),  # the output of a later stage
         ("capacity: on-demand", "capacity: on-demand, nodes: 2", r"stages\[0\].fleet.nodes"),
         ("capacity: on-demand", "fallback: on-demand", "without fleet.fallback"),
         ("capacity: on-demand", "colour: red", r"stages\[0\].fleet.colour"),

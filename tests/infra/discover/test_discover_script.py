@@ -1,4 +1,4 @@
-"""What `gpufleet new` reads off a folder of training code, and the file that it writes."""
+"""The facts that `gpufleet new` reads in a folder of training code, and the file that it writes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def drafted(code: Path, command: str = "") -> Draft:
 
 
 def value(text: str, path: str) -> str | None:
-    """What a written file has at a path; the word `none` stands for the section that it means."""
+    """The value of a written file at a path; the word `none` stands for the section with this meaning."""
     tree = yaml.safe_load(text)
     for part in path.split("."):
         tree = {"format": tree} if isinstance(tree, str) else tree

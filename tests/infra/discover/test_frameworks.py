@@ -1,4 +1,4 @@
-"""The table of frameworks: each row reads a sample of what its framework prints and saves."""
+"""The table of frameworks: each row reads a sample of its framework's lines and checkpoints."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_row_names_what_its_framework_saves(row: Framework) -> None:
 
 
 def pattern_of(name: str) -> str:
-    """A name of a checkpoint as a regular expression, its count as the group n."""
+    """The name of a checkpoint as a regular expression, in which the group n is its number."""
     text = ""
     for part in re.split(r"(\{(?:step|epoch)[^}]*\}|\*)", name):
         if part.startswith("{"):

@@ -1,4 +1,4 @@
-"""A script whose Python lacks a module is found before anything runs, and one that may run is not refused."""
+"""A script whose Python lacks a module is reported before it runs, and a script that may run is not refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpufleet new --try`: a command runs in a copy of its folder, and what it does is what is written."""
+"""`gpufleet new --try` runs a command in a copy of its folder, and writes its observations into the definition."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpufleet.infra.discover.trial import trial
 from gpufleet.infra.errors import GpufleetError
 from tests.infra.discover_cases import script
 
-# It trains by counting. What it saves, prints and does on a signal is said by its words.
+# This script trains by counting. Its arguments say what it saves, prints and does on a signal.
 SCRIPT = """
 import json, os, signal, sys, time
 said = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
@@ -140,7 +140,7 @@ def test_the_file_that_is_written_has_what_was_seen_beside_each_key(
     assert job["stop"] == {"signal": "TERM", "saves": False}
     for key in ("each", "saves", "P<step>"):
         (line,) = [each for each in text.splitlines() if f"{key}:" in each or (key == "P<step>" and key in each)][:1]
-        assert "seen" in line
+        assert "in the trial" in line
 
 
 EPOCH_LINE = r"Train: (?P<epoch>\d+) \[ *(?P<batch>\d+)/(?P<batches>\d+)\]"
@@ -150,7 +150,7 @@ SAVES_EVERY = script("torch.save({}, f'{args.dest}/{step}.pt')", arguments=EVERY
 
 
 def watched(names: list[str], *, epochs: int = 3) -> TrialRun:
-    """A start that tells its epoch and batch in columns, and writes one of the names after each epoch."""
+    """The record of a start that prints epoch and batch in columns, and writes one of the names after each epoch."""
     lines = [(10.0 * e + b, f"Train: {e} [{b:>4}/9]  Loss {e + 9.5:6.2f}") for e in range(epochs) for b in range(1, 10)]
     writes = [Written(name=name, at=10.0 * e + 9.5, began=10.0 * e + 9.5, bytes=9) for e, name in enumerate(names)]
     return TrialRun(lines=lines, writes=writes)
@@ -163,7 +163,7 @@ def watched(names: list[str], *, epochs: int = 3) -> TrialRun:
         ([f"checkpoints/1128_010159/at-{e}.pt" for e in range(3)], 3, "*/at-{epoch}.pt", 1),
         ([f"checkpoints/ppo/net_1/at-{e}.pt" for e in range(3)], 3, "ppo/net_*/at-{epoch}.pt", 1),
         (["checkpoints/last.pt"] * 3, 3, "last.pt", 1),
-        (["checkpoints/best.pt"] * 3, 30, "best.pt", None),  # not since it was best
+        (["checkpoints/best.pt"] * 3, 30, "best.pt", None),  # not because an evaluation was the best
         (["checkpoints/best.pt"] * 2, 2, "best.pt", None),
         ([f"checkpoints/plot-{e}.pdf" for e in range(3)], 3, None, None),
     ],
@@ -180,8 +180,8 @@ def test_patterns_that_were_read_tell_which_epoch_a_file_is_of(
 
 @pytest.mark.parametrize(
     ("step_ms", "steps", "every", "told"),
-    [(50.0, 600, 100, "[50.0]   # seen"), (3000.0, 10, 1, "[3000.0]   # seen"), (60_000.0, 6, 1, "[60000.0]   # seen"),
-     (None, 60, 10, "[500]")],
+    [(50.0, 600, 100, "[50.0]   # in the trial"), (3000.0, 10, 1, "[3000.0]   # in the trial"),
+     (60_000.0, 6, 1, "[60000.0]   # in the trial"), (None, 60, 10, "[500]")],
 )  # fmt: skip
 def test_a_rehearsal_trains_as_long_as_its_interruptions_need_by_the_steps_that_were_seen(
     tmp_path: Path, step_ms: float | None, steps: int, every: int, told: str
@@ -211,7 +211,7 @@ def test_numbered_lines_that_come_at_once_are_no_steps() -> None:
     seen = TrialFindings()
     learn(seen, TrialRun(lines=[(row / 100, f"| {row} | net.{row} | 12 K |") for row in range(9)]), [])
     assert seen.line is None
-    assert seen.problems[0].startswith("no checkpoint appeared")  # it did not end by itself
+    assert seen.problems[0].startswith("no checkpoint appeared")  # the script did not end by itself
 
 
 @pytest.mark.parametrize(
@@ -219,10 +219,10 @@ def test_numbered_lines_that_come_at_once_are_no_steps() -> None:
     [
         (
             [f"Epoch [{epoch}/7], Step [{step}/900], loss 0.5" for epoch in (1, 2) for step in (100, 200)],
-            ": 7   # seen",
+            ": 7   # in the trial",
         ),
-        ([f"Iteration {step} of 900" for step in (10, 20, 30)], "steps: 900   # seen"),
-        (["Epoch 1/7", "Step 100/900", "Epoch 2/7", "Step 100/900"], ": 7   # seen"),
+        ([f"Iteration {step} of 900" for step in (10, 20, 30)], "steps: 900   # in the trial"),
+        (["Epoch 1/7", "Step 100/900", "Epoch 2/7", "Step 100/900"], ": 7   # in the trial"),
         (["Epoch 1/7", "Epoch 1/9"], "# work: "),  # of two trainings
         (["Epoch 1/7"], "# work: "),
     ],
@@ -302,7 +302,7 @@ def test_an_episode_is_no_epoch(word: str, group: str) -> None:
         ({"t.py": SAVES_EVERY},
          "python t.py --save_every 200", "checkpoints/{}.pt", ("every: {steps: 200}",)),
         ({"t.py": SAVES_EVERY, "requirements.txt": "torch==1.0", ".venv/bin/python": ""},
-         "python t.py", "checkpoints/{}.pt", ('    setup: ""   # seen',)),
+         "python t.py", "checkpoints/{}.pt", ('    setup: ""   # in the trial',)),
         ({"data.yaml": "train: images"}, "yolo train data=data.yaml epochs=12",
          "checkpoints/train/weights/last.pt", ("project={checkpoints}", "args: 'model={checkpoint} resume=True'")),
     ],

@@ -1,4 +1,4 @@
-"""Which measurement a bill may stand on, and why another one does not count."""
+"""Which measurements a bill may use, and why others do not count."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def test_a_measurement_of_this_job_on_this_gpu_counts_and_is_cited(tmp_path: Pat
     )
     *most, last = measurement()["phases"]
     place(tmp_path, measurement(phases=[*most, {**last, "step_ms": {"q1": 120, "median": 150, "q3": 180}}]))
-    assert "half of the steps within 20.0% of the median" in find(tmp_path).basis  # where they vary most
+    assert (
+        "half of the steps within 20.0% of the median" in find(tmp_path).basis
+    )  # of the phase in which steps vary most
 
 
 def test_it_counts_for_every_type_with_that_gpu_and_for_no_other(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from gpufleet.infra.evidence import focus, receipts
 from tests.receipt_tree import node, place, receipt
 
 ACCOUNT = "123456789012"
-# The columns of FOCUS 1.0 that a provider must have, and those of them that may be null (specification 1.0, 2024-06).
+# The columns that FOCUS 1.0 requires, and those of them that may be null (specification 1.0, 2024-06).
 MANDATORY = {
     *("BilledCost", "BillingAccountId", "BillingAccountName", "BillingCurrency", "BillingPeriodEnd"),
     *("BillingPeriodStart", "ChargeCategory", "ChargeClass", "ChargeDescription", "ChargePeriodEnd"),

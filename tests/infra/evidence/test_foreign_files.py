@@ -1,4 +1,4 @@
-"""Files that other runs and other people left in a project: whatever they say, no command ends with a traceback."""
+"""Files of other runs and other people in a project: whatever they contain, no command ends with a traceback."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import measurement
 from tests.infra.command_files import command_file
 
-# A save each 40 steps stops it for 0.3 s; it writes beside its inputs and its code.
+# This script saves every 40 steps, which takes 0.3 s, and also writes beside its inputs and its code.
 SCRIPT = """
 import os, pathlib, signal, sys, time
 inputs, out = pathlib.Path(os.environ["GPUFLEET_INPUT_TEXT"]), pathlib.Path(sys.argv[1])
@@ -43,7 +43,7 @@ JOB: dict[str, Any] = {
 
 
 def own(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str = SCRIPT, **job: Any) -> Path:
-    """A project whose stack is the script, and the current directory in it. Gives the definition file."""
+    """The definition file of a project whose stack runs the script. The project is the current directory."""
     for name, content in (("mine/train.py", script), ("project/text/a.txt", "a")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
@@ -62,7 +62,7 @@ def test_steps_a_save_and_what_a_stop_does_are_measured_and_nothing_is_written_b
     (phase,) = tree["phases"]
     assert 10 <= phase["step_ms"]["median"] < 1000 * tree["seconds"] / 60  # half of the steps take at least as long
     assert phase["save"]["bytes"] == 5000
-    assert 0 <= phase["save"]["blocks_s"] <= tree["seconds"]  # how exactly, test_command_times tells
+    assert 0 <= phase["save"]["blocks_s"] <= tree["seconds"]  # test_command_times checks how exact this is
     assert (tree["stop_s"] is not None) == stops
     assert tree["image"] is None
     assert tree["versions"]["python"]

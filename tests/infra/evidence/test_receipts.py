@@ -1,4 +1,4 @@
-"""Receipts of finished runs: what counts, what is damaged, how right the bills were."""
+"""Receipts of finished runs: which count, which are damaged, and how right the bills were."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_run_stopped_by_its_limit_counts(tmp_path: Path, reason: str) -> None:
         (json.dumps(receipt(attempts=[node("i-1", seconds="long")])), "attempts[0].lived_s is 'long', not an amount"),
         (json.dumps(receipt(counted_until="yesterday")), "Invalid isoformat"),
         (json.dumps(receipt(stack="other")), "it is of stack other"),
-        (json.dumps(receipt()), "it is of run r1"),  # a copy would count twice
+        (json.dumps(receipt()), "it is of run r1"),  # otherwise a copied receipt would count twice
         (
             json.dumps(receipt(lines=[{"name": "x", "estimate": "1", "actual": "9E+999999"}])),
             "lines[0].actual is '9E+999999', not an amount",
@@ -151,7 +151,7 @@ def test_runs_are_seen_oldest_first_and_one_stack_alone(tmp_path: Path) -> None:
 
 def test_spot_runs_teach_the_hazard_by_type_and_zone(tmp_path: Path) -> None:
     brief = node("i-4", seconds="60.000", zone="us-east-2c") | {"lived_s": "36.000"}  # a minute is billed
-    gone = node("i-5", seconds="0", zone="us-east-2d", interrupted=True)  # says nothing of an hour
+    gone = node("i-5", seconds="0", zone="us-east-2d", interrupted=True)  # this receipt says nothing about an hour
     nowhere = node("i-6", seconds="7200", zone="")
     fallback = node("i-7", seconds="7200") | {"capacity": "on-demand"}  # of a run that went on on demand
     place(tmp_path, receipt(attempts=[*receipt()["attempts"], brief, gone, nowhere, fallback]))
@@ -322,7 +322,7 @@ def test_a_name_that_is_no_stacks_is_said_as_other_commands_say_it(
         "there is no stack 'small-grwth'; stacks/ has small-growth. Nearest: small-growth." in capsys.readouterr().err
     )
     place(tmp_path / "project", receipt(stack="gone"), stack="gone")
-    assert main(["receipts", "gone"]) == 0  # its file was removed, its runs were not
+    assert main(["receipts", "gone"]) == 0  # the stack's file was removed, its runs were not
 
 
 @pytest.mark.parametrize("stack", ["small-growth", "stacks/small-growth.yaml", "night"])
@@ -337,7 +337,7 @@ def test_a_stack_is_named_as_for_every_other_command(
 
 
 def test_later_bills_of_the_stack_take_the_start_up_of_its_newest_nodes(tmp_path: Path) -> None:
-    """By family: a P node's takes longer. A rehearsal's and another stack's tell nothing."""
+    """Start-up times count by family, because a P node takes longer; receipts of rehearsals and other stacks do not."""
     took = [{**node(f"i-{at}", seconds="3600.000"), "started_s": str(200 + at)} for at in range(12)]
     place(tmp_path, receipt(attempts=[*took, {**took[0], "type": "p5.48xlarge", "started_s": "900"}]))
     place(tmp_path, receipt(run="r2", device="cpu", attempts=[{**took[0], "started_s": "5"}]), "r2")

@@ -1,4 +1,4 @@
-"""A preview warns of a save on the signal that is declared and that no rehearsal has shown."""
+"""A preview warns if a definition declares a save on the signal that no rehearsal has shown."""
 
 from __future__ import annotations
 

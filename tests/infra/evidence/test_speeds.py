@@ -1,4 +1,4 @@
-"""What is expected of a GPU's speed, from figures of others and of one's own."""
+"""The expected speed of a GPU, from published figures and from the user's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ H100 = SpeedGroup("H100", "from scratch", "somebody", several=False)
 
 
 def figures(place: SpeedGroup, share: float, count: int) -> list[Speed]:
-    """As many sources as told."""
+    """Figures of the given number of sources."""
     return [Speed(place._replace(source=f"{share} {at}"), share) for at in range(count)]
 
 
@@ -63,7 +63,7 @@ def test_the_h100_reaches_a_smaller_share_than_the_a100_as_the_same_code_shows()
 
 
 def test_a_mixture_of_experts_reaches_less_of_the_peak_than_a_dense_model() -> None:
-    """Six figures of two sources (infra/evidence/speeds.csv); a grown model is a mixture from its second phase on."""
+    """It rests on six figures of two sources (infra/evidence/speeds.csv). A grown model is a mixture from phase 2."""
     dense, mixture = (
         speeds.shipped().expect(SpeedGroup("H100", kind, "new", several=True)) for kind in ("from scratch", "mixture")
     )
@@ -72,7 +72,7 @@ def test_a_mixture_of_experts_reaches_less_of_the_peak_than_a_dense_model() -> N
 
 
 def test_most_sources_lie_in_the_range_that_the_others_give_and_not_all() -> None:
-    """Each source left out in turn, by the mean of its figures: 75 to 90 %, as bench/results/speed.md has it."""
+    """Each source is left out in turn, and its mean figure judged: 75 to 90 % lie inside (bench/results/speed.md)."""
     figures, inside = speeds.shipped().figures, []
     for source in dict.fromkeys(each.place.source for each in figures):
         own = [each for each in figures if each.place.source == source]
@@ -87,7 +87,7 @@ def test_a_projects_measurement_of_one_job_tells_of_another_on_that_gpu(tmp_path
     instances = load_catalog().instances
     asked = SpeedGroup("A10G", "from scratch", OURS, several=False)
     before = own_speeds.known(tmp_path, instances).expect(asked)
-    place(tmp_path, measurement())  # 50, 100 and 150 ms: the last is faster than the data sheet allows by half
+    place(tmp_path, measurement())  # 50, 100 and 150 ms: the last step is half as fast again as the data sheet allows
     after = own_speeds.known(tmp_path, instances).expect(asked)
     assert after.share > 1.2 * before.share
     assert after.sigma < before.sigma
@@ -104,7 +104,7 @@ def test_what_is_no_measurement_of_a_known_job_on_a_gpu_tells_nothing(
 
 
 def test_the_fit_is_that_of_the_normal_equations() -> None:
-    """Two figures of one cell, by hand: the prior's precision and theirs add up."""
+    """For two figures of one cell, worked by hand, the precisions of the prior and of the figures add up."""
     both = Speeds([Speed(H100, 0.5), Speed(H100, 0.5)])
     prior = sum(s**2 for s in (0.15, 0.16, 0.1, 0.3, 0.12))
     noise = 0.14**2 / 2

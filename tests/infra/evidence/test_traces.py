@@ -1,4 +1,4 @@
-"""Availability traces: the files, in every form they may have, and what they say of a zone."""
+"""Availability traces: files in every allowed form, and the hazard of a zone that follows from them."""
 
 from __future__ import annotations
 

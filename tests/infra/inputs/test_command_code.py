@@ -1,4 +1,4 @@
-"""What of a command's folder is shipped, and that nothing of it is touched."""
+"""Which files of a command's folder are shipped; and none of them is changed."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_without_a_repository_all_is_shipped_but_caches_and_virtual_environments
 def test_of_a_repository_a_virtual_environment_that_git_does_not_ignore_is_left_out(tmp_path: Path) -> None:
     folder = mine(tmp_path, {"train.py": "1", ".venv/pyvenv.cfg": "", "a/venv/pyvenv.cfg": "", "a/venv.py": ""})
     (folder / ".venv" / "bin").mkdir()
-    (folder / ".venv" / "bin" / "python").symlink_to("/usr/bin/env")  # which leads out of the folder
+    (folder / ".venv" / "bin" / "python").symlink_to("/usr/bin/env")  # the link leads out of the folder
     (tmp_path / "shared" / "pyvenv.cfg").parent.mkdir()
     (tmp_path / "shared" / "pyvenv.cfg").write_text("")
     (folder / "venv").symlink_to(tmp_path / "shared")

@@ -1,4 +1,4 @@
-"""A command's inputs on this side: folders hashed once, prefixes listed, and what a run is told of them."""
+"""A command's inputs on the user's machine: folders are hashed once, prefixes are listed, and run.json names both."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FakeBucket:
 
 
 def project(root: Path, **given: Any) -> StackDefinition:
-    """With a local input and one in a bucket."""
+    """A project with a local input and an input in a bucket."""
     for name, text in {"train.txt": "one", "deep/val.txt": "two"}.items():
         (root / "text" / name).parent.mkdir(parents=True, exist_ok=True)
         (root / "text" / name).write_text(text)
@@ -187,7 +187,7 @@ def test_other_inputs_are_refused_under_the_same_id_and_other_code_is_told(tmp_p
     with pytest.raises(DefinitionError, match="Run r1 already exists with other settings"):
         plan(tmp_path, begun)
     (tmp_path / "text").rename(tmp_path / "gone")
-    assert plan(tmp_path, begun).verdict.continues  # a folder that is gone says nothing about the run
+    assert plan(tmp_path, begun).verdict.continues  # a deleted folder is no change of the run
     assert definition.storage.inputs is not None
 
 

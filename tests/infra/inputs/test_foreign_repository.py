@@ -1,4 +1,4 @@
-"""A folder of somebody else's brings a repository with settings that name programs: none of them runs."""
+"""Somebody else's folder contains a repository whose git settings name programs. None of these programs runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.infra.command_files import command_file
 
 
 class ForeignRepository:
-    """A repository with one commit and a file that git must look into to know whether it has changed."""
+    """A repository with one commit, and a file that git must read to know whether the file has changed."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.folder, self.marker = root, root / "mine", root / "RAN"
@@ -70,7 +70,7 @@ def a_submodule(theirs: ForeignRepository) -> None:
 
 
 def a_missing_object(theirs: ForeignRepository) -> None:
-    """git fetches it from where the settings say, by the program that they say."""
+    """git fetches the object from the place, and by the program, that the settings name."""
     theirs.set("[core]", "repositoryformatversion = 1", f'sshCommand = "{theirs.program}"')
     theirs.set("[extensions]", "partialClone = origin", '[remote "origin"]', "url = ssh://x/y", "promisor = true")
     for path in (theirs.folder / ".git" / "objects").glob("??/*"):
@@ -88,14 +88,14 @@ WAYS: list[Callable[[ForeignRepository], None]] = [
 
 
 def looks(theirs: ForeignRepository) -> None:
-    """Everything here that asks git about a folder."""
+    """Every function of gpufleet that asks git about a folder."""
     file = command_file(theirs.root / "project", code={"folder": "../mine"})
     with_code = load(file, now=datetime(2026, 11, 21, tzinfo=UTC))
     code.read(with_code, theirs.root / "project")
     measurement._commit(theirs.folder)
     with pytest.raises(GpufleetError):
         review.review_commits(theirs.folder, "HEAD", "HEAD")
-    with suppress(GpufleetError):  # of a missing object
+    with suppress(GpufleetError):  # the hash of a missing object
         review._uncommitted(theirs.folder, review._commit_hash(theirs.folder, "HEAD"))
 
 

@@ -1,4 +1,4 @@
-"""What a set-up installs on this machine goes into an environment over the user's, and never into theirs."""
+"""On this machine a set-up installs packages into an environment over the user's environment, never into the user's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Price List's answers mean, in its own shapes; a choice left open is no price."""
+"""The meaning of the Price List's answers, in its own format; an answer with several prices gives no price."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A refresh is figure by figure: what AWS does not answer keeps its old figure, date and source, and is named."""
+"""A refresh works figure by figure: a price without an answer keeps its old figure, date and source, and is named."""
 
 from __future__ import annotations
 

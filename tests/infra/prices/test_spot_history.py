@@ -35,13 +35,13 @@ def only_price(rows: list[dict[str, Any]], ids: dict[str, str] | None = None) ->
 
 
 def test_the_median_is_over_time_and_not_over_changes() -> None:
-    """0.90 held for 6 of the 7 days; two short moments at 0.30 and 0.40 are two of three changes."""
+    """The price was 0.90 for 6 of the 7 days; short drops to 0.30 and 0.40 are two of the three changes."""
     found = only_price([row("0.40", 12), row("0.90", 168), row("0.30", 24)])
     assert (found.median, found.low, found.high) == (Decimal("0.90"), Decimal("0.30"), Decimal("0.90"))
 
 
 def test_the_price_before_the_window_holds_from_its_start() -> None:
-    """Of the 168 hours of the window 0.50 holds 100 and 0.70 holds 68."""
+    """The price is 0.50 for 100 of the window's 168 hours, and 0.70 for 68."""
     assert only_price([row("0.50", 2000), row("0.70", 68)]).median == Decimal("0.50")
     assert only_price([row("0.50", 2000), row("0.70", 100)]).median == Decimal("0.70")
 

@@ -1,4 +1,4 @@
-"""What a run in a Capacity Block declares, argument by argument, beside what one on spot does."""
+"""The resources that a run in a Capacity Block declares, argument by argument, compared with those of a run on spot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXT = several_nodes("one").replace("max_usd: 1000", "max_usd: 2000")
 
 
 def block(begins: timedelta, reservation: str = "reservation: cr-0123456789abcdef0, ") -> tuple[str, datetime]:
-    """One of three days, as a file has it; and its end."""
+    """A block of three days in the form of a definition file, and the block's end."""
     start = datetime.now(UTC).replace(microsecond=0) + begins
     end = start + timedelta(days=3)
     return f"{{{reservation}start: {stamp(start)}, end: {stamp(end)}, fee_usd: 900}}", end
@@ -47,7 +47,7 @@ def test_an_instant_fleet_asks_for_all_of_its_nodes_at_once(declared: dict[str, 
         "totalTargetCapacity": 2,
     }
     assert fleet["terminateInstances"] is True
-    # What only fleets have that go on, and what this one would be refused or ignored with.
+    # Arguments of maintain fleets, with which EC2 would refuse an instant fleet, or which it would ignore.
     assert spot.keys() - fleet.keys() == {"spotOptions", "validUntil", "terminateInstancesWithExpiration"}
     assert fleet.keys() <= spot.keys()
     assert fleet["launchTemplateConfigs"] == spot["launchTemplateConfigs"]
@@ -59,7 +59,7 @@ def test_the_template_names_the_reservation_and_its_market_alone(declared: dict[
     assert template.pop("capacityReservationSpecification") == {
         "capacityReservationTarget": {"capacityReservationId": "cr-0123456789abcdef0"}
     }
-    drawn = ("userData", "name")  # which holds the hash of run.json, and letters of chance
+    drawn = ("userData", "name")  # user-data has the hash of run.json and random letters
     assert all(template[key] == each for key, each in spot.items() if key not in drawn)
     assert template.keys() == spot.keys()
 
@@ -68,7 +68,7 @@ def test_the_schedule_and_run_json_end_it_when_aws_begins_to(declared: dict[str,
     (run,) = (json.loads(each["content"]) for each in declared["block"].inputs(OBJECT) if each["key"] == "r1/run.json")
     ends = datetime.fromisoformat(run["limits"]["expires"])
     due = block(timedelta(hours=-1))[1] - timedelta(minutes=30)
-    assert abs(due - ends) < timedelta(minutes=10)  # of the file that was declared
+    assert abs(due - ends) < timedelta(minutes=10)  # the block of the declared file
     assert run["limits"]["deadline"] is None
     (schedule,) = (each for each in declared["block"].inputs(SCHEDULE) if each["name"] == "stop")
     assert schedule["scheduleExpression"] == f"at({ends:%Y-%m-%dT%H:%M:%S})"
@@ -79,7 +79,7 @@ def test_the_schedule_and_run_json_end_it_when_aws_begins_to(declared: dict[str,
 
 def test_nothing_is_declared_that_one_on_spot_has_not(declared: dict[str, Declared]) -> None:
     kinds = {name: Counter(each["type"] for each in found.resources) for name, found in declared.items()}
-    assert not kinds["block"] - kinds["spot"]  # those on spot may ask for all of their nodes again
+    assert not kinds["block"] - kinds["spot"]  # fleets on spot may ask for all of their nodes again
     assert not any("capacityBlock" in kind or "capacityReservation" in kind for kind in kinds["block"])
 
 

@@ -1,4 +1,4 @@
-"""The job archive: same sources, same bytes; and only what a run needs."""
+"""The job archive: the same sources give the same bytes, and it has only the files that a run needs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_order_times_and_modes_do_not_change_the_bytes(tmp_path: Path) -> None:
 
 
 def test_the_bytes_are_the_same_on_every_machine(tmp_path: Path) -> None:
-    """Computed once on Linux, CPython 3.11; no compressor takes part, so no version of one can change it."""
+    """The hash was computed once on Linux with CPython 3.11. The archive is not compressed, so none matters."""
     expected = "fe9a205dc0569f33a65deadd7c938343c37212febd5b7d01cb7123dffb687e6d"
 
     assert archive.build(package(tmp_path)).sha256 == expected

@@ -1,4 +1,4 @@
-"""The image: what job/Dockerfile builds is what the definition files run, and what is installed is pinned by hash."""
+"""The definition files run the image that job/Dockerfile builds, and every package in it is pinned by hash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the program decides before the first resource."""
+"""The decisions of the program before it declares the first resource."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def project(ready: Path, tmp_path: Path) -> Path:
-    """A copy to spoil."""
+    """A copy of the project, which a test may change."""
     return shutil.copytree(ready, tmp_path / "project")
 
 
@@ -133,7 +133,7 @@ def test_a_run_that_has_begun_is_not_stopped_by_new_prices(project: Path, monkey
     )
     plan = make(project, NAME, now=NOW, previous=previous, preview=False)
     assert plan.verdict.continues
-    assert plan.cheaper is None  # where it is, it stays
+    assert plan.cheaper is None  # a stack stays in its region
     assert plan.warnings == ("limits.max_usd is below the new p50",)
 
 

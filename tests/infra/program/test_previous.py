@@ -32,7 +32,7 @@ ANSWERS: dict[str, Mapping[str, Any]] = {
 
 
 class PulumiEngine:
-    """Refuses the first `refusals` questions in these words."""
+    """Refuses the first questions, with the words in `refusals`."""
 
     def __init__(self, refusals: int, words: str) -> None:
         self.refusals, self.words, self.asked = refusals, words, 0
@@ -97,7 +97,7 @@ def test_a_component_is_what_its_own_outputs_and_tags_say() -> None:
 
     mine = Previous(outputs=outputs, fleets=frozenset({"r1"}), objects=frozenset({"r1/run.json"}), region="us-east-2")
     assert asked(["one"], "renamed") == mine
-    assert asked(["first", "one"], "mine") == mine  # a component that was called one
+    assert asked(["first", "one"], "mine") == mine  # a component whose name was "one"
     assert asked(["two", "one"], "mine") == mine
     assert asked(["first"], "mine").other == "one"
     assert asked(["three"], "third") == Previous(outputs={})

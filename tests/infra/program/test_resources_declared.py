@@ -1,4 +1,4 @@
-"""What must hold for every definition file, whatever it says: nothing listens, nothing stays, everything is named."""
+"""What must hold for every definition file: no port is open, nothing stays after a destroy, everything has a name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEMPLATE, FLEET = "aws:ec2/launchTemplate:LaunchTemplate", "aws:ec2/fleet:Fleet"
 
 
 def _variant() -> str:
-    """A file that says the other thing wherever there is a choice."""
+    """The file with the opposite value of every choice."""
     text = GROWTH.read_text()
     for old, new in {
         "capacity: spot": "capacity: on-demand",
@@ -40,7 +40,7 @@ def _variant() -> str:
 FILES = {path.stem: path.read_text() for path in sorted((ROOT / "stacks").glob("*.yaml"))}
 FORMS = {
     **{name: (name, text) for name, text in FILES.items()},
-    "rehearsed": (GROWTH.stem, rehearsal_text(GROWTH)),  # of the others too, but each takes seconds
+    "rehearsed": (GROWTH.stem, rehearsal_text(GROWTH)),  # this holds for the other files too, but each takes seconds
     "the other choices": ("other", _variant()),
 }
 
@@ -58,7 +58,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Declared:
 
 
 def test_a_missing_file_of_somebody_s_bucket_can_be_told_from_a_refused_one(tmp_path: Path) -> None:
-    """S3 answers 403 to both, and the listing tells; nothing beside the prefix may be listed or read."""
+    """S3 answers 403 in both cases, and the listing shows which; only the prefix may be listed or read."""
     path = tmp_path / "other.yaml"
     path.write_text(_variant())
     definition = load(path, now=datetime(2026, 11, 21, tzinfo=UTC))
@@ -122,7 +122,7 @@ def test_a_command_s_code_and_folders_are_uploaded_by_their_content(tmp_path: Pa
     found = declare(tmp_path / "project", "mine", path.read_text())
     assert found.result.ok, found.result.text
     keys = {each["key"].rpartition("/")[2] for each in found.inputs("aws:s3/bucketObjectv2:BucketObjectv2")}
-    assert keys == {"job.tar.gz", "run.json", "code.tar.gz", "a.txt", UNKNOWN}  # the fleet's, which `up` names
+    assert keys == {"job.tar.gz", "run.json", "code.tar.gz", "a.txt", UNKNOWN}  # the fleet's id, which `up` writes
 
 
 def test_every_disk_is_gp3_with_its_figures_and_goes_with_its_node(declared: Declared) -> None:
@@ -170,7 +170,7 @@ def test_a_type_is_offered_in_every_zone_and_each_zone_has_one_subnet(declared: 
 
 
 def test_a_fleet_goes_without_a_type_above_its_ceiling(other: Declared) -> None:
-    """On demand 1.212 and 2.24208 USD, of at most 2."""
+    """The types cost 1.212 and 2.24208 USD on demand, and the ceiling is 2 USD."""
     overrides = other.one(FLEET)["launchTemplateConfigs"][0]["overrides"]
     assert {each["instanceType"] for each in overrides} == {"g5.2xlarge"}
 

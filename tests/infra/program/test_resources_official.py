@@ -1,7 +1,7 @@
 """The arguments we pass against the official provider's own SDK: names, required ones, enums, conflicts.
 
-pulumi-aws ships no schema, but its generated classes carry one: typed arguments, and in their docstrings the provider's
-documentation. What this finds by reading is listed in docs/decisions/2026-11-21-provider-arguments.md.
+pulumi-aws ships no schema, but its generated classes contain one: typed arguments, and the provider's documentation in
+their docstrings. docs/decisions/2026-11-21-provider-arguments.md lists what we learned from these.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tests.infra.command_files import in_block, several_nodes
 from tests.infra.declared_world import Declared, declare
 from tests.repository import ROOT
 
-# The SDK warns about resources that it has renamed when their package is imported, ours among them or not.
+# When a package of the SDK is imported, it warns about resources that it has renamed, even if we use none of these.
 pytestmark = pytest.mark.filterwarnings("ignore:.* has been deprecated in favor of:DeprecationWarning")
 
-# What the SDK's pages lag behind in: the provider takes whatever the API's own enum has (read in its source,
-# ec2_fleet.go, 2026-11-26), and the page of Instance has it.
+# Values that the SDK's pages do not have yet: the provider accepts every value of the API's own enum (read in its
+# source, ec2_fleet.go, 2026-11-26), and the page of Instance has them.
 BEHIND = {
     "LaunchTemplate.instance_market_options[0].market_type": "MarketType",
     "Fleet.target_capacity_specification[0].default_target_capacity_type": "DefaultTargetCapacityType",
@@ -142,7 +142,9 @@ def test_every_argument_has_its_name_and_none_that_is_required_is_missing(passed
 def test_every_enum_value_is_one_the_provider_documents(passed: list[Argument]) -> None:
     checked = set()
     for argument in passed:
-        if argument.path == "TopicSubscription.protocol":  # its list is of those that confirm by themselves
+        if (
+            argument.path == "TopicSubscription.protocol"
+        ):  # the list on that page has only protocols that confirm by themselves
             assert "`email`" in argument.doc
         elif argument.value == "capacity-block" and argument.path in BEHIND:
             shapes = boto3.client("ec2", "us-east-2").meta.service_model

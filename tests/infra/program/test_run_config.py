@@ -1,4 +1,4 @@
-"""run.json: what the job reads, with the same bytes for the same definition and bill."""
+"""run.json is the file that the job reads; the same definition and bill give the same bytes."""
 
 from __future__ import annotations
 

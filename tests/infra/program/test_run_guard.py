@@ -1,4 +1,4 @@
-"""One run is one id: what begins a run, what continues it, what must not pass."""
+"""One run has one id: which changes begin a run, which continue it, and which are refused."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def kept_record(days: int, definition: StackDefinition = DEFINITION) -> StackDef
 
 
 def test_a_run_that_may_go_on_is_kept_for_longer_than_its_fleet_lives() -> None:
-    """The loader compares with the time left to a deadline; what is under way is older than that."""
+    """The loader compares storage.keep.days with the time left to the deadline; a run under way is older than that."""
     far = limits(deadline=NOW + timedelta(days=20))
     first, later = verdict(kept_record(21, far)), NOW + timedelta(days=18)
     assert verdict(kept_record(21, far), previous=first, now=later).continues
@@ -179,7 +179,7 @@ def test_a_run_that_may_go_on_is_kept_for_longer_than_its_fleet_lives() -> None:
     ],
 )
 def test_a_stack_stays_with_its_file_and_in_its_region(previous: Previous, said: str, run_id: str) -> None:
-    """Even before its first `up` has ended: what that one made is there."""
+    """This holds even before the stack's first `up` has ended, because that `up` has made resources."""
     with pytest.raises(DefinitionError, match=said + r".* Put it back, then `pulumi destroy`"):
         judge(run(DEFINITION, run_id), dataset_sha256="d1", code_sha256="c1", previous=previous, now=NOW)
     here = Previous(outputs={"definition": DEFINITION.name}, region="us-east-2")
@@ -204,7 +204,7 @@ def test_a_new_run_says_whose_fleet_it_takes_the_place_of_unless_that_one_has_ex
     (warning,) = verdict(run(DEFINITION, "r2"), previous=first).warnings
     assert "replaces that of run r1. If r1 still trains, `pulumi up` ends it" in warning
     assert "`gpufleet status tinystories-growth --run r1`" in warning
-    for fleets in ({"r1"}, {"r1", ""}):  # one without a tag has no run that could be named
+    for fleets in ({"r1"}, {"r1", ""}):  # a fleet without a tag has no run to name
         assert verdict(run(DEFINITION, "r2"), previous=first, fleets=fleets, now=NOW + 27 * HOUR).warnings == ()
     assert verdict(run(DEFINITION, "r2"), previous=first, fleets=set()).warnings == ()
 
@@ -220,9 +220,9 @@ def test_the_id_of_an_earlier_run_is_refused() -> None:
 
 
 def test_a_new_run_whose_up_failed_before_its_fleet_may_be_tried_again() -> None:
-    """A failed `up` leaves the outputs of the one before."""
+    """After a failed `up` the outputs are those of the `up` before."""
     first = verdict()
-    for fleets in ({"r1"}, set[str]()):  # the old fleet goes before the new one comes
+    for fleets in ({"r1"}, set[str]()):  # the old fleet is deleted before the new one is made
         assert not verdict(run(DEFINITION, "r2"), previous=first, fleets=fleets).continues
 
 
@@ -245,17 +245,17 @@ def test_no_up_deletes_what_one_that_was_cut_short_has_replaced_while_the_run_go
         DefinitionError, match=r"run.id: 'r1' .*Run r1 goes on, but an `up` for another run .* cut short"
     ):
         verdict(previous=first, objects=others)
-    assert verdict(previous=first, objects=others, fleets=set()).over  # nothing boots any more
+    assert verdict(previous=first, objects=others, fleets=set()).over  # no node of the old run boots any more
     assert not verdict(run(DEFINITION, "r2"), previous=first, objects=others).continues
 
 
 @pytest.mark.parametrize("now", [NOW, NOW + 40 * HOUR])
 def test_no_up_deletes_a_fleet_of_another_run(now: datetime) -> None:
-    """As an `up` cut short leaves it, and a `refresh --run-program`, which writes the outputs before there is one."""
+    """An aborted `up` leads to this state, as does `refresh --run-program`, which writes outputs without a fleet."""
     with pytest.raises(DefinitionError, match=r"record says r1, but its fleet is run r2's, and `up` would delete that"):
         verdict(previous=verdict(), fleets={"r2"}, now=now)
     assert not verdict(run(DEFINITION, "r3"), previous=verdict(), fleets={"r2"}).continues  # the way out
-    assert not verdict(previous=verdict(), fleets={""}).over  # a fleet without tag could be its own
+    assert not verdict(previous=verdict(), fleets={""}).over  # a fleet without a tag could be this run's own
 
 
 def test_a_run_is_over_at_the_moment_it_expires() -> None:
@@ -283,7 +283,7 @@ def test_the_timer_of_a_boot_that_knows_nothing_yet_is_two_minutes_longer_than_t
 
 
 def test_in_a_block_a_fleet_that_is_gone_is_made_again_until_its_end() -> None:
-    """Nothing else replaces its nodes; one of a run that is over finds that, and leaves."""
+    """Nothing else replaces the nodes. A node of a run that is over notices that and ends itself."""
     block = CapacityBlock(start=NOW - HOUR, end=NOW + 24 * HOUR, fee_usd=Decimal(1))
     fleet = replace(DEFINITION.fleet, capacity="block", block=block)
     inside = replace(DEFINITION, fleet=fleet)

@@ -1,4 +1,4 @@
-"""What several nodes of one run need beside what one does, argument by argument; and what is refused."""
+"""The resources that several nodes need in addition to those of one node, argument by argument; and the refusals."""
 
 from __future__ import annotations
 
@@ -146,7 +146,9 @@ def test_no_node_can_train_with_other_code_than_the_others(two: Declared, tmp_pa
     their hash; a node that finds other bytes ends (tests/job/node, test_staging.py).
     """
     (launched,) = two.one(FLEET)["launchTemplateConfigs"]
-    assert launched["launchTemplateSpecification"]["version"] == UNKNOWN  # a number, where "$Latest" moves
+    assert (
+        launched["launchTemplateSpecification"]["version"] == UNKNOWN
+    )  # a version number, because "$Latest" can change
     root = scratch.make(tmp_path / "project", {"pretrain-d64": several_nodes("one")})
     plan = make(root, "pretrain-d64", now=datetime.now(UTC), previous=Previous(outputs={}), preview=True)
     script = base64.b64decode(plan.user_data("bucket", "log", "group/stop")).decode()

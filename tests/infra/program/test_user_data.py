@@ -1,4 +1,4 @@
-"""User-data: what is rendered, that any value survives the shell, and EC2's size limit."""
+"""User-data: its text, that any value survives the shell, and EC2's size limit."""
 
 from __future__ import annotations
 

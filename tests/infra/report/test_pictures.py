@@ -1,4 +1,4 @@
-"""No text of a picture lies over another, whatever it shows: found from the boxes of matplotlib, without a browser."""
+"""No text in a picture overlaps another, whatever the picture shows. matplotlib's boxes show it, without a browser."""
 
 from __future__ import annotations
 

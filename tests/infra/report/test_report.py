@@ -1,4 +1,4 @@
-"""The page of a run: what stands on it, of whole and of damaged files, and how a browser shows it."""
+"""The page of a run: its content, for whole and for damaged files, and its look in a browser."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 def results(folder: Path, *, steps: int = 200, beats: int = 50) -> Path:
-    """Those of a run of three nodes: taken with a notice, gone without one, finished."""
+    """The results of a run with three nodes: AWS took one with a notice, one without, and the third finished."""
     exits = [{"code": 75, "reason": "notice", "notice": True, "at": stamp(moment(0.45))}, None]
     exits.append({"code": 0, "reason": "finished", "notice": False, "at": stamp(moment(3.0))})
     nodes = [
@@ -73,7 +73,7 @@ def moment(hours: float) -> datetime:
 
 
 class Seen(HTMLParser):
-    """Captions, headings, cells, and all that a page would load from elsewhere."""
+    """Collects captions, headings, cells, and every resource that a page would load from elsewhere."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -97,11 +97,11 @@ def test_the_page_has_what_was_said_and_what_came_of_it(tmp_path: Path) -> None:
     assert {"Why the receipt is not the bill", "+0.10", "Dollars spent", "Loss", "Nodes over time"} <= {*seen.texts}
     assert {"100.00", "120.00", "+20%", "12.50", "The bill stood on: the roofline."} <= {*seen.texts}
     assert "p6-b200.48xlarge spot, 8 x B200" in seen.texts
-    assert "GPU memory, peak" not in seen.texts  # of which nothing was told
+    assert "GPU memory, peak" not in seen.texts  # the files say nothing about this
     assert {"waiting for a node", "after a notice", "gone", "save", "limits.max_usd", "node gone without one"} <= {
         *seen.texts
     }
-    assert "bill 2; 0 with a notice, 0 without" in seen.texts  # the median: the mean of 19 is of few runs
+    assert "bill 2; 0 with a notice, 0 without" in seen.texts  # the median, because few runs make the mean of 19
 
 
 def test_a_chart_that_would_be_a_straight_line_is_a_sentence(tmp_path: Path) -> None:
@@ -140,7 +140,9 @@ def test_a_rehearsals_page_holds_no_machine_against_the_bill(tmp_path: Path) -> 
     (folder / "receipt.json").write_text(json.dumps({**tree, "device": "cpu"}))
     page = run.html(run.read(folder))
     seen = Seen(page)
-    assert seen.texts.index("interruptions") < seen.texts.index("nothing")  # first what it is for, then that it is free
+    assert seen.texts.index("interruptions") < seen.texts.index(
+        "nothing"
+    )  # the page says first what a rehearsal is for, then that it is free
     assert "rehearsal (<script>alert(1)</script>)" in " ".join(seen.texts)
     assert seen.texts.index("Nodes") < seen.texts.index("Dollars")
     assert any(text.startswith("Nothing was paid.") for text in seen.texts)
@@ -265,5 +267,5 @@ def test_without_matplotlib_there_is_a_page_without_charts_that_says_so(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     seen = Seen(run.html(run.read(results(tmp_path / "r1"))))
     assert "Its charts need matplotlib: pip install 'gpufleet[report]'" in seen.texts
-    assert seen.tags.count("svg") == 1  # the range, which needs none
+    assert seen.tags.count("svg") == 1  # the picture of the range, which needs no matplotlib
     assert {"compute", "gone without a word"} <= {*seen.texts}

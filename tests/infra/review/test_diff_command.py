@@ -59,7 +59,7 @@ def test_settings_that_only_hold_together_are_one_step(project: Project, capsys:
 
 
 def test_a_key_that_needs_a_later_one_waits_for_it(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """5000 IOPS are too many for 75 GiB x 500 only with the throughput; 1250 MiB/s need 5000 IOPS, which come after."""
+    """1250 MiB/s need 5000 IOPS, and the key for IOPS comes later, so the throughput must wait for it."""
     disk = "dataset: data/tinystories\n  root:\n    size_gib: 100\n"
     base = project.stack(("dataset: data/tinystories\n", disk))
     head = project.stack(("dataset: data/tinystories\n", f"{disk}    throughput_mibps: 1250\n    iops: 5000\n"))
@@ -81,7 +81,7 @@ def test_a_section_that_goes_is_taken_out_whole(project: Project, capsys: pytest
 def test_a_section_that_was_empty_is_filled_key_by_key_and_emptied_alike(
     project: Project, capsys: pytest.CaptureFixture[str], empty: str
 ) -> None:
-    """Taking the empty section away after its keys had come would take them with it, and the rows would sum to 0."""
+    """If the empty section were removed after its keys were added, the keys would go too; the rows would sum to 0."""
     without = project.stack(("limits:", f"{empty}\nlimits:"))
     filled = project.stack(("limits:", "estimate:\n  efficiency: 0.25\nlimits:"))
     for base, head, sign in ((without, filled, 1), (filled, without, -1)):
@@ -113,7 +113,7 @@ def test_new_prices_are_a_row_of_their_own(project: Project, capsys: pytest.Capt
     before = replace(before, job=replace(before.job, parameters=replace(before.job.parameters, steps_per_phase=1000)))
     compute = next(line for line in price(before, read_catalog(SHIPPED, None)).lines if line.name == "compute")
     moved = Decimal(first["p50"])
-    assert float(moved) == pytest.approx(float(compute.amount), rel=0.02)  # its price doubled, and nothing else
+    assert float(moved) == pytest.approx(float(compute.amount), rel=0.02)  # only its price was doubled
     assert second["keys"] == ["job.parameters.steps_per_phase"]
     moved = Decimal(first["p50"]) + Decimal(second["p50"])
     assert moved == Decimal(growth["head"]["p50"]) - Decimal(growth["base"]["p50"])
@@ -173,7 +173,7 @@ def test_a_deadline_that_has_passed_does_not_fail_a_review(
 
 
 def test_a_p90_above_its_bound_is_exit_1(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    """The p90 in its mark is the one that the limit counts, with the first hours that AWS does not charge."""
+    """The mark shows the p90 as the limit counts it, with the first hours that AWS does not charge."""
     spot = ("capacity: on-demand", "capacity: spot")
     base = project.stack(spot)
     _, stacks = reviewed(capsys, base, base)
@@ -248,7 +248,9 @@ def test_what_is_not_committed_is_said_to_be_left_out(project: Project, capsys: 
 
     head = project.commit({"stacks/new.yaml": None, "train.py": None, "stacks/other.yaml": "run: {id: r1}\n"})
     assert "Not in HEAD" not in run(capsys, base, head)[1]
-    project.write({"policy.yaml": "spot_only: true\n"})  # of what lies here, and the review is of an earlier commit
+    project.write(
+        {"policy.yaml": "spot_only: true\n"}
+    )  # the warning is about the working tree, and the review about an earlier commit
     assert "Not in HEAD" not in run(capsys, head, base)[1]
 
 
@@ -303,7 +305,7 @@ def test_an_unknown_commit_is_an_error_that_says_how_to_get_it(project: Project)
 
 
 def test_beside_the_project_no_review_holds(project: Project) -> None:
-    """A check that runs at the top of a repository whose project is a folder of it would pass whatever changes."""
+    """If the project is a folder of the repository, a check that runs at the top would pass with every change."""
     commit = project.stack()
     (project.root / "docs").mkdir()
     with pytest.raises(GpufleetError, match=r"neither commit has a definition file in stacks/ of .*docs: run this in"):

@@ -1,4 +1,4 @@
-"""`gpufleet diff` prices each commit with what that commit has measured, and with the types that it knows."""
+"""`gpufleet diff` prices each commit with the commit's own measurements and instance types."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def kept_receipt(run_id: str) -> str:
 def test_a_price_that_begins_after_head_s_commit_is_in_no_review_of_it(
     project: Project, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whenever that is made: the commit is of 2026-11-21."""
+    """The day of the review does not matter: the commit is from 2026-11-21."""
     prices, key = files.read(SHIPPED), ("g5.2xlarge", "us-east-2")
     now = replace(prices.on_demand[key], as_of=date(2026, 11, 21))
     prices.on_demand[key] = now

@@ -1,4 +1,4 @@
-"""The review workflow: every `run` step is run here in a clone with two commits; `uses` is not.
+"""The review workflow: this test runs every `run` step in a clone with two commits, but no `uses` step.
 
 Not run: the installation (it needs the network; what is installed here is this very checkout).
 """
@@ -29,7 +29,7 @@ FOLDER = WORKFLOW["defaults"]["run"]["working-directory"]
 JOB = WORKFLOW["jobs"]["review"]
 STEPS: dict[str, dict[str, Any]] = {step["name"]: step for step in JOB["steps"] if "run" in step}
 
-# `gh api` as far as the workflow needs it: comments live in a JSON file, every call is written down.
+# Stands for `gh api` as far as the workflow needs it: comments are in a JSON file, and every call is recorded.
 GH = f"""#!{sys.executable}
 import json, os, pathlib, sys
 words = sys.argv[1:]
@@ -93,7 +93,7 @@ class Runner:
 
 
 def runner(tmp_path: Path, head: str) -> Runner:
-    """A clone of a project in a folder of its repository; main has moved on since the branch `change` left it."""
+    """A clone of a repository with the project in a folder. main has new commits since the branch `change` began."""
     origin = review_world.make(tmp_path / "origin", FOLDER)
     origin.commit({"stacks/growth.yaml": STACK})
     origin.git("checkout", "-q", "-b", "change")
@@ -129,7 +129,7 @@ def test_a_change_that_holds_is_commented_once_and_updated_the_next_time(tmp_pat
     assert ours["body"].startswith(f"{marker(FOLDER)}\n## Cost review of `llm`: ")
     assert marker(FOLDER) not in (marker(), marker("llm/other"))  # another project's comment stays
     assert "`storage.keep.days`" in ours["body"]
-    assert "other" not in ours["body"]  # main's own later change is none of this branch's
+    assert "other" not in ours["body"]  # a later change on main is no change of this branch
     assert (tmp_path / "summary").read_text() == ours["body"] * 2
 
 
@@ -177,7 +177,7 @@ ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 
 
 def test_the_action_has_the_workflow_s_steps() -> None:
-    """A step of an action stands alone: it names its shell and its folder, and what it reads of the job's variables."""
+    """A step of an action must name its shell, its folder, and the variables of the job that it reads."""
     _, *steps = ACTION["runs"]["steps"]
     assert ACTION["runs"]["steps"][0] == JOB["steps"][1]  # actions/setup-python
     assert [step["name"] for step in steps] == list(STEPS)

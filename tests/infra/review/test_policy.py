@@ -1,4 +1,4 @@
-"""`policy.yaml`: which rules there are, what a run breaks, and what is wrong with a policy file."""
+"""`policy.yaml`: the rules, how a run breaks them, and the mistakes in a policy file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The policy pack's facts come from run.json as the engine is about to declare it.
 
-pulumi-policy itself lives in an environment of its own (docs/review.md); its few names stand in here.
+pulumi-policy itself is installed in its own environment (docs/review.md); stand-ins replace its few names here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def stack() -> StackDefinition:
 
 
 def resources() -> list[SimpleNamespace]:
-    """Some of a run on two types, as the engine spells them."""
+    """Some resources of a run on two types, in the engine's form."""
     bill = price(stack(), load_catalog(), dataset_bytes=DATASET_BYTES, runs=200)
     content = run_file.encode(run_config.run_config(stack(), bill, INPUTS, expires="2026-12-01T00:00:00Z")).decode()
     found = [
@@ -71,7 +71,7 @@ def test_the_name_is_the_one_under_which_the_program_declares_it() -> None:
 
 
 def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rules: str | None) -> dict[str, list[str]]:
-    """Rule -> what the pack reports of the run above, with `rules` as the project's policy.yaml."""
+    """Rule -> the pack's reports on the run above, with `rules` as the project's policy.yaml."""
     packs: list[list[Any]] = []
     module = types.ModuleType("pulumi_policy")
     names = {

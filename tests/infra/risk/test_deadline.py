@@ -1,4 +1,4 @@
-"""When to leave spot for on-demand so that a deadline is met, against cases that can be worked out."""
+"""When to leave spot for on demand so that a run meets its deadline, in cases that can be worked out."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_with_no_slack_it_is_on_demand_at_once() -> None:
 
 
 def test_with_less_slack_than_a_set_up_no_spot_node_is_paid_in_vain() -> None:
-    """All runs would switch, having done nothing; those that had got a node would have paid for it."""
+    """All runs would switch before they have done any work, and those with a node would have paid for it."""
     for slack_h in (0.05, 0.2):
         found = switch(SPOT, ON_DEMAND, 8.25 + slack_h)
         assert (found.switch_h, found.on_time) == (0, 1)
@@ -78,7 +78,9 @@ def test_a_run_is_on_time_where_it_is_done_before_the_job_begins_to_stop() -> No
     found = switch(spot, on_demand, 20.0)
     assert found.switch_h == pytest.approx(19.5 - 8.25)
     assert found.wall_hours == pytest.approx((19.5,) * 4)
-    assert switch(spot, ON_DEMAND, 20.0).stop_h == switch(NEVER_THERE, on_demand, 20.0).stop_h == 0.5  # the longer one
+    assert (
+        switch(spot, ON_DEMAND, 20.0).stop_h == switch(NEVER_THERE, on_demand, 20.0).stop_h == 0.5
+    )  # the longer of the two times
     assert switch(spot, on_demand, 8.76).on_time == 1
     late = switch(spot, on_demand, 8.74)
     assert late.on_time == 0
@@ -121,7 +123,7 @@ def test_a_calm_run_switches_more_rarely_than_a_rough_one_and_both_are_on_time()
 
 @pytest.mark.usefixtures("an_hours_wait_at_first")
 def test_slack_is_used_up_by_waiting_and_not_by_working() -> None:
-    # One interruption for certain would cost slack; none happens, so whoever gets a node in time keeps it.
+    # A certain interruption would use up slack. None happens, so a run that gets a node in time keeps it.
     found = switch(replace(SPOT, hazard=1e-9), ON_DEMAND, 9.0)
     assert found.switch_h == pytest.approx(0.75)
     assert found.switched == pytest.approx(math.exp(-0.5), abs=0.03)  # no capacity, or no set-up done, by 0.75 h
@@ -145,7 +147,7 @@ def test_a_faster_machine_on_demand_leaves_more_slack() -> None:
 
 def test_a_slower_spot_machine_eats_slack_while_it_works() -> None:
     slow = replace(SPOT, phase_ends_h=(4.0, 10.0, 16.0), hazard=1e-9, wait_h=0.0)
-    found = switch(slow, replace(ON_DEMAND, setup_h=5.0), 12.0)  # whoever has begun pays a restart alone
+    found = switch(slow, replace(ON_DEMAND, setup_h=5.0), 12.0)  # a run that has begun pays only a restart
     # 3.75 h of slack: a quarter of an hour of set-up, then half an hour per hour of work.
     assert found.typical_switch_h == pytest.approx(0.25 + 3.5 * 2)
     assert found.wall_hours == pytest.approx((12.0,) * 4)

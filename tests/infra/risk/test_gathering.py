@@ -1,4 +1,4 @@
-"""What nodes are billed that wait for others until they let go."""
+"""The cost of nodes that wait for others until they give up."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ RUN = Exposure(
     ("wait_h", "until_h", "billed_h"),
     [
         (0.15, 0.15, 0.15),
-        (0.21, 1.2, 0.2),  # asked after the pause, they are there
-        (1.25, 1.2, 0.2),  # while the others boot
-        (1.35, 1.25, 0.2 + 0.05),  # and those wait for it
+        (0.21, 1.2, 0.2),  # the nodes that are requested after the pause come at once
+        (1.25, 1.2, 0.2),  # the first node waits while the others boot
+        (1.35, 1.25, 0.2 + 0.05),  # the others wait for this node
         (1.3 + LATER_H + 0.01, 1.2 + BOOT_H + LATER_H + 2, 0.2 + BOOT_H + LATER_H),  # the pause is twice as long
     ],
 )

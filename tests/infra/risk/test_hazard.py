@@ -1,4 +1,4 @@
-"""What is learned of a hazard from node-hours and interruptions, and what a hazard draws."""
+"""A hazard is learned from node-hours and interruptions, and draws interruptions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_fixed_hazard_is_drawn_as_it_is() -> None:
 
 
 def test_a_gang_is_interrupted_more_often_and_how_much_so_is_the_less_certain_the_more_nodes() -> None:
-    """16^0.35 = 2.639; ln 16 = 2.7726, so 0.3 x 2.7726 = 0.8318 beside 1.2: sqrt(1.2^2 + 0.8318^2) = 1.4601."""
+    """16^0.35 = 2.639. The exponent's uncertainty is 0.3 x ln 16 = 0.8318: sqrt(1.2^2 + 0.8318^2) = 1.4601."""
     one, gang = Hazard(median=0.3, sigma=1.2), Hazard(median=0.3, sigma=1.2).of_gang(16)
     assert gang.median == pytest.approx(0.3 * 2.639, abs=1e-3)
     assert gang.sigma == pytest.approx(1.4601, abs=1e-4)
@@ -68,7 +68,7 @@ def test_a_gang_is_interrupted_more_often_and_how_much_so_is_the_less_certain_th
 def test_a_long_history_rules_and_a_short_one_hardly_counts() -> None:
     long, short = of_zone(observed("a", 10_000, 500)), of_zone(observed("a", 5, 5))
     assert long.median == pytest.approx(0.05, rel=0.05)
-    assert HAZARD_MEDIAN < short.median < 0.5  # one an hour was seen, for five hours
+    assert HAZARD_MEDIAN < short.median < 0.5  # one interruption per hour was observed, for five hours
 
 
 def test_a_zone_alone_is_its_prior_times_its_own_history_once() -> None:
@@ -171,6 +171,6 @@ def test_uneven_nodes_keep_the_hazard_per_node_hour_and_the_first_node_is_calmer
     # Mean lives of nodes that follow an interruption.
     after = 1 / (0.5 * of_node(NORMALS, uneven.unevenness, first=False))
     assert after.mean() == pytest.approx(2.0, rel=0.02)  # so interruptions per node-hour are 0.5
-    # The node up at a random hour is met in proportion to its life.
+    # The chance that a node is up at a random hour is in proportion to its life.
     first = 0.5 * of_node(NORMALS, uneven.unevenness, first=True)
     assert first.mean() == pytest.approx(float(np.average(1 / after, weights=after)), rel=0.02)

@@ -1,4 +1,4 @@
-"""Replaying a run on a trace: cases worked by hand, and whether stated intervals hold."""
+"""The replay of a run on a trace: cases worked by hand, and whether the stated intervals hold."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_run_waits_for_capacity_and_does_not_pay_for_it() -> None:
 
 
 def test_an_interruption_after_the_first_hour_is_paid_and_its_work_kept() -> None:
-    # Up for 1.5 h: 1.25 h of work less the notice. An hour's wait, a restart of 0.5 h, the rest.
+    # The node is up for 1.5 h: 1.25 h of work minus the notice. Then: an hour's wait, 0.5 h of restart, the rest.
     found = replay.run(RUN, stretches((0, 1.5), (2.5, 20), hours=20), starts=1)
     second = 0.5 + 2.0 - (1.25 - NOTICE_H)
     assert found.interruptions[0] == 1
@@ -59,7 +59,7 @@ def test_an_interrupted_first_hour_is_free_but_for_the_disk() -> None:
 
 
 def test_a_run_that_outlasts_the_trace_goes_on_at_its_beginning() -> None:
-    # Up again from 5 to 6, then from 0 to 1, which is one stretch: begun at 5, the run has 2 h before it is taken.
+    # The zone is up from 5 to 6 and, at the trace's start again, from 0 to 1: a run that begins at 5 has 2 h at once.
     found = replay.run(RUN, stretches((0, 1), (5, 6), hours=6), starts=6)
     assert found.interruptions[5] == 1
     assert found.hours[5] == pytest.approx(2 + 0.5 + 0.25 + NOTICE_H, abs=1e-6)

@@ -1,4 +1,4 @@
-"""The vectorised replay against one written apart from it: one run at a time, minute by minute of the trace."""
+"""The vectorised replay against an independent one, which replays one run at a time, minute by minute of the trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.infra.traces import markov
 MINUTE_H = 1 / 60
 RUN = Exposure(
     setup_h=16 * MINUTE_H,
-    restart_h=22 * MINUTE_H,  # so that no run is done in the very minute in which its node is gone
+    restart_h=22 * MINUTE_H,  # so that no run ends in the same minute in which its node is lost
     phase_ends_h=(1.0, 6.0),
     saves_fit=(True, True),
     interval_h=0.1,
@@ -27,7 +27,7 @@ RUN = Exposure(
 
 
 def one_run(run: Exposure, trace: Trace, begin: int) -> tuple[float, int]:
-    """(USD, interruptions) of the run begun at minute `begin` of a trace whose edges are whole minutes."""
+    """(USD, interruptions) of the run that begins at minute `begin` of a trace whose edges are whole minutes."""
     minutes = round(trace.hours * 60)
     edges = zip(trace.up_from_h, trace.up_to_h, strict=True)
     up = {minute % minutes for start, end in edges for minute in range(round(start * 60), round(end * 60))}
@@ -41,7 +41,7 @@ def one_run(run: Exposure, trace: Trace, begin: int) -> tuple[float, int]:
             lived, clock = lived + 1, clock + 1
         done = lived == start_up + left
         usd += lived / 60 * run.extras_usd_h
-        # Gone at the sample of minute 60 is taken before it: within the first hour.
+        # A node that is missing at minute 60 was taken before that minute, so within the first hour.
         usd += lived / 60 * run.compute_usd_h if done or lived > 60 else 0.0
         if done:
             return usd, interruptions

@@ -1,4 +1,4 @@
-"""Interruptions: each rule of the simulation against a case that can be worked out, and the whole against theory."""
+"""Interruptions: each rule of the simulation in a case that can be worked out, and the whole against theory."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ def test_max_hours_stops_the_run_and_says_so() -> None:
     assert set(outcome.hours) == {3.0}
     assert set(outcome.usd) == {6.0}
     assert outcome.stopped.all()
-    assert not simulate(replace(RUN, hazard=0.0, max_hours=4.5), runs=10).stopped.any()  # all that it needs
+    assert not simulate(
+        replace(RUN, hazard=0.0, max_hours=4.5), runs=10
+    ).stopped.any()  # all the money that the run needs
 
 
 def test_max_usd_stops_the_run_where_the_meter_reaches_it_fixed_costs_included() -> None:
@@ -109,7 +111,7 @@ def test_what_a_limit_keeps_to_stop_in_is_paid_and_no_more_than_there_is() -> No
     assert set(outcome.usd) == {0.5 + 3.0 * 2.0}
     assert replace(capped, max_hours=0.3).hours_at_cap() == (np.inf, 0.0)
     assert replace(capped, max_usd=1.0).hours_at_cap() == (0.0, 2.5)
-    # Of what does not depend on hours a run that cannot begin pays no more than the limit; the first minute is billed.
+    # A run that cannot begin pays at most the limit for costs that do not depend on hours; its first minute is billed.
     assert simulate(replace(capped, max_usd=0.3), runs=1).usd == pytest.approx([0.3 + 2.0 / 60])
 
 
@@ -118,7 +120,7 @@ def test_two_nodes_are_interrupted_less_than_twice_as_often_and_half_the_time_bo
     as_often = 0.3 * 2**0.35
     free, paid = (simulate(replace(RUN, hazard=as_often, free_h=hours), runs=2000) for hours in (1.0, 0.0))
     assert np.array_equal(two.interruptions, free.interruptions)
-    left = 0.5 * 0.5  # half the time AWS leaves one of the two, which waits, billed
+    left = 0.5 * 0.5  # half of the time AWS leaves one of the two nodes, which waits and is billed
     idle_usd = two.idle_hours * RUN.usd_h
     assert two.usd == pytest.approx((1 - left) * free.usd + left * paid.usd + idle_usd)
     assert two.idle_hours == pytest.approx((free.wall_hours - free.hours) * left, abs=0.01)  # a started minute
@@ -129,7 +131,7 @@ def test_two_nodes_are_interrupted_less_than_twice_as_often_and_half_the_time_bo
 
 
 def test_a_run_mostly_finds_its_first_node_at_once_and_then_waits_as_long_as_told() -> None:
-    """Up for 1 / 0.5 h between waits of a mean of 0.5 x exp(0.5) h: without a node at 29 % of all hours."""
+    """A node is up for 1 / 0.5 h between waits with a mean of 0.5 x exp(0.5) h, so 29 % of all hours have no node."""
     begun = simulate(replace(RUN, hazard=0.5, wait_h=0.5, wait_sigma=1.0, phase_ends_h=(1e-6, 2e-6)), runs=20_000)
     waited = begun.wall_hours - begun.hours
     untouched = begun.interruptions == 0
@@ -142,7 +144,7 @@ def test_waits_are_log_normal_with_that_median() -> None:
     outcome = simulate(run, runs=40_000)
     once = (outcome.interruptions == 1) & (outcome.wall_hours > 0)
     waits = (outcome.wall_hours - outcome.hours)[once]
-    assert np.median(waits) > 0.4  # the first one's rest comes on top
+    assert np.median(waits) > 0.4  # the rest of the first wait is added
     there = waits[np.abs(np.log(np.maximum(waits, 1e-9) / 0.4)) < 8]
     assert np.log(there).std() == pytest.approx(1.2, abs=0.15)
 
@@ -187,7 +189,7 @@ def test_the_simulation_agrees_with_the_closed_form(hazard: float) -> None:
     run = replace(RUN, hazard=hazard, free_h=0.0)
     assert simulate(run, runs=50_000).hours.mean() == pytest.approx(expected_hours(run, hazard), rel=0.02)
     slow = replace(run, setup_h=0.7)
-    assert expected_hours(slow, 1e-9) == pytest.approx(slow.uninterrupted_h, abs=1e-6)  # nothing happens to it
+    assert expected_hours(slow, 1e-9) == pytest.approx(slow.uninterrupted_h, abs=1e-6)  # nothing interrupts this run
 
 
 @pytest.mark.parametrize("hazard", [0.05, 0.3])

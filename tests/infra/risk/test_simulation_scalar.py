@@ -1,4 +1,4 @@
-"""The vectorised simulation against one written apart from it: one run at a time, by the clock, with plain Python."""
+"""The vectorised simulation against an independent one, which simulates one run at a time in plain Python."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def one_run(run: Exposure, chance: random.Random) -> tuple[float, float, float, 
     compute_h = billed_h = 0.0
     mean_wait = run.wait_h * math.exp(run.wait_sigma**2 / 2)
     wall = 0.0
-    if chance.random() < mean_wait / (mean_wait + 1 / hazard):  # begun while there is none: more likely in a long wait
+    if chance.random() < mean_wait / (
+        mean_wait + 1 / hazard
+    ):  # the run begins while there is no node, more likely in a long wait
         wall = chance.random() * chance.lognormvariate(math.log(run.wait_h) + run.wait_sigma**2, run.wait_sigma)
     interruptions, boot = 0, run.setup_h
     while True:

@@ -1,4 +1,4 @@
-"""What is not known before a run widens its range, and moves no median."""
+"""Unknown facts before a run widen the range of its cost, and do not move the median."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_doubt_of_price_changes_dollars_and_no_hours() -> None:
 
 
 def test_max_usd_stops_the_runs_whose_node_turns_out_dear() -> None:
-    bound = replace(with_doubt(price=0.2), max_usd=3 + 10.25 * 10.5)  # what the run costs at the price it is said to
+    bound = replace(with_doubt(price=0.2), max_usd=3 + 10.25 * 10.5)  # the cost of the run at the stated price
     outcome = simulate(bound)
     assert outcome.stopped.mean() == pytest.approx(0.5, abs=0.01)
     assert outcome.usd.max() <= bound.max_usd + 1e-9  # type: ignore[operator]

@@ -74,7 +74,7 @@ class Reading:
         ([b"a\nb\n"], ["a\n", "b\n"]),
         ([b"a", b"b", b"\n"], ["ab\n"]),
         ([b"a\r\nb\r\n"], ["a\n", "b\n"]),
-        ([b"\r 1%", b"\r 2%", b"\r 3%", b"\nend\n"], [" 1%\n", " 3%\n", "end\n"]),  # its last state is a line
+        ([b"\r 1%", b"\r 2%", b"\r 3%", b"\nend\n"], [" 1%\n", " 3%\n", "end\n"]),  # the last state of a bar is a line
         ([b"\n\n  \n"], []),
     ],
 )

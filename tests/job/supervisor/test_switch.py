@@ -98,7 +98,7 @@ def test_what_the_node_is_told_moves_on_as_the_run_trains(tmp_path: Path) -> Non
     bench, hours = with_fallback(tmp_path), list[float]()
 
     def look(_: FakeTrainer) -> None:
-        bench.clock.sleep(6)  # what is told is told every five seconds
+        bench.clock.sleep(6)  # the node gets a report every five seconds
         hours.append(spent(bench)["switch_at"])
 
     bench.attempt(capacity="spot", script=dict.fromkeys(range(1, STEPS), look)).run()

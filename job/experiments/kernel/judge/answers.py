@@ -20,11 +20,11 @@ JIT = re.compile(r"@(?!torch\.)(\w+\.)?jit\b")  # torch.jit.script decorates the
 
 
 def program(answer: str) -> str:
-    """The first code fence that defines the entry and also has a kernel; fences before it may have the question's
-    program, or a draft. Without such a fence all fences joined count, because a kernel may be in one fence and the
-    entry in a later fence; otherwise any fence that defines the entry, else the first fence, or the whole answer. A
-    fence may lack its end, or, if an answer begins with the program, its beginning. Thoughts that a model writes before
-    its answer, as Qwen3 does, are ignored.
+    """The program in an answer. It is the first code fence that defines the entry and also has a kernel, because
+    earlier fences may hold the question's program or a draft. If there is no such fence, it is all fences joined,
+    because one fence may hold the kernel and a later one the entry. If these lack a kernel or the entry, it is any
+    fence that defines the entry, else the first fence, else the whole answer. A fence may lack its end or, if an answer
+    begins with the program, its beginning. Thoughts that a model writes before its answer, as Qwen3 does, are ignored.
     """
     answer = answer.rpartition(THOUGHT)[2]
     fenced = [textwrap.dedent(found[1]) for found in FENCE.findall(answer)]
@@ -123,7 +123,9 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 def _mentions(node: ast.stmt) -> list[str]:
-    """The module's names that a statement may need, without a function's own names: an example's `x` is not one."""
+    """The module's names that a statement may need. A function's own names do not count: an example's `x` is one of
+    these.
+    """
     found, left = list[str](), [symtable.symtable(ast.unparse(node), "answer", "exec")]
     while left:
         scope = left.pop()

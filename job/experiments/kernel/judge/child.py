@@ -2,8 +2,8 @@
 
 After `python -m gpufleet.job.experiments.kernel.judge.child FD`:
     serve        imports torch and triton once, computes nothing, forks on request
-    compile 90 does the same for processes that compile, for sm_90 (compiler.py)
-    one JSON runs one candidate in a fresh process, for GPUs: CUDA does not survive a fork
+    compile 90   does the same for processes that compile for sm_90 (compiler.py)
+    one JSON     runs one candidate in a fresh process, for GPUs, because CUDA does not survive a fork
 
 The process knows neither the reference nor the expected output nor the task. It gets a source and tensors, and answers
 with tensors; the judge decides whether these are right. The process's reports about itself (`ops`, `alias`) can only
@@ -62,7 +62,7 @@ def {ENTRY}(x):
 class Harness:
     """One candidate, which is loaded, run and timed."""
 
-    turn = 0  # counts calls from a number that the judge chose: so a configuration's number tells the candidate nothing
+    turn = 0  # counts calls from a number that the judge chose, so a configuration's number reveals nothing
     names: Mapping[str, Any] = {}  # names whose meaning in an interpreted module is not Python's
 
     def __init__(self, device: torch.device) -> None:
@@ -240,7 +240,7 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
         memory_bytes=asked["memory_bytes"],
     )
     if device == "cuda":
-        sandbox.die_with_parent()  # the change of user has undone an earlier request
+        sandbox.die_with_parent()  # the change of user has cancelled the earlier request to die with the parent
     os.chdir(scratch)
     os.environ.update(dict.fromkeys(("TMPDIR", "HOME", "TRITON_HOME", "CUDA_CACHE_PATH"), str(scratch)))
     os.environ["TRITON_CACHE_DIR"] = compiler.CACHE

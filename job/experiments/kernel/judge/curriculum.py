@@ -35,13 +35,13 @@ def tasks_of(question: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def require_practice(pairs: Iterable[frozenset[str]], tried: Sequence[KernelTask], said: str) -> None:
-    """Raises ValueError, which begins with `said`, if no pair practises a task that is tried."""
+def require_practice(pairs: Iterable[frozenset[str]], tried: Sequence[KernelTask], beginning: str) -> None:
+    """Raises ValueError, whose text begins with `beginning`, if no pair practises one of the tasks in `tried`."""
     names = {task.name for task in tried}
     if not any(names & tasks for tasks in pairs):
         raise ValueError(
-            f"{said} asks for one of the {len(tried)} tasks or names what they compute with (docs/kernels.md): there "
-            "is nothing to draw more of. Use other pairs, more of generate.tasks, or off."
+            f"{beginning} asks for one of the {len(tried)} tasks or names a function of theirs (docs/kernels.md), so "
+            "no pair can be drawn more often. Use other pairs, more of generate.tasks, or off."
         )
 
 

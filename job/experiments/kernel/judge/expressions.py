@@ -61,7 +61,7 @@ class Expressions:
         self.lists: set[str] = set()  # names of the module's lists and dicts, which can be changed: for decorators
         self.scopes: list[set[str]] = []  # names of functions, lambdas and comprehensions, the innermost last
         self.launched: set[str] = set()
-        self.methods = METHODS  # of objects that are no module's name
+        self.methods = METHODS  # methods allowed on objects that are not a module
         # within a type check: torch.Tensor may stand there, which elsewhere could be called with numbers
         self.asks = False
 

@@ -26,8 +26,8 @@ def verify(
     check: Callable[[], None],
     say: Callable[[str], None],
 ) -> list[Verdict]:
-    """Returns a verdict on each of the `candidates`, in their order. Verdicts in the ledger are taken from there, and
-    each new verdict is appended at once. `check` is called between candidates and may raise.
+    """Returns a verdict on each of the `candidates`, in their order. If the ledger already has a verdict, that one is
+    used, and each new verdict is appended at once. `check` is called between candidates and may raise.
     """
     known = {(v.candidate, v.source_sha256): v for v in ledger.read(Verdict.from_json) if v.row == FULL}
     keys = [(candidate.name, digest(candidate.source)) for candidate in candidates]
@@ -63,8 +63,9 @@ def figures(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 
 def compared(trained: Mapping[str, Sequence[Verdict]], *, seed: int) -> list[dict[str, Any]]:
-    """A row for each of several trainings with candidates for the same tasks and seeds. `minus_first`: 95 % intervals
-    of the gain over the first, paired by task; None for the first itself, and if a task has too few candidates.
+    """A row for each of several trainings, whose candidates have the same tasks and seeds. `minus_first`: the 95 %
+    interval of the gain over the first training, paired by task; None for the first training itself, and if a task has
+    too few candidates.
     """
     base = next(iter(trained))
     first = _rates(trained[base])

@@ -95,7 +95,7 @@ class Judge:
         return None
 
     def bound_s(self, count: int) -> float:
-        """The most seconds that the judge waits for `count` candidates, without its own computations."""
+        """The longest time that the judge waits for `count` candidates, in seconds, without its own computations."""
         reading = count * source_text.LONGEST_S  # by one thread at a time
         # One process compiles, one runs stages 3 to 5; in the last its reference has as much time, and so has the
         # repeated check among the trials.
@@ -163,7 +163,7 @@ class Judge:
                     raise Rejected(why)
                 task = catalog.BY_NAME[candidate.task]
                 found = self.compilation.compile(candidate.source, course.sha256, task, course.note)
-            course.seconds["compile"] = found.seconds  # also if the outcome was kept from before
+            course.seconds["compile"] = found.seconds  # also if the outcome comes from an earlier compilation
             if found.problem is not None:
                 raise Rejected(found.problem)
             course.built = found.built
@@ -183,7 +183,7 @@ class Judge:
         return course.verdict(None)
 
     def _judge(self, course: Course, gpu: int) -> None:
-        built = course.built if self._gpus else None  # the interpreter cannot use what was built
+        built = course.built if self._gpus else None  # the interpreter cannot use a compiled kernel
         with course.timed_stage("tiny"):
             process = self._workers.start(memory_bytes=self.limits.memory_gb * 1e9, gpu=gpu, built=built)
         try:

@@ -152,7 +152,10 @@ def confine(scratch: Path, *, namespaces: bool, programs: bool, cuda: bool, memo
     for limit, most in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, FILE_BYTES),
-        (resource.RLIMIT_NPROC, PROCESSES if held else resource.RLIM_INFINITY),  # else it would count all of the user's
+        (
+            resource.RLIMIT_NPROC,
+            PROCESSES if held else resource.RLIM_INFINITY,
+        ),  # otherwise the limit would count all processes of the user
         (resource.RLIMIT_AS, resource.RLIM_INFINITY if cuda else used + int(memory_bytes) + RESERVED_BYTES),
     ):
         hard = resource.getrlimit(limit)[1]
@@ -195,7 +198,7 @@ def _change_root(scratch: Path, *, cuda: bool) -> bool:
     _change_user()
     _mount_memory(NEW_ROOT)
     for path, tree in trees.items():
-        if not _new(path).exists():  # otherwise the path is part of an earlier one
+        if not _new(path).exists():  # otherwise the path lies below an earlier one
             _place(tree, _new(path))
         os.close(tree)
     for path in named:

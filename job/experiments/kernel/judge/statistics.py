@@ -15,8 +15,9 @@ SAME = 1e-9  # shares this close are equal up to rounding
 
 
 def pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> float | None:
-    """Mean over tasks of 1 - C(n - c, k) / C(n, k), from (n candidates, c correct) per task: the chance that k drawn
-    without replacement hold a correct one (Chen et al. 2021, arXiv 2107.03374). None if a task has fewer than k.
+    """The mean over tasks of 1 - C(n - c, k) / C(n, k), from (n candidates, c correct) per task. This is the chance
+    that at least one of k candidates, drawn without replacement, is correct (Chen et al. 2021, arXiv 2107.03374). None
+    if a task has fewer than k candidates.
     """
     if not counts or any(n < k for n, _ in counts):
         return None
@@ -35,10 +36,10 @@ def fast_p(speedups: Sequence[Sequence[float | None]], p: float) -> float | None
 def share_interval(counts: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """Wilson's interval (1927; Brown, Cai, DasGupta 2001, Statistical Science 16:101) of the mean share of correct
     candidates from (n candidates, c correct) per task, with the effective number of independent candidates that the
-    candidates' spread over tasks implies; few tasks estimate this number badly: hence Student's t (Korn, Graubard 1998,
-    Survey Methodology 24:193). If no candidate or every candidate is correct there is no spread to estimate, and each
-    task counts as one candidate: a bootstrap would not see that the next candidate may differ. Raises ValueError
-    without tasks.
+    candidates' spread over tasks implies. Few tasks estimate this number badly, so the interval uses Student's t (Korn,
+    Graubard 1998, Survey Methodology 24:193). If no candidate or every candidate is correct, there is no spread to
+    estimate, and each task counts as one candidate; a bootstrap would not see that the next candidate may differ.
+    Raises ValueError without tasks.
     """
     if not counts:
         raise ValueError("no tasks, no interval")
@@ -66,8 +67,8 @@ def interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
 
 def paired_interval(one: Sequence[float], other: Sequence[float], *, seed: int) -> tuple[float, float]:
     """The interval of the mean difference `one` - `other`. Both are shares, with a value per task in the same order. If
-    all tasks differ by the same amount, every draw is equal. Then the interval is widened by the share of tasks that
-    could differ although none of so many did (Wilson's, as in share_interval).
+    all tasks differ by the same amount, every draw of the bootstrap is equal. Then the interval is widened by the share
+    of tasks that could differ although no observed task did (Wilson's interval, as in share_interval).
     """
     differences = [a - b for a, b in zip(one, other, strict=True)]
     low, high = interval(differences, seed=seed)

@@ -46,7 +46,8 @@ NUMBERS = {name: (int(x86), int(arm)) for name, x86, arm in (each.split() for ea
 _THREAD, _NAMESPACES, _AF_UNIX = 0x00010000, 0x7E020000, 1  # of clone's flags; of socket's first argument
 _LOAD, _EQUAL, _GREATER, _ANY, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06  # BPF: word, jeq, jgt, jset, ret
 _NUMBER, _ARCHITECTURE, _FIRST = 0, 4, 16  # offsets in struct seccomp_data
-_ALLOW, _KILL, _REFUSE, _ABSENT = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026  # the last two: EPERM, ENOSYS
+# the filter's results; the last two are EPERM and ENOSYS
+_ALLOW, _KILL, _REFUSE, _ABSENT = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 SET_SECCOMP, MODE_FILTER = 22, 2  # prctl
 
 

@@ -18,9 +18,10 @@ from gpufleet.job.experiments.kernel.judge import wire
 from gpufleet.job.experiments.kernel.judge.catalog import KernelTask
 
 Ranges = tuple[tuple[int, int, int], ...]  # for each dimension: lowest, highest, step
-# On a CPU kernels are interpreted at milliseconds per program: just more than one block of 1024, and once 20. On a GPU
-# larger than its caches, and a multiple of 16 elements, which decides how fast memory is read. `spread` is a whole
-# number of blocks of up to 8192, for which programs often have a branch; `many-blocks` is odd, a multiple of no block.
+# On a CPU kernels are interpreted, at milliseconds per program, so the inputs have just more than one block of 1024,
+# and once 20 blocks. On a GPU the inputs are larger than its caches, and multiples of 16 elements, on which the speed
+# of memory depends. `spread` is a whole number of blocks of up to 8192, for which programs often have a branch;
+# `many-blocks` is odd, so it is a multiple of no block.
 SHAPES: dict[str, dict[str, Ranges]] = {
     "cpu": {
         "tiny": ((2, 31, 1),),
@@ -47,7 +48,8 @@ SPREADS = ((1e-6, 0.1), (0.1, 1e3), (1e3, 1e18))
 HUGE = 1e18, 1e37  # magnitudes in float32 at which neither the result nor a term of the result is infinite
 SPECIAL = (float("inf"), float("-inf"), float("nan"), 0.0, -0.0)
 ADVERSARIAL = ("zeros", "large", "spread", "special", "non-contiguous", "second-shape", "many-blocks", "four", "one")
-# All different layouts except "one": 1 is a constant to Triton, and would take a third of the compilations.
+# All layouts that differ, except "one": Triton treats a size of 1 as a constant, and that would take a third of the
+# compilations.
 LAYOUTS = ("tiny", "random-0", "spread", "non-contiguous", "second-shape", "many-blocks", "four")
 # The error allowed per element of the reference's result. Absolute: ten units in the last place of 1, which exp often
 # returns. Relative: for float32 ten times the error of a fast exp at -80, an ulp (1.2e-7) per unit of the exponent; for

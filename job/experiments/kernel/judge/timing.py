@@ -6,10 +6,10 @@ the machine is too busy, and after TRIES the candidate gets no speed-up rather t
 trials, so that the tries fit into the stage's time.
 
 On a GPU the stream is held while a call launches its kernels, so that kernels are compared, not a launcher with a
-dispatcher (without, 18 of 20 right kernels got no speed-up on an H100). Further Python time belongs to the program. An
-empty kernel's time is part of every kernel's there, and stays, as in triton's do_bench. On a CPU, where kernels are
-interpreted, an empty launch is the cost of the program's launches without their work: a Triton kernel that does nothing
-for a candidate, and an eager operation on one element for the reference.
+dispatcher (when the stream was not held, 18 of 20 right kernels got no speed-up on an H100). Further Python time counts
+as the program's. On a GPU the time of an empty kernel is part of every kernel's time, and is not subtracted, as in
+triton's do_bench. On a CPU, where kernels are interpreted, the time of an empty launch is subtracted: for a candidate
+that of a Triton kernel that does nothing, for the reference that of an eager operation on one element.
 
 No call gets an earlier call's inputs: inputs are moved within the same memory by random numbers of the judge's, so a
 remembered result is wrong, however it is remembered, and a program that detects the move spends time on that. Some
@@ -43,7 +43,8 @@ WARM_UP, REPEAT, TRIES, FRESH = 2, 0.05, 3, 3
 LISTED, LOOKED_AT = 5, 3  # calls among the trials: a cheat in half of the calls passes all of these in one of 256 cases
 EMPTIES = 20  # at most
 LEAST = 3  # trials of the slowest
-LIE, LIE_S = 2.0, 1e-3  # the judge's quickest trial may be this many times the slowest reported one, plus this
+# The quickest trial by the judge's clock may take LIE times the slowest reported one, plus LIE_S seconds.
+LIE, LIE_S = 2.0, 1e-3
 SHORTEST_S = 1e-9
 
 

@@ -17,7 +17,7 @@ from gpufleet.job.experiments.kernel.judge.worker import Process
 
 STAGES = ("rules", "compile", "tiny", "full", "timing")
 PASSED = len(STAGES) + 1
-FULL = "full"  # the row of verdicts by the whole funnel; files of 0.1.0 have more rows
+FULL = "full"  # the name of the row with the whole funnel's verdicts; files of 0.1.0 have more rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Verdict:
     stage: int
     reason: str
     seconds: dict[str, float]
-    cpu_s: float  # of the candidate's and the reference's process
+    cpu_s: float  # CPU seconds of the candidate's and of the reference's process
     isolated: bool | None  # whether namespaces were allowed; None: no process was needed
     speedup: float | None = None
     suspicious: bool = False

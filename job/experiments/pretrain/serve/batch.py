@@ -25,12 +25,12 @@ class _Writing:
     """A text with its reader."""
 
     text: Text
-    made: SimpleQueue[int | Exception | None] = field(default_factory=SimpleQueue)  # None: it is whole
+    made: SimpleQueue[int | Exception | None] = field(default_factory=SimpleQueue)  # None: the text is whole
     left: bool = False  # by its reader
 
 
 class TextWriter:
-    """The rows of one model. Its thread lives while something is written."""
+    """Writes texts in the rows of one model. Its thread lives while a text is written."""
 
     def __init__(self, module: CharGpt, window: int) -> None:
         """Takes memory for ROWS texts of `window` positions: 1 MB a position in fp32 at full size."""
@@ -67,8 +67,8 @@ class TextWriter:
                 self._rows = [None] * ROWS
 
     def _admit(self) -> bool:
-        """Frees the rows of texts that are whole or were left, and gives them to those that wait. False: nothing is
-        left to write, and the thread ends.
+        """Frees the rows of texts that are whole or whose reader left, and gives these rows to waiting texts. Returns
+        False if there is no text to write; then the thread ends.
         """
         with self._lock:
             for number, writing in enumerate(self._rows):
@@ -80,7 +80,9 @@ class TextWriter:
             return self._runs
 
     def _step(self) -> None:
-        """One character of each text: those that begin, or begin again, on their own, the others together."""
+        """Writes one character of each text. Texts that begin, or begin again, are computed one by one, the others
+        together.
+        """
         together = []
         for number, writing in enumerate(self._rows):
             if writing is None:
@@ -91,7 +93,7 @@ class TextWriter:
                 cache = self._cache.row(number)
                 writing.made.put(writing.text.take(self._read([writing.text.new], cache)[0]))
         if together:
-            # What the other rows get here lies behind what they hold.
+            # This also writes to rows without a text, behind the positions that count.
             self._cache.place([writing.text.length if writing else 0 for writing in self._rows])
             tokens = [writing.text.new[-1:] if writing else [0] for writing in self._rows]
             logits_BV = self._read(tokens, self._cache)

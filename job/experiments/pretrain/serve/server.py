@@ -37,7 +37,7 @@ from gpufleet.job.experiments.pretrain.serve.request import GenerateRequest, Ref
 
 AT_ONCE = ROWS
 CONNECTIONS = 64
-BACKLOG = 128  # connections not yet accepted; further clients are reset instead of told to come again
+BACKLOG = 128  # connections that wait to be accepted; further clients get a reset instead of an answer
 PATIENCE_S = 30.0
 CLOSING_S = 8.0  # for all running generations; a large model may take longer for a long prompt on a CPU
 BODY_BYTES = 64 * 1024  # the longest prompt is a few thousand characters
@@ -91,7 +91,9 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Waits up to CLOSING_S until running generations have sent their end."""
         await super().shutdown(sockets)
-        if self.under_way:  # a generation still computes its next character in torch, which no thread can leave before
+        if (
+            self.under_way
+        ):  # a generation still computes its next character in torch, and no thread can stop torch half-way
             os._exit(0)
 
 

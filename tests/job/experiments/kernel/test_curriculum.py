@@ -335,7 +335,7 @@ def test_pairs_that_have_nothing_to_do_with_the_tasks_are_refused(
 ) -> None:
     workdir = make(tmp_path)
     monkeypatch.setattr(curriculum, "TASKS", TASKS[12:])  # none of the pairs asks for the last ones
-    assert "there is nothing to draw more of" in refused(workdir)
+    assert "no pair can be drawn more often" in refused(workdir)
 
 
 @pytest.mark.parametrize(

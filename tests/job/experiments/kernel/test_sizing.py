@@ -42,8 +42,8 @@ def test_parameters_are_to_the_digit(model: DecoderConfig, total: int) -> None:
 def test_a_small_decoders_bytes_are_those_worked_out_by_hand() -> None:
     m = DecoderConfig(family="llama", vocab=100, layers=3, width=8, heads=2, kv_heads=1, head_dim=4, ffn=16)
     assert tuning.parameters(m) == 3 * (576 + 16) + 2 * 800 + 8 == 3384
-    # fp32 state cut over two ranks; beside it bf16 layers (two with ZeRO-3, else all three) and both tables; beside the
-    # gradients a layer's in bf16 and fp32.
+    # The fp32 state is split over two ranks. Weights add layers in bf16 (two with ZeRO-3, else all three) and both
+    # tables; gradients add those of one layer, in bf16 and fp32.
     assert tuning.whole_state(m, 2, 2, reshard=True) == (6768 + 2 * 1184 + 3200, 6768 + 592 * 6, 13_536)
     assert tuning.whole_state(m, 2, 2, reshard=False) == (6768 + 3 * 1184 + 3200, 6768 + 592 * 6, 13_536)
     assert tuning.whole_state(m, 2, 1, reshard=True) == (13_536 + 6768, 13_536, 27_072)
