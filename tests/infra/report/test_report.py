@@ -197,7 +197,7 @@ def test_lines_keep_their_ends_and_their_middle() -> None:
 
 
 def test_the_newer_of_results_and_rehearsal_is_taken(tmp_path: Path) -> None:
-    with pytest.raises(GpufleetError, match="no results of small, run r1, here: `gpufleet results small` brings"):
+    with pytest.raises(GpufleetError, match="no results of small, run r1, here: `gpufleet results small` downloads"):
         command._newest(tmp_path, "small", "r1")
     older = results(tmp_path / "rehearsals" / "small" / "r1" / "results")
     assert command._newest(tmp_path, "small", "r1") == older

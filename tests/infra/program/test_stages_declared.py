@@ -1,0 +1,34 @@
+"""What must hold for the fleets of a file with stages: one for each, all but the first at 0, and all of them expire."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.infra.declared_world import declare
+from tests.repository import ROOT
+
+FLEET, TEMPLATE = "aws:ec2/fleet:Fleet", "aws:ec2/launchTemplate:LaunchTemplate"
+NAME = "kernel-sft-stages"
+
+
+def test_each_stage_has_a_fleet_of_its_own_and_only_the_first_begins(tmp_path: Path) -> None:
+    found = declare(tmp_path / "project", NAME, (ROOT / "stacks" / f"{NAME}.yaml").read_text())
+    assert found.result.ok, found.result.text
+    fleets, templates = found.inputs(FLEET), found.inputs(TEMPLATE)
+    sizes = {
+        each["tags"]["gpufleet:run"]: each["targetCapacitySpecification"]["totalTargetCapacity"] for each in fleets
+    }
+    assert sizes == {"r1/train": 1, "r1/judge": 0}
+    for fleet in fleets:
+        assert fleet["terminateInstances"] is True
+        assert fleet["terminateInstancesWithExpiration"] is True
+        assert fleet["validUntil"].endswith("Z")
+    for template in templates:
+        assert template["instanceInitiatedShutdownBehavior"] == "terminate"
+        assert template["metadataOptions"]["httpTokens"] == "required"
+        assert {each["ebs"]["deleteOnTermination"] for each in template["blockDeviceMappings"]} == {"true"}
+    tagged = [each["tags"]["gpufleet:run"] for each in templates]
+    assert sorted(tagged) == sorted(sizes)
+    assert "egress" not in found.one("aws:ec2/securityGroup:SecurityGroup")
+    assert not found.one("aws:ec2/securityGroup:SecurityGroup").get("ingress")
+    assert not [kind for kind in found.kinds if "IngressRule" in kind]
