@@ -146,7 +146,7 @@ def _takes(one: StackDefinition, earlier: dict[str, JobConfig], path: str, findi
     """Reports a stage whose output has not the files that this one takes of it."""
     config = one.job.parameters
     for key, name in config.demands.inputs:
-        if name in earlier and not set(config.demands.takes) <= set(earlier[name].hands_on):
+        if name in earlier and not set(config.demands.takes) <= set(earlier[name].demands.leaves):
             wanted = f"a stage that leaves {' and '.join(config.demands.takes)}, and {name} does not"
             findings.add(f"{path}.{config.path}.{key}", wanted, value=name)
 

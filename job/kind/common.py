@@ -223,6 +223,7 @@ class Demands:
     installs: bool = False  # whether the job may install packages in its container
     inputs: tuple[tuple[str, str], ...] = ()  # entries of storage.inputs that it uses, as (path of the key, name)
     takes: tuple[str, ...] = ()  # the only files that it takes of an earlier stage's output; empty: all
+    leaves: tuple[str, ...] = ()  # the files of final/ that it leaves for a later stage, where that asks for some
     # The entries of Parameter Store (ssm:/name) and Secrets Manager (secretsmanager:name) that a node may read, by
     # their names in the parameters; and the entry with user:password for the image's registry.
     secrets: Mapping[str, str] = field(default_factory=dict)

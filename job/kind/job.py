@@ -160,8 +160,6 @@ class DataNeeded:
     dataset_kind: ClassVar[str] = ""  # the dataset's kind in dataset.json; empty: the job has no dataset
     dataset_checks: ClassVar[Checks] = {}  # the entries that dataset.json must have
 
-    hands_on: ClassVar[tuple[str, ...]] = ()  # files of final/ that it leaves for a later stage
-
     @property
     def dataset(self) -> Dataset[Any]:
         """The data on which the job trains, for `prepare`."""

@@ -66,9 +66,9 @@ def test_the_time_of_a_step_is_the_lines_own_and_never_none() -> None:
         (
             "finished",
             {60: "final"},
-            r"loss at step 40.*60 steps took 100 ms each\. 300 of them with a save every 50 ",
+            r"loss at step 40.*60 steps took 100 ms each\. 300 steps with a save every 50 ",
         ),
-        ("finished", None, r"100 ms each\. 300 of them are enough: write that in job\.command and job\.work of"),
+        ("finished", None, r"100 ms each\. 300 steps are enough: write that in job\.command and job\.work of"),
         ("max_hours", {}, r"^max_hours ended the run before .* \(loss at step 40\): the command failed"),
         ("failed", {}, r"^it does not resume\nStill to come would have been: loss at step 40\.$"),
     ],

@@ -18,7 +18,11 @@ from tests.released.recorded import BEFORE, RECORDS, definition_keys, opened, pl
 from tests.repository import ROOT
 
 NOW = datetime(2026, 11, 27, tzinfo=UTC)
-FILES = [*sorted(ROOT.glob("stacks/*.yaml")), ROOT / "examples" / "nanogpt.yaml"]  # one of each kind of job
+# One of each kind of job. No version before 0.2.0 has run a file with stages.
+FILES = [
+    *(path for path in sorted(ROOT.glob("stacks/*.yaml")) if "\nstages:\n" not in path.read_text()),
+    ROOT / "examples" / "nanogpt.yaml",
+]
 SCHEMA = json.loads((ROOT / "gpufleet" / "infra" / "definition" / "definition.schema.json").read_text())
 every_record = pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.name)
 

@@ -126,11 +126,8 @@ class KernelConfig(TuningConfig):
             container_options="--security-opt seccomp={app}/gpufleet/job/node/namespaces.json",
             inputs=(("candidates", self.candidates),) if self.candidates else (),
             takes=HANDED,
+            leaves=HANDED if self.part == "train" else (),
         )
-
-    @property
-    def hands_on(self) -> tuple[str, ...]:  # type: ignore[override]
-        return HANDED if self.part == "train" else ()
 
     def problems(self) -> list[tuple[str, str]]:
         found = tuning.problems(self.model)

@@ -339,7 +339,7 @@ def test_a_node_whose_looks_are_late_costs_a_word_and_no_generation(tmp_path: Pa
     finished(town)
     assert len(town.generations()) == 1
     assert [step for _, step in town.steps] == list(range(1, 301))
-    assert "nothing is heard of i-2 for 45 s; the ranks' steps decide" in town.said
+    assert "no news from i-2 for 45 s; the ranks' steps decide" in town.said
     record = town.store.json(bucket.attempt_key("i-2")) or {}
     assert "i-2 is slow: its looks at S3 have taken" in record["alarm"]
 

@@ -182,7 +182,7 @@ def test_two_parts_are_the_whole_and_the_judge_has_nothing_of_a_training() -> No
     assert judge.memory(0, Rung(micro=1)) == FULL.memory(2, Rung(micro=1))
     assert [train.memory(at, Rung(micro=1), 8) for at in (0, 1)] == [FULL.memory(at, Rung(micro=1), 8) for at in (0, 1)]
     assert (train.dataset_kind, judge.dataset_kind) == ("packed", "")
-    assert set(judge.demands.takes) <= set(train.hands_on)
+    assert set(judge.demands.takes) <= set(train.demands.leaves)
     assert judge.ranks(1) == judge.gpus_needed() == 1
 
 
