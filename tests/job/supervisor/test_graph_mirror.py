@@ -148,7 +148,7 @@ def test_a_folder_beyond_all_bounds_is_neither_fetched_nor_filled(
         atomic.write_bytes(there / name, b"x" * 6)
     assert bench.attempt("i-2").run() == 0
     assert [path.name for path in (tmp_path / "i-2" / GRAPHS).iterdir()] == ["a.bin"]
-    assert "b.bin is not kept" in bench.said
+    assert "b.bin is not restored" in bench.said
     assert MOST_BYTES < 2**30  # 10 s of a node's network
 
 
