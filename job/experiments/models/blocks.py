@@ -167,6 +167,8 @@ def rotate(x_D: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
     """x with rotary positions along the last dimension: elements i and i + D/2 turn together, by the result of `turns`.
     The computation is in cos's dtype, the result in x's dtype.
     """
+    if torch.compiler.is_compiling():  # compiled, autograd's own steps are one kernel too
+        return _turned(x_D, cos_D, sin_D)
     turned: Tensor = _Rotation.apply(x_D, cos_D, sin_D)  # type: ignore[no-untyped-call]
     return turned
 
@@ -177,13 +179,17 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_D: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
         ctx.save_for_backward(cos_D, sin_D)
-        return (x_D * cos_D).add_(_halves_swapped(x_D) * sin_D).to(x_D.dtype)
+        return _turned(x_D, cos_D, sin_D)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope_D: Tensor) -> tuple[Tensor, None, None]:
         cos_D, sin_D = ctx.saved_tensors
         return (slope_D * cos_D).sub_(_halves_swapped(slope_D) * sin_D).to(slope_D.dtype), None, None
+
+
+def _turned(x_D: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
+    return (x_D * cos_D).add_(_halves_swapped(x_D) * sin_D).to(x_D.dtype)
 
 
 def _halves_swapped(x_D: Tensor) -> Tensor:

@@ -360,7 +360,7 @@ def test_a_restart_without_a_checkpoint_leaves_no_step_twice_in_the_metrics(
 ) -> None:
     real, workdir = step.update, world.make(tmp_path)
 
-    def full(experiment: Any, module: Any, opt: Any, work: Any, at: int, own_time: Any) -> step.StepResult:
+    def full(experiment: Any, module: Any, opt: Any, work: Any, at: int, *_: object) -> step.StepResult:
         if at == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return real(experiment, module, opt, work, at)

@@ -166,7 +166,7 @@ def destroy(monkeypatch: pytest.MonkeyPatch, *, heals_at: float, kind: str = "di
     real, rates, higher = step.update, list[float](), [0.0]
 
     def ruined(*given: Any) -> step.StepResult:
-        result, (_, module, opt, _, at, _) = real(*given), given
+        result, (_, module, opt, _, at, *_) = real(*given), given
         if at == LOST_AT:
             rates.append(max(group["lr"] for group in opt.param_groups))
         lost = at >= LOST_AT and rates[-1] > heals_at * rates[0] * 1.001
