@@ -278,7 +278,7 @@ def test_what_timing_rejects_is_not_mastered(tmp_path: Path, monkeypatch: pytest
                 done(course.verdict("its clock" if one.name == "curriculum-relu-0" else None))
 
     monkeypatch.setattr(stages, "_generate_share", written)
-    monkeypatch.setattr(stages, "_judge", lambda kernel: nullcontext(Judge()))
+    monkeypatch.setattr(stages, "_judge", lambda *_: nullcontext(Judge()))
     session = SimpleNamespace(world=World(), say=print, workdir=tmp_path)
     made, module = SimpleNamespace(config=kernel.typed(), session=session), SimpleNamespace()
     assert stages.pass_rates(made, module, "4 1.0") == {"relu": 0.75, "leaky_relu": 1.0}  # type: ignore[arg-type]
