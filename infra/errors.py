@@ -62,7 +62,8 @@ def in_order(problems: list[Problem]) -> list[Problem]:
 
 def of_form(section: str, problems: list[Problem]) -> list[Problem]:
     """Problems of the file with `section` laid over it. A problem whose text is elsewhere in the file names the
-    section."""
+    section.
+    """
     return [
         each
         if each.path.startswith(f"{section}.")
@@ -88,4 +89,5 @@ class PriceMissing(GpufleetError):
 
 class AwsRefused(GpufleetError):
     """AWS refused, or something a run needs does not exist. The message says what is missing or refused, and what to do
-    about it."""
+    about it.
+    """

@@ -1,5 +1,6 @@
 """Makes the resources that an AWS account has before anything is declared, and lists everything that it contains
-later."""
+later.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Makes a Capacity Block for a rehearsal: the account has bought the block that the file names, and it has just
-begun."""
+begun.
+"""
 
 from __future__ import annotations
 

@@ -157,7 +157,8 @@ class Cloud:
 
     def client(self, service: str, region: str | None = None) -> Any:
         """A boto3 client of this Cloud with the dummy credentials. Clients are cached, because making one for EC2 takes
-        50 ms."""
+        50 ms.
+        """
         import boto3
 
         key = service, region or self.region

@@ -52,7 +52,8 @@ class FleetController:
 
     def create(self, region: str, request: dict[str, Any]) -> dict[str, Any]:
         """CreateFleet. Creates a fleet. It raises the errors that AWS returns at once; other errors appear in the
-        fleet's history."""
+        fleet's history.
+        """
         with self.lock:
             tags = refuse_at_create(self.launcher, region, request)
             now = self.clock.now()

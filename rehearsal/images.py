@@ -103,7 +103,8 @@ class Docker:
 
     def give_back(self, folder: Path) -> None:
         """Makes the user the owner of files that containers have written there as root, so that the user can remove
-        them."""
+        them.
+        """
         owner = f"{os.getuid()}:{os.getgid()}"
         mounted = ("--rm", "-v", f"{folder}:/nodes", "--entrypoint", "chown")
         _refused(self.program, "run", *mounted, self.supervisor, "-R", owner, "/nodes")

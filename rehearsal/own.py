@@ -42,7 +42,8 @@ def lacking(definition: StackDefinition) -> Iterator[str]:
 
 def modules_lacking(definition: StackDefinition, root: Path) -> str:
     """A message with the modules that the script imports and its Python on this machine lacks, and what to do; empty if
-    none is missing."""
+    none is missing.
+    """
     config = definition.job.parameters
     if not isinstance(config, CommandConfig) or config.code is None or "PYTHONPATH" in (config.env or {}):
         return ""

@@ -265,11 +265,8 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
     """
     name, timeline = rehearsal.name, rehearsal.timeline
     with step(rehearsal, "prepare"):
-        shipped = {
-            path: content
-            for part in rehearsal.definition.parts
-            for path, content in own.listing(part, rehearsal.root).items()
-        }
+        parts = rehearsal.parts
+        shipped = [own.listing(part.definition, rehearsal.root) for part in parts]
         lines = command(rehearsal, "prepare", name).strip().splitlines()
         before = list(
             takewhile(lambda line: not line.startswith(f"{name}: "), lines)
@@ -289,7 +286,6 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
     with step(rehearsal, "up"):
         created = _ok(rehearsal.engine.up())
         timeline.add("up", f"up: {_changes(created)}")
-    parts = rehearsal.parts
     for part in parts:
         with step(rehearsal, f"stage {part.definition.stage}" if part.definition.stage else "the run"):
             _follow(part)
@@ -297,7 +293,7 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
         command(rehearsal, "results", name, "--to", str(rehearsal.folder / "results"))
         timeline.add("results", "results downloaded")
         found = [Evidence(part) for part in parts]
-        checks = [check for each in found for check in _checks(each, shipped)]
+        checks = [check for each, files in zip(found, shipped, strict=True) for check in _checks(each, files)]
     try:
         with step(rehearsal, "destroy"):
             destroyed = _ok(rehearsal.engine.destroy())

@@ -127,7 +127,8 @@ def _losses(part: Evidence) -> Iterator[tuple[str, ...]]:
 
 def save_bucket(cloud: Cloud, folder: Path) -> None:
     """Saves the small objects of every bucket, for a person who looks into a failure, because the buckets end with the
-    process."""
+    process.
+    """
     s3 = cloud.client("s3")
     for bucket in s3.list_buckets()["Buckets"]:
         for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket["Name"]):

@@ -193,7 +193,8 @@ class Schedules:
         self, role_arn: str, of: Mapping[str, str], wishes: list[AccessRequest], service: str = SERVICE
     ) -> str:
         """Why the role may not make the request; empty if it may. `of` has the service's statements about the resource
-        for which it acts."""
+        for which it acts.
+        """
         roles = iam_backends[self._account]["aws"].roles.values()
         role = next((each for each in roles if each.arn == role_arn), None)
         if role is None:

@@ -1,5 +1,6 @@
 """Lists every run of the account and the project: the runs that AWS shows, of any stack, and those of the project's
-files."""
+files.
+"""
 
 from __future__ import annotations
 

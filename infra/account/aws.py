@@ -1,5 +1,6 @@
 """Functions by which the commands ask AWS: clients with bounded waits, whole listings, and the owner of a resource by
-its tags."""
+its tags.
+"""
 
 from __future__ import annotations
 

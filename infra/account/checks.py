@@ -301,7 +301,8 @@ def _as_statement(grant: dict[str, Any]) -> iam_policy.Statement:
 
 def inputs(definition: StackDefinition, s3: Any, ec2: Any, kms: Any) -> Iterator[Check]:
     """Whether nodes can read the files that the definition expects below its s3:// prefixes, and whether its snapshot
-    exists."""
+    exists.
+    """
     places = {
         "dataset": (definition.storage.dataset, DATASET),
         "base_weights": (definition.storage.base_weights, WEIGHTS),
@@ -372,7 +373,8 @@ def _parameter(name: str, ssm: Any) -> str | None:
 
 def _secret(name: str, manager: Any) -> str | None:
     """The customer key that encrypts a secret, in the same form as for _parameter; None also while the secret is being
-    deleted."""
+    deleted.
+    """
     secret = refusals.absent(lambda: manager.describe_secret(SecretId=name), "ResourceNotFoundException")
     if secret is None or secret.get("DeletedDate"):
         return None

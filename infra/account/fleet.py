@@ -79,7 +79,8 @@ def wants(fleet: dict[str, Any]) -> int:
 
 def is_over(fleet: dict[str, Any], now: datetime) -> bool:
     """Whether the fleet can never launch again. A fleet whose target is 0 can launch again when its target is
-    raised."""
+    raised.
+    """
     return fleet["FleetState"] in ENDED or has_expired(fleet, now)
 
 

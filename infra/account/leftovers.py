@@ -369,7 +369,8 @@ def _resources_in(
 
 def _goes_with_its_vpc(item: dict[str, Any]) -> bool:
     """Whether AWS made the resource with the VPC and deletes it with the VPC: the main route table and the default
-    security group."""
+    security group.
+    """
     return item.get("GroupName") == "default" or any(each.get("Main") for each in item.get("Associations", []))
 
 

@@ -1,5 +1,6 @@
 """Describes how a leftover is removed. Each step is written once, and serves both as a command for people and as a call
-of `sweep --delete`."""
+of `sweep --delete`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Makes the lines of `gpufleet status`: the state of a run, from its fleet and from the files that it has written to
-the bucket."""
+the bucket.
+"""
 
 from __future__ import annotations
 

@@ -102,8 +102,7 @@ def price(trials: Sequence[PricedTrial], terms: CampaignTerms) -> CampaignBill:
     cases = max(100, min(FEW, PLAYED // max(1, len(trials))))
     chosen = [each.bill.chosen for each in trials]
     simulated = simulation.simulate_together([each.exposure for each in chosen], runs=cases)
-    beside = [float(side.total) - side.exposure.uninterrupted_usd for side in chosen]
-    usd = np.array([each.usd + more for each, more in zip(simulated, beside, strict=True)])
+    usd = np.array([each.usd + side.unsimulated_usd for each, side in zip(simulated, chosen, strict=True)])
     hours = np.array([each.wall_hours for each in simulated])
     limits = [(float(each.max_usd), float(each.max_hours)) for each in trials]
     played = np.array([play(limits, usd[:, case].tolist(), hours[:, case].tolist(), terms) for case in range(cases)])

@@ -1,5 +1,6 @@
 """Collects the uncertain points of a bill, one sentence each. The sentences use no clock, so the bill is the same every
-day."""
+day.
+"""
 
 from __future__ import annotations
 

@@ -135,8 +135,8 @@ def _break_even(spot: Side | None, on_demand: Side | None) -> float | None:
 
 def _chances(definition: StackDefinition, chosen: Side) -> tuple[Chance, ...]:
     """The chance of each goal, from the simulated runs behind the bill's range."""
-    runs, exposure = chosen.within, chosen.exposure
-    drawn = {USD: float(chosen.total) + runs.usd - exposure.uninterrupted_usd, HOURS: runs.wall_hours}
+    runs = chosen.within
+    drawn = {USD: runs.usd + chosen.unsimulated_usd, HOURS: runs.wall_hours}
     done = ~runs.stopped | batch.is_endless(definition.job.parameters)
     return tuple(
         Chance(

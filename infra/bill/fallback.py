@@ -113,7 +113,7 @@ def price_fallbacks(definition: StackDefinition, bill: Bill, now: datetime) -> l
     paid = (metered <= most_usd) & (begun.hours + (wall - begun.wall_hours) + stop_h <= most_h)
     unpaid, in_time = begun.stopped & ~paid, (wall <= by_h + 1e-6) & paid
     missing = ON_DEMAND_MISSING * (begun.stopped & ~unpaid)
-    beyond = float(spot.total) - spot.exposure.uninterrupted_usd
+    beyond = spot.unsimulated_usd
     priced = Fallback(
         type=type_,
         hours_left=left_h,

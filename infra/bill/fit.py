@@ -108,7 +108,8 @@ def _save_s(predicted_s: float, step_s: float, stop_s: float | None, runtime: Ru
 
 def scratch_gb(config: JobConfig) -> float:
     """GB of local disk that a run may need: the best, last and last but one checkpoint, one that is being written (x
-    1.2), exports and final weights."""
+    1.2), exports and final weights.
+    """
     exports = (*config.sizes().exports.values(), *config.sizes().final.values())
     largest = max(config.sizes().checkpoints[index] for index in range(len(config.phases())))
     return (largest * 4.2 + sum(exports)) / 1e9

@@ -320,17 +320,10 @@ def _bound(
         return ""
     compute_ms, traffic_ms = (part / share for part in limits_ms)
     own_ms = max(compute_ms + traffic_ms, launch_ms)
-    waits_ms = roofline.with_exchange(own_ms, *exchange_ms) - own_ms
+    parts = {"computation": compute_ms, "memory bandwidth": traffic_ms}
     if launch_ms > compute_ms + traffic_ms:
-        compute_ms, traffic_ms = 0.0, 0.0
-    else:
-        launch_ms = 0.0
-    parts = {
-        "computation": compute_ms,
-        "memory bandwidth": traffic_ms,
-        "launches of its host": launch_ms,
-        "the exchange between GPUs": waits_ms,
-    }
+        parts = {"launches of its host": launch_ms}
+    parts["the exchange between GPUs"] = roofline.with_exchange(own_ms, *exchange_ms) - own_ms
     return max(parts, key=lambda name: parts[name])
 
 

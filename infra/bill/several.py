@@ -107,7 +107,7 @@ def repeated(bills: Sequence[tuple[StackDefinition, Bill]], times: int, today: d
                 times=times,
                 one=bill.chosen.usd,
                 max_usd=definition.limits.max_usd,
-                usd=bill.chosen.within.usd + float(bill.chosen.total) - bill.chosen.exposure.uninterrupted_usd,
+                usd=bill.chosen.within.usd + bill.chosen.unsimulated_usd,
             )
             for definition, bill in bills
         ),

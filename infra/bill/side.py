@@ -1,5 +1,6 @@
 """Prices one side of the bill: the run on spot, or on demand, on the dearest type and in the dearest zone that the
-fleet may pick."""
+fleet may pick.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +70,11 @@ class Prepared:
     def total(self) -> Decimal:
         """USD of the run without interruptions: the sum of the lines."""
         return sum((line.amount for line in self.lines), Decimal(0))
+
+    @property
+    def unsimulated_usd(self) -> float:
+        """USD of the lines that the simulation does not have."""
+        return float(self.total) - self.exposure.uninterrupted_usd
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

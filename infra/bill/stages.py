@@ -33,7 +33,8 @@ Need = tuple[Decimal, Decimal]  # USD as the meter counts, and node-hours, of ha
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedBill:
     """The bills of all stages. `launched` has each stage as it runs, with limits for the stage together with all stages
-    before it."""
+    before it.
+    """
 
     whole: StackDefinition
     launched: tuple[StackDefinition, ...]

@@ -87,7 +87,8 @@ def _lines(bill: Bill) -> Iterator[str]:
 
 def interruptions_usd(bill: Bill) -> Decimal:
     """The USD that interruptions add to a run that finishes. The bill's own line also counts runs that a limit
-    stops."""
+    stops.
+    """
     return bill.chosen.alone_usd.p50 - bill.chosen.total
 
 

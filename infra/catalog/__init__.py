@@ -182,7 +182,8 @@ class Catalog:
 
     def missing(self, region: str) -> tuple[str, ...]:
         """Items of services.csv that a bill in this region needs but that no source states; empty if a bill can be
-        made."""
+        made.
+        """
         return tuple(item for item in BILLED if (item, region) not in self.services)
 
     def billed_regions(self) -> tuple[str, ...]:
@@ -275,14 +276,16 @@ def load_catalog(project: Path | None = None, *, shipped: Path = SHIPPED, day: d
 
 def project_prices(start: Path) -> Path:
     """The folder `prices/` in the nearest folder with `stacks/`, at or above `start`; in `start` itself if there is
-    none."""
+    none.
+    """
     return next((each for each in (start, *start.parents) if (each / "stacks").is_dir()), start) / "prices"
 
 
 @cache
 def read_catalog(shipped: Path, refreshed: Path | None) -> Catalog:
     """The facts in `shipped`, with those prices of `refreshed` that are not older. Prices with a future date are
-    omitted."""
+    omitted.
+    """
     gpus = read_table(shipped / "gpus.csv", "gpu", _gpu)
     prices, name = files.read(shipped), "shipped"
     if refreshed is not None:
@@ -302,7 +305,8 @@ def read_catalog(shipped: Path, refreshed: Path | None) -> Catalog:
 
 def _offered(instances: dict[str, Instance], prices: files.Prices) -> dict[str, Instance]:
     """The types with all their regions. For a region that instances.csv lacks, because it was added later, a price
-    shows that the region offers the type."""
+    shows that the region offers the type.
+    """
     listed = {region for each in instances.values() for region in each.regions or ()}
     added: dict[str, list[str]] = {}
     for type_, region in {**prices.on_demand, **prices.dated}:
@@ -355,7 +359,8 @@ def _instance(row: dict[str, str], gpus: dict[str, Gpu]) -> Instance:
 def _machine(type_: str) -> Gpu:
     """Prices as CSV files: on_demand.csv, spot.csv and services.csv of one folder, each row with its source and date.
     One such folder is shipped beside this module; `gpufleet prices refresh` writes others as `prices/<date>/` of a
-    project."""
+    project.
+    """
     return Gpu(
         name=type_,
         memory_gb=0.0,

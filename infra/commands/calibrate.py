@@ -36,7 +36,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the probe and writes calibrations/STACK/DEVICE.json. Raises GpufleetError for invalid arguments and if the
-    job fails."""
+    job fails.
+    """
     plain = definition = stack.definition_of(args)
     if args.rehearsal:
         definition = load(plain.source, now=datetime.now(UTC), rehearsal=True, past_deadline=True)

@@ -1,5 +1,6 @@
 """`gpufleet compare STACK`: ranks the file's scenarios, and every instance type for their work. It needs no account and
-no network."""
+no network.
+"""
 
 from __future__ import annotations
 

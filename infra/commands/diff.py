@@ -32,7 +32,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints or writes the review. Exit codes: 0 nothing was broken; 1 a p90 passes its bound, or a rule is broken; 2 a
-    stack has no bill."""
+    stack has no bill.
+    """
     review = review_commits(project_root(Path.cwd()), args.base, args.head, args.policy)
     text = json.dumps(record(review), indent=2) + "\n" if args.json else render(review)
     if args.out:

@@ -37,7 +37,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes missing files and prints each. Raises GpufleetError before anything is written if other files of the
-    folder have names that gpufleet would read."""
+    folder have names that gpufleet would read.
+    """
     root = Path.cwd()
     if args.name:
         new.named(root, args.name)

@@ -109,7 +109,8 @@ def server(call: Execute) -> MCPServer:
     @made.tool(annotations=ToolAnnotations(destructive_hint=True))
     def stop(stack: str, run: str) -> dict[str, Any]:
         """Ends a stack's run early, as a limit would: the job saves first. `run` is the id of the run, which cannot
-        begin again."""
+        begin again.
+        """
         if not re.fullmatch(RULES[Run, "id"].pattern, run):
             raise ValueError(f"run: allowed: {RULES[Run, 'id'].allowed}")
         return call(["stop", _stack(stack), "--run", run, "--json"])

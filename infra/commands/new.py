@@ -30,7 +30,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes a valid stacks/NAME.yaml, and prints which facts about the code it found and which not. Raises
-    GpufleetError."""
+    GpufleetError.
+    """
     write_definition(project_root(Path.cwd()), args.name, args.code, args.command, tries=args.tries)
     return 0
 

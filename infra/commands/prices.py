@@ -1,5 +1,6 @@
 """`gpufleet prices` shows how old and complete the known prices are. `gpufleet prices refresh` reads them again from
-AWS."""
+AWS.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Shows or refreshes prices. A refresh returns 1 if a request to AWS failed, and raises AwsRefused if all
-    failed."""
+    failed.
+    """
     catalog = load_catalog()
     known = known_regions()
     regions = list(dict.fromkeys(args.region or (known if args.action == "refresh" else catalog.regions())))

@@ -74,7 +74,8 @@ def _account(text: str) -> str:
 
 def _show_charges(shown: Sequence[Receipt]) -> None:
     """Prints each real run's lines next to AWS's charges. Raises AwsRefused if the tags are not activated for cost
-    allocation."""
+    allocation.
+    """
     from gpufleet.infra.account import actual_bill, aws
 
     ce, today = aws.client("ce", actual_bill.REGION), datetime.now(UTC).date()

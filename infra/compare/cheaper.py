@@ -182,7 +182,8 @@ def cheaper(
 
 def _with_chance(rows: Sequence[Row], own: simulation.SimulatedRuns) -> list[Row]:
     """The rows with their probabilities of costing less than the bill's `own` runs. Both have the same number of runs
-    and the same random draws."""
+    and the same random draws.
+    """
     return [replace(row, cheaper=float((row.side.needed.usd < own.usd).mean())) for row in rows if row.side]
 
 
@@ -190,7 +191,8 @@ def _half_setup(
     minutes: float, own: simulation.SimulatedRuns, quick: simulation.SimulatedRuns
 ) -> tuple[float, Decimal] | None:
     """The minutes of the bill's set-up, and the USD that its p50 falls by if each start takes half as long; None below
-    LEAST."""
+    LEAST.
+    """
     p50, less = (Decimal(simulation.quantiles(each.usd)[1]) for each in (own, quick))
     return (minutes, (p50 - less).quantize(CENT)) if p50 - less >= max(ranking.LEAST * p50, CENT) else None
 

@@ -133,7 +133,8 @@ def _compute_usd(option: TypeCost, price: Price | None) -> Decimal | None:
 
 def _may_cost_less(usd: Decimal | None, capacity: Capacity, below: Decimal | None) -> bool:
     """Whether a run that costs `usd` without interruptions may have a mean below `below`. It may, because AWS does not
-    bill interrupted first hours."""
+    bill interrupted first hours.
+    """
     if below is None:
         return True
     return usd is not None and usd * WAYS[capacity].least_share <= below
@@ -231,7 +232,8 @@ def _brought(work: StackDefinition, region: str) -> Decimal:
 
 def chance_below(one: Side | None, other: Side | None) -> float | None:
     """The probability that `one` costs less to finish than the other. Both have the same number of runs and the same
-    random draws. None: no figures."""
+    random draws. None: no figures.
+    """
     if one is None or other is None or len(one.needed.usd) != len(other.needed.usd):
         return None
     return float((one.needed.usd < other.needed.usd).mean())
@@ -393,7 +395,8 @@ def _work(definition: StackDefinition) -> tuple[object, ...]:
 
 def deadline_policy(rows: list[Row], scenario: str, hours_left: float | None) -> tuple[DeadlinePlan, str] | None:
     """For that scenario's work: the policy on the best type that has both prices, and this type; None without a
-    deadline."""
+    deadline.
+    """
     from gpufleet.infra.risk import deadline
 
     if hours_left is None:

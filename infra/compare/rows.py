@@ -51,7 +51,8 @@ class Study:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
     """Compute dollars of the run in one region, without interruptions and set-up. None if the region has no known
-    price."""
+    price.
+    """
 
     region: str
     on_demand: Decimal | None
@@ -152,7 +153,8 @@ class Row:
     @property
     def basis(self) -> str:
         """The source of the speed: claim, target (roofline and an efficiency), measured, declared, guessed (from other
-        GPUs)."""
+        GPUs).
+        """
         if self.option is None:
             return "claim"
         return BASIS[self.runtime.speed] if self.runtime else "target"
@@ -295,7 +297,8 @@ def filled(
 
 def _simulated(exposures: Sequence[simulation.Exposure], *, runs: int, attempts: int) -> list[simulation.SimulatedRuns]:
     """The simulated runs of each exposure, in order. Equal exposures share a simulation; an exposure that nothing can
-    interrupt is simulated once."""
+    interrupt is simulated once.
+    """
     by_exposure: dict[simulation.Exposure, simulation.SimulatedRuns] = {}
     different = list(dict.fromkeys(exposures))
     for many, some in (

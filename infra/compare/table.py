@@ -180,7 +180,8 @@ def _against(best: Row, own: Sequence[Row]) -> str:
 
 def ranked(rows: Sequence[Row], frontier: Sequence[Row]) -> Iterator[str]:
     """Each option on a line of its own, grouped by work, the cheapest first. The line below says why the option is not
-    the first, or cannot be run."""
+    the first, or cannot be run.
+    """
     keys, spare = columns.RANKED
     if len({row.basis for row in rows if row.ranked}) > 1:  # marks guessed ones
         keys += " basis"

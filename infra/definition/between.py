@@ -54,7 +54,8 @@ def no_key(pattern: str = "") -> str:
 
 def known_placeholders(*, extra: bool = False) -> str:
     """A pattern for text in which every placeholder is known. With `extra`, placeholders that exist only after a
-    restore are known too."""
+    restore are known too.
+    """
     names = PLACEHOLDER_NAMES.pattern + ("|checkpoint|step|epoch" if extra else "")
     unknown = PLACEHOLDER.pattern.replace(r"\{(", rf"\{{(?!(?:{names})(?::[0-9a-z]+)?\}}(?!\}}))(", 1)
     return rf"^(?![\s\S]*{unknown})"
@@ -83,7 +84,8 @@ def has(path: str, value: Schema | None = None) -> Schema:
 
 def each_of(path: str, value: Schema, *, one: bool = False) -> Schema:
     """The condition that the text at `path`, or each of a list of texts, matches `value`; With `one`, a single text
-    that matches is enough."""
+    that matches is enough.
+    """
     text = {"type": "string", **value}
     return limited(path, {"if": {"type": "array"}, "then": {"contains" if one else "items": text}, "else": text})
 
@@ -187,7 +189,8 @@ def _heartbeat(of: str) -> Schema:
 
 def _enough_gpus(path: str, condition: Schema) -> Iterator[Schema]:
     """A condition for the number of GPUs: at least one, and at most the GPUs of each listed type, which has 1, 2, 4 or
-    8."""
+    8.
+    """
     counts = sorted({kind.gpu_count for kind in USABLE.values() if kind.gpu_count})
     yield when(condition, _types(lambda kind: kind.gpu_count > 0))
     for fewer, count in pairwise(counts):

@@ -244,7 +244,8 @@ def _disk(path: str, disk: Disk, findings: Findings) -> None:
 
 def _place_problem(place: str, *, anywhere: bool = False) -> str:
     """Why `place` is neither a folder of the project (with `anywhere`: of this machine) nor an s3:// prefix; empty if
-    it is one of them."""
+    it is one of them.
+    """
     if place.startswith("s3://"):
         return (
             ""
@@ -277,7 +278,8 @@ def _limits(limits: Limits, findings: Findings, now: datetime, past_deadline: bo
 
 def _check_keep(s: StackDefinition, findings: Findings, now: datetime) -> None:
     """Checks storage.keep. A value that is too small is refused and not raised silently, because the bill prices the
-    days for which objects are kept."""
+    days for which objects are kept.
+    """
     if findings.bad & {MAX_HOURS, DEADLINE, END}:
         return
     now = s.begins_at(now)

@@ -105,7 +105,8 @@ class Page:
 
     def words(self, key: str) -> tuple[str, str]:
         """Value and reason of a key: from the key's own row, which may be in a table of its section, else from the row
-        of its section."""
+        of its section.
+        """
         for name in (f"{self.section}{key}", key, self.section.rstrip(".")):
             if name in self.rows:
                 return self.rows[name]
@@ -113,7 +114,8 @@ class Page:
 
     def describe(self, key: str, allowed: str, about: str = "") -> str:
         """The meaning of a key (or `about`, the meaning of its section, if the pages do not explain the key) and the
-        allowed values."""
+        allowed values.
+        """
         value, why = map(plain, self.words(key))
         return ". ".join(filter(None, ((why or about).rstrip("."), (value or allowed).rstrip(".")))) + "."
 
@@ -222,7 +224,8 @@ def schema() -> Schema:
 
 def shared() -> Schema:
     """The schema in which a key that has the same description in several places is described once, among the
-    definitions."""
+    definitions.
+    """
     tree = json.loads(json.dumps(schema()))  # a copy, because schema() contains the same object several times
     counts = Counter(json.dumps(section[key]) for section, key in _keys(tree))
     numbers, names, parts = Counter[str](), dict[str, str](), [tree]
@@ -241,7 +244,8 @@ def shared() -> Schema:
 
 def _keys(part: Any) -> Iterator[tuple[Schema, str]]:
     """The keys that a part of the schema describes, each in its section: the keys of a section come before the keys
-    within them."""
+    within them.
+    """
     for word, each in part.items() if isinstance(part, dict) else enumerate(part if isinstance(part, list) else ()):
         if word == "properties":
             yield from ((each, key) for key in each)
@@ -405,7 +409,8 @@ def _value(hint: Any, rule: Rule) -> Schema:
 
 def _text(rule: Rule) -> Schema:
     """The schema of text; YAML reads text that looks like a number or a truth value as a number or truth value, so
-    these are accepted too."""
+    these are accepted too.
+    """
     takes = re.compile(rule.pattern or "[\\s\\S]*").fullmatch
     looks = {"number": "-1.5", "integer": "1", "boolean": "true"}
     kinds = ["string", *(kind for kind, example in looks.items() if takes(example))]

@@ -160,7 +160,8 @@ def variants(
 
 def overlay_problems(overlay: Node, under: Mapping) -> list[Problem]:
     """The problems of a `rehearsal` section, laid over the tree `under`, that can be seen before the section's values
-    are read."""
+    are read.
+    """
     allowed = [*OVERLAID, "interruptions", "python"]
     findings = Findings(tree=Mapping(path="", line=overlay.line, entries={"rehearsal": overlay}))
     entries = entries_of(overlay, "rehearsal", f"a section with the keys {', '.join(allowed)}", findings)
@@ -189,7 +190,8 @@ def _same_job(entries: dict[str, Node], under: Mapping, where: str, findings: Fi
 
 def _laid_over(section: str, overlay: Node, under: Node | None) -> Node:
     """The overlay, in which `job` has only the keys that may change, because a rehearsal or scenario runs the same job
-    and image."""
+    and image.
+    """
     if section != "job" or not isinstance(overlay, Mapping):
         return overlay
     known = job_keys(under, laid_over=True)

@@ -130,7 +130,8 @@ def stacks_of(root: Path) -> list[str]:
 
 def names_of(root: Path) -> list[str]:
     """The stacks of `stacks/`, by name. Hidden files, such as macOS's `._name.yaml`, and files of other tools are
-    omitted."""
+    omitted.
+    """
     files = (file for file in (root / "stacks").glob("[!.]*.yaml") if file.is_file())
     return sorted(file.stem for file in files if is_definition(file.read_bytes()))
 

@@ -437,7 +437,8 @@ class StackDefinition:
 
     def problem(self, path: str, value: str, allowed: str, hint: str = "") -> Problem:
         """A problem at `path`, with the line in the file; if a scenario wrote the value, the path is that in the
-        scenario."""
+        scenario.
+        """
         node = find_node(self.tree, path) if self.tree else None
         if node is None:
             return Problem(path=path, value=value, allowed=allowed, hint=hint)

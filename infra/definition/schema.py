@@ -345,7 +345,8 @@ def _convert(
     hint: Any, node: Node, path: str, rule: Rule, findings: Findings, default: Any = None, allowed: str = ""
 ) -> Any:
     """The typed value, or _BAD after a problem was reported. `default` gives the values of keys that a section
-    lacks."""
+    lacks.
+    """
     inner, optional = unwrap(hint)
     null = isinstance(node, Scalar) and node.is_null
     if null and optional:

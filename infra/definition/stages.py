@@ -30,7 +30,8 @@ RERUN = "rerun"
 
 class Earlier(NamedTuple):
     """The stages before a stage: the names of those in its own run, and the folders (RUN/STAGE) of those that another
-    run has done."""
+    run has done.
+    """
 
     before: tuple[str, ...] = ()
     taken: tuple[str, ...] = ()

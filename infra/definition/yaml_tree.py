@@ -60,7 +60,8 @@ Node = Scalar | Items | Mapping
 
 class UnreadableError(Exception):
     """The text cannot be read as the YAML of a definition file. The error has the problems up to the place where
-    reading ends."""
+    reading ends.
+    """
 
     def __init__(self, *problems: Problem) -> None:
         self.problems = problems
@@ -83,7 +84,8 @@ def decode(raw: bytes) -> str:
 
 def read(text: str, *, holds: str = "sections (run:, job:, fleet:, ...)", see: str = "stacks/") -> Mapping:
     """The tree of a file that should contain `holds`, a phrase for messages. Raises UnreadableError with all duplicate
-    keys, or one fault."""
+    keys, or one fault.
+    """
     lines = text.splitlines()
     problems: list[Problem] = []
     try:

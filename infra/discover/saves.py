@@ -220,7 +220,8 @@ def loop_unit(values: Values, loop: ast.stmt, scope: Scope) -> Kind | None:
 
 def _score(save: CodeSave, saves: Saves, values: Values) -> float:
     """A number that is higher for a save that a resume needs: named like a checkpoint, inside a loop, with the
-    optimizer, read again."""
+    optimizer, read again.
+    """
     text, name = save.text, save.text.rstrip("/").rpartition("/")[2]
     setting = save.cadence.setting if save.cadence is not None else None
     head = save.parts[0] if save.parts else None

@@ -397,7 +397,8 @@ def _are_epochs(
 
 def _take_signal(seen: TrialFindings, first: TrialRun, signalled_at: float) -> None:
     """Adds a save after a signal if a process catches the signal. Otherwise the save had begun before, and may be cut
-    off by the end of the process."""
+    off by the end of the process.
+    """
     ended = f"was still there {LEAVES_S:.0f} s later" if first.code is None else f"ended with exit code {first.code}"
     later = [each for each in first.writes if each.began >= signalled_at and not NO_CHECKPOINT.search(each.name)]
     if first.catches and later:

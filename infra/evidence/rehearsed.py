@@ -13,7 +13,8 @@ SAVES = "saves_on_signal"  # true, false; null: not shown
 
 def saves_doubt(definition: StackDefinition, root: Path) -> str:
     """A warning that no rehearsal on this machine has shown the declared job.stop.saves; empty if the newest rehearsal
-    with an answer has."""
+    with an answer has.
+    """
     config = definition.job.parameters
     if config.code_folders() or not config.saves_on_signal:  # ready-made jobs always save
         return ""

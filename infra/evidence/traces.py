@@ -1,5 +1,6 @@
 """Reads availability traces: the stretches of hours in which one spot node was available in a zone. Formats:
-docs/risk.md."""
+docs/risk.md.
+"""
 
 from __future__ import annotations
 

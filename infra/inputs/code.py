@@ -67,7 +67,8 @@ class Packed:
 
 def read(definition: StackDefinition, root: Path) -> Tree | None:
     """The files that `definition` ships; None if the image has all code. Raises DefinitionError if the folder is
-    missing or too large."""
+    missing or too large.
+    """
     if (code := definition.job.parameters.demands.code) is None:
         return None
     folder = root / code.folder

@@ -70,7 +70,8 @@ def size(definition: StackDefinition, root: Path) -> int:
 
 def listed(uri: str, root: Path, client: Any) -> Listed:
     """The objects at an s3:// prefix, which S3 lists; the list is kept for `read`. Raises GpufleetError if there are
-    none."""
+    none.
+    """
     bucket, _, path = uri.removeprefix("s3://").partition("/")
     prefix = f"{path.strip('/')}/" if path.strip("/") else ""
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)

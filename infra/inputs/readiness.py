@@ -11,7 +11,8 @@ from gpufleet.job.contract.inputs import DATASET, WEIGHTS, other_size, read_data
 
 def not_ready(definition: StackDefinition, root: Path) -> list[str]:
     """A sentence for each thing that `pulumi up` needs and lacks. These sentences are not errors, because bill and
-    preview work without these things."""
+    preview work without these things.
+    """
     name, sentences = definition.argument, [*definition.fleet.market.not_ready()]
     if definition.fleet.ami == "unpinned":
         sentences.append(f"fleet.ami is unpinned: run `gpufleet doctor {name} --pin`.")

@@ -1,5 +1,6 @@
 """A Capacity Block for ML: nodes of one type in one zone for a fixed time. The block is paid at once, and AWS takes
-none of its nodes before its end."""
+none of its nodes before its end.
+"""
 
 from __future__ import annotations
 

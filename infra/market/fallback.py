@@ -1,5 +1,6 @@
 """Spot first, and on demand as soon as spot would miss the deadline. Until then a second fleet waits with a size of
-0."""
+0.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ MOST_HEARTBEAT_S = 300  # the most seconds between heartbeats, because a hand-ov
 
 class SpotThenOnDemand(Spot):
     """A fleet on spot, and a standby fleet on demand. The deadline and the remaining work decide when the run
-    switches."""
+    switches.
+    """
 
     stands_by = ("on-demand",)
     quotas = ("spot", "on-demand")

@@ -46,7 +46,8 @@ class ProblemList(Protocol):
 
 class Beside(NamedTuple):
     """The other parts of a definition that matter for its market. With `config` None the job's parameters are
-    invalid."""
+    invalid.
+    """
 
     config: JobConfig | None
     deadline: object
@@ -150,7 +151,8 @@ class Market:
 
     def fees(self, day: date) -> tuple[tuple[str, str, Price], ...]:
         """Name, item and price of a fee that is paid whatever the run does; `day` is the day of the catalog's
-        prices."""
+        prices.
+        """
         return ()
 
     def begins_at(self, now: datetime) -> datetime:
@@ -250,5 +252,6 @@ class Market:
 
     def uninterrupted(self, hours: Decimal) -> str:
         """The bill's sentence about interruptions if there are none in this market, for a run of `hours` hours; else
-        empty."""
+        empty.
+        """
         return f"Interruptions: none {self.place}."

@@ -1,5 +1,6 @@
 """Makes the clients that read prices. They retry patiently, and ask only the real AWS, because the embedded AWS invents
-its prices."""
+its prices.
+"""
 
 from __future__ import annotations
 

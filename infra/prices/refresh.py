@@ -176,7 +176,8 @@ def _note(done: Refreshed, what: str, before: Price | None, new: Decimal) -> Non
 
 def _hopeless(error: Exception) -> bool:
     """Whether the next request of this kind would fail for the same reason: rights, credentials, or no connection to
-    AWS."""
+    AWS.
+    """
     if isinstance(error, exceptions.ClientError):
         return error.response.get("Error", {}).get("Code") in _HOPELESS
     return isinstance(error, exceptions.BotoCoreError) and not isinstance(error, exceptions.HTTPClientError)

@@ -87,7 +87,8 @@ def lines(resource: pulumi.Resource | None = None) -> Callable[[str], None]:
 
 def say(plan: Plan, resource: pulumi.Resource | None = None, *, also: Iterable[str] = ()) -> None:
     """Shows the bill, the warnings, and what a destroy will leave. The destroy itself runs no program that could show
-    it."""
+    it.
+    """
     pulumi.log.info(printable("\n".join(plan.shown(datetime.now(UTC).date()))), resource)
     for warning in (*plan.warnings, *also):
         pulumi.log.warn(printable(warning), resource)

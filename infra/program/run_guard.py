@@ -144,7 +144,8 @@ def _continued(
     now: datetime,
 ) -> RunDecision:
     """The decision for a recorded run, which continues or is over; `asked` is the record that the file would make under
-    the same id."""
+    the same id.
+    """
     run_id = recorded.id
     if previous.fleets and not previous.fleets & {run_id, ""}:
         others = " and ".join(sorted(previous.fleets))

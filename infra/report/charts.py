@@ -119,7 +119,8 @@ def steps_to(
     start: tuple[str, float], changes: Mapping[str, float], end: tuple[str, float], *, unit: str, digits: int
 ) -> str:
     """A waterfall chart from one sum to another, with the changes that are large enough to be seen. Empty if there are
-    none."""
+    none.
+    """
     changes = {name: change for name, change in changes.items() if abs(change) >= 0.005 * max(start[1], end[1])}
     if not changes or not drawable():
         return ""
@@ -173,7 +174,8 @@ KINDS = {
 
 def thinned(points: Sequence[Point]) -> list[Point]:
     """About POINTS of the points, with the first and the last; each stretch is represented by the point with the middle
-    height."""
+    height.
+    """
     if len(points) <= POINTS:
         return list(points)
     size = -(-(len(points) - 2) // (POINTS - 2))

@@ -142,7 +142,8 @@ class Review:
 @dataclass(slots=True)
 class Pricer:
     """Prices the texts of definitions, which it writes as files into a folder of its own. Loading needs a moment:
-    HEAD's."""
+    HEAD's.
+    """
 
     now: datetime
     folder: Path

@@ -17,7 +17,8 @@ CHECK = "  # CHECK: gpufleet came from a file here; name where CI can get it"
 
 def workflow(folder: str, install: str) -> str:
     """The workflow's text. `folder` is the folder of the project in its repository, or `.`; `install` is pip's
-    argument."""
+    argument.
+    """
     own = (*READ, *(CODE if install.endswith(" -e .") else ()))
     paths = ", ".join(json.dumps(each if folder == "." else f"{folder}/{each}") for each in own)
     values = {"PATHS": paths, "FOLDER": folder, "GPUFLEET": install}

@@ -1,5 +1,6 @@
 """Computes in closed form, without simulation, the mean hours at a fixed hazard, and the hazard above which spot does
-not pay."""
+not pay.
+"""
 
 from __future__ import annotations
 

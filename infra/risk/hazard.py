@@ -161,7 +161,8 @@ def word(per_hour: float) -> str:
 
 class Key(NamedTuple):
     """The type and zone to which a learned hazard applies. `zone` is None for every zone of the type without
-    history."""
+    history.
+    """
 
     type: str
     zone: str | None

@@ -356,11 +356,12 @@ class CommandCheckpoints:
 
     def signalled(self) -> None:
         """Notes that a signal is about to be sent. A save that has begun or is whole by now is not an answer to this
-        signal."""
+        signal.
+        """
         self._begun_before = {each.key for each in self.find() if self._done.get(each.key, (None,))[0] != each}
         self._signalled_at, mark = 0.0, self._kept.parent / ".signalled"
         with suppress(OSError):  # if the disk is full, only the files' names show what they are
-            mark.touch()  # this assignment comes last, because the command goes on saving during the look
+            mark.touch()  # after the look, because the command goes on saving during the look
             self._signalled_at = mark.stat().st_mtime_ns / 1e9
 
     def unanswered(self) -> None:

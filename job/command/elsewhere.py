@@ -78,7 +78,8 @@ class Search:
 
     def _cure(self, place: str) -> str:
         """The value that the definition needs for checkpoints in this folder; an empty `place` is the folder of the
-        code."""
+        code.
+        """
         if not place:
             return "write job.workdir: '{checkpoints}', and {code}/ before the script's name in job.command"
         option = re.search(rf"(--?[\w.-]+[= ])(?:\./)?{re.escape(place.partition('/')[0])}\b", self._config.command)

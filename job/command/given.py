@@ -35,7 +35,8 @@ class Folders:
     @property
     def own(self) -> ForeignFolder:
         """All of these folders, opened in such a way that the running command cannot redirect a process that works in
-        them."""
+        them.
+        """
         return ForeignFolder(self.user)
 
     @property

@@ -71,7 +71,8 @@ class Counting:
     @classmethod
     def from_json(cls, tree: Mapping[str, Any], unit: Unit, batches: int | None) -> Counting:
         """The counting that a checkpoint has kept. `batches` is the number of batches in an epoch that the definition
-        states."""
+        states.
+        """
         numbers = ("batches", "base", "interval")
         kept = {key: value if type(value := tree.get(key)) is int else None for key in numbers}
         return cls(

@@ -103,7 +103,8 @@ class FoundCheckpoint:
 
     def is_anew(self, before: FoundCheckpoint) -> bool:
         """Whether the checkpoint was written again after `before` was seen. A file added to its folder does not
-        count."""
+        count.
+        """
         changed = any(name in before.files and before.files[name] != look for name, look in self.files.items())
         return changed or bool(self.places - before.places)
 

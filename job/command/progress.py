@@ -276,7 +276,8 @@ class StepReader:
 
     def _is_of_training(self, line: OutputLine) -> bool:
         """Whether the bar belongs to the training, by its words and by its total, which must be the declared total,
-        else the largest."""
+        else the largest.
+        """
         if line.is_other:
             return False
         tells_steps = line.place is not None and line.place.step is not None

@@ -46,7 +46,8 @@ class ResumeCheck:
     @property
     def expects_lines(self) -> bool:
         """Whether a line had shown a position when the checkpoint was begun, with which a later position can be
-        compared."""
+        compared.
+        """
         return self._counting.newest is not None and self._reads_lines
 
     @property
@@ -85,7 +86,8 @@ class ResumeCheck:
         self, anew: list[FoundCheckpoint]
     ) -> tuple[FoundCheckpoint | None, FoundCheckpoint | None, FoundCheckpoint | None]:
         """Three checkpoints that this start has written, or None for each: one with a lower number than the restored
-        one, the restored one again, and the next one."""
+        one, the restored one again, and the next one.
+        """
         kept = self._checkpoint
         if kept is None or kept.number is None:
             return None, None, None

@@ -67,7 +67,8 @@ class Node:
 @dataclass(frozen=True)
 class Beat:
     """A heartbeat: the training's position, and the cost of attempt and run by then. None means that the figure was not
-    known then."""
+    known then.
+    """
 
     ts: str = ""  # UTC, ISO
     step: Step = 0

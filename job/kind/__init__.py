@@ -39,7 +39,8 @@ class Kinds(Mapping[str, type[JobConfig]]):
 
 def _ready_made() -> Mapping[str, str]:
     """The place (`module:Class`) of each ready-made job's config, by the job's name; empty if job/experiments/ is
-    missing."""
+    missing.
+    """
     try:
         places: Mapping[str, str] = named(_READY_MADE)
     except ModuleNotFoundError as error:

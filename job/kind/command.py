@@ -267,7 +267,8 @@ class CommandConfig(JobConfig):
     @property
     def parts(self) -> NodeParts:  # type: ignore[override]
         """Which parts of a checkpoint the nodes write: each node writes its own part, but only the leader writes a file
-        that is overwritten."""
+        that is overwritten.
+        """
         own = [re.sub(r"\\\{.*?\\\}|\\\*", "[^/]*", re.escape(each)) for each in self.names if RANK in each]
         of_rank = (self.format.of_rank, *(each + ".+" if each.endswith("/") else each for each in own))
         leaves = self.saves and not self.checkpoint.rewritten
@@ -351,7 +352,8 @@ class CommandConfig(JobConfig):
     @property
     def demands(self) -> Demands:  # type: ignore[override]
         """What the command needs from a node. A command with a set-up, or with `install` in its text, may install
-        packages."""
+        packages.
+        """
         return Demands(
             apart=self._trains_apart(),
             like_nodes=self.checkpoint.same_gpus and self.gpus is None and self.device == "cuda",
@@ -460,7 +462,8 @@ class CommandConfig(JobConfig):
 
     def ranks(self, gpu_count: int, nodes: int = 1) -> int:
         """The number of GPUs that the command uses: as many as the file says, or all if the command starts a process
-        for each."""
+        for each.
+        """
         several = any(word in self.command for word in LAUNCHERS) or any(
             each.counts and each.gpus and each.gpus > 1 for each in self._told_times()
         )

@@ -67,7 +67,8 @@ def one_or_more() -> Any:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
     """When checkpoints are saved: by time, not steps. `heartbeat_s` is for the supervisor; it is here because job and
-    supervisor both read it."""
+    supervisor both read it.
+    """
 
     interval_s: float = bounded(300.0, 0.5, 86400.0)
     heartbeat_s: float = bounded(60.0, 0.5, 3600.0)

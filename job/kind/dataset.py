@@ -35,7 +35,8 @@ class Dataset(ABC, Generic[C]):
     @abstractmethod
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
         """The dataset in `folder`. Unless it exists already, it is made now from the given text or from data.source.
-        Raises ValueError."""
+        Raises ValueError.
+        """
 
     @abstractmethod
     def accept(self, folder: Path, given: Given) -> DatasetManifest:
@@ -66,7 +67,8 @@ class Dataset(ABC, Generic[C]):
 
     def weights_differ(self, folder: Path) -> str:
         """How base weights in `folder` contradict the parameters, as a phrase to put after their name; empty if they do
-        not."""
+        not.
+        """
         return ""
 
     def check_weights(self, folder: Path, say: Say) -> None:

@@ -107,7 +107,8 @@ class Workload(ABC):
 
     def gpus_needed(self, there: int = 1) -> int:
         """The least number of GPUs for the job on a node that has `there` GPUs; with `there` = 1, on any node; 0 for a
-        job on a CPU."""
+        job on a CPU.
+        """
         return 0 if self.device == "cpu" else self.gpus or self.ranks(there)
 
     def products(self) -> str:
@@ -120,7 +121,8 @@ class Workload(ABC):
 
     def doubts(self, steps: int) -> Iterator[str]:
         """Settings that make a paid run worthless, with a sentence for each. `steps` is the number of steps of its
-        longest phase with the prepared data."""
+        longest phase with the prepared data.
+        """
         yield from ()
 
     @property

@@ -283,7 +283,8 @@ class NodeRun:
 
     def _watch_notice(self) -> None:
         """Watches for an interruption notice until the job watches for it: a boot that AWS interrupts is not a failed
-        attempt."""
+        attempt.
+        """
         while not self._job_looks:
             if self._noticed() and not self._job_looks:
                 self._record_exit(AttemptExit.INTERRUPTED, "interrupted")
@@ -556,7 +557,8 @@ class NodeRun:
 
     def _speaks(self) -> bool:
         """Whether this node, and not another of several nodes, has ended the run. This node sends the message to
-        people."""
+        people.
+        """
         return not self._terms().is_gang or self._who_ended() in ("", self.machine.instance)
 
     def _who_ended(self) -> str:

@@ -123,7 +123,8 @@ def own_code(settings: Settings, scratch: Path) -> list[str]:
 
 def _has_files_of_others(settings: Settings) -> bool:
     """Whether files here may belong to a user of a command's image or of a data volume; only root can serve such
-    files."""
+    files.
+    """
     return bool(settings.job_image or settings.data_volume)
 
 

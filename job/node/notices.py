@@ -73,7 +73,8 @@ class Notices:
 
     def end(self, what: str) -> None:
         """Sends the last message of the run, and disables the schedule that reports silence, because nothing has to
-        train any more."""
+        train any more.
+        """
         self._ended = True
         self._briefly(lambda: self._end(what))
 

@@ -37,7 +37,8 @@ class Schedule:
 
     def move(self, at: float, fleets: Sequence[str] = ()) -> bool:
         """Moves the schedule to this moment (epoch seconds), for these `fleets` if any are given. Returns whether that
-        succeeded."""
+        succeeded.
+        """
         changed: dict[str, Any] = {"ScheduleExpression": f"at({_hour(at)})"}
         if fleets and self._ask():
             request = json.dumps({"FleetIds": list(fleets), "TerminateInstances": True})

@@ -357,7 +357,8 @@ class Supervisor:
 
     def _lost(self) -> str:
         """In which way a GPU of this node is broken; empty if none is, or if earlier nodes were refused for the same
-        reason."""
+        reason.
+        """
         if self.world.sampler is None or attempts.accepts(self.others.attempts):
             return ""
         return self.world.sampler.lost()

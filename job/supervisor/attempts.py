@@ -135,7 +135,8 @@ def read_before(
     store: Store, run: RunFile, own: Node, opened: Callable[[str], Store] = open_store
 ) -> tuple[Decimal, Decimal]:
     """USD and seconds that the stages before this one have spent. Raises StoreError; Raises DoubtError if one of their
-    records is damaged."""
+    records is damaged.
+    """
     usd, seconds = Decimal(0), Decimal(0)
     for stage in run.before:
         place = opened(f"{bucket_uri(store.uri, run.run)}/{bucket.stage_of(run.run, stage)}")

@@ -393,7 +393,8 @@ class Publisher:
 
     def _hand_on(self) -> None:
         """Lists the outputs of a stage, so that later stages can verify them. Later stages begin only when this one is
-        done."""
+        done.
+        """
         folder = self._workdir / FINAL
         files = [
             {"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": self._hash(path)}

@@ -1,5 +1,6 @@
 """The functions and settings that the supervisor gets from outside its process, which tests replace; and the causes for
-which training stops."""
+which training stops.
+"""
 
 from __future__ import annotations
 

@@ -127,7 +127,8 @@ def _printed(argv: list[str], options: argparse.Namespace, record: Path | None =
 
 def pull(words: list[str]) -> int:
     """Pulls nothing, because 15 GB are too much for a laptop. The pull fails where a registry would refuse the
-    image."""
+    image.
+    """
     image = words[-1]
     if not re.fullmatch(r"[a-z0-9][a-z0-9._/:-]*(:[\w.-]+)?@sha256:[0-9a-f]{64}", image):
         print(f"docker: {image} names no digest", file=sys.stderr)

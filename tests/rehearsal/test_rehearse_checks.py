@@ -94,6 +94,16 @@ class CheckedWorld:
         )
 
 
+def test_a_notice_to_a_node_of_another_stage_is_not_this_one_s(tmp_path: Path) -> None:
+    rehearsal = CheckedWorld().rehearsal(tmp_path)
+    of_another = SimpleNamespace(facts={"seconds": 9.0, "node": "i-9"})
+    own = rehearsal.timeline.select("seen")
+    rehearsal.timeline.select = lambda _: [*own, of_another]
+    found = list(evidence.checks(Evidence(rehearsal)))
+    assert all(check.held for check in found)
+    assert len([check for check in found if check.name == "notice seen"]) == 1
+
+
 def broken(found: Evidence) -> str:
     """What did not hold, as the last line of a rehearsal has it."""
     return "; ".join(f"{check.name}: {check.figure}" for check in evidence.checks(found) if check.is_broken)

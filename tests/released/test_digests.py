@@ -15,14 +15,11 @@ import yaml
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.program.run_guard import DIGESTS, creation_digest
 from tests.released.recorded import BEFORE, RECORDS, definition_keys, opened, place
-from tests.repository import ROOT
+from tests.repository import OF_ONE_JOB, ROOT
 
 NOW = datetime(2026, 11, 27, tzinfo=UTC)
 # One of each kind of job. No version before 0.2.0 has run a file with stages.
-FILES = [
-    *(path for path in sorted(ROOT.glob("stacks/*.yaml")) if "\nstages:\n" not in path.read_text()),
-    ROOT / "examples" / "nanogpt.yaml",
-]
+FILES = [*OF_ONE_JOB, ROOT / "examples" / "nanogpt.yaml"]
 SCHEMA = json.loads((ROOT / "gpufleet" / "infra" / "definition" / "definition.schema.json").read_text())
 every_record = pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.name)
 

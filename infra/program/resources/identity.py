@@ -253,7 +253,8 @@ def _private_images(definition: StackDefinition) -> list[dict[str, Any]]:
 
 def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
     """The right to read the job's secrets and no others. Keys that AWS manages need no right; a customer key must be
-    named."""
+    named.
+    """
     region, key = definition.fleet.region, definition.account.kms_key
     secret = dict.fromkeys(name for each in definition.parts for name in each.job.parameters.demands.secrets.values())
     named = [*secret, *filter(None, [definition.notify.webhook])]

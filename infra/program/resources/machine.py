@@ -1,5 +1,6 @@
 """Declares a state machine that changes a run's fleet, with its role; gather.py, fallback.py and stages.py write its
-steps."""
+steps.
+"""
 
 from __future__ import annotations
 

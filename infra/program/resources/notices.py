@@ -146,7 +146,8 @@ def _may_publish(topic_arn: str) -> dict[str, Any]:
 
 def _events_may_publish(topic_arn: str) -> dict[str, Any]:
     """The right of EventBridge to publish, only for this account's rules. The account's own roles need no topic
-    policy."""
+    policy.
+    """
     account = topic_arn.split(":")[4]
     return {
         "Version": "2012-10-17",

@@ -13,7 +13,8 @@ from gpufleet.infra.program.resources.machine import AGAIN, MODIFY_FLEET
 
 def steps(fleet: str, nodes: int) -> dict[str, Any]:
     """The one step: it sets the fleet's size. It changes nothing for a fleet that has this size already, or that does
-    not exist any more."""
+    not exist any more.
+    """
     asked = {"FleetId": fleet, "TargetCapacitySpecification": {"TotalTargetCapacity": nodes}}
     task = {"Type": "Task", "Resource": MODIFY_FLEET, "Parameters": asked, "Retry": [AGAIN], "End": True}
     return {"Comment": "a stage of a gpufleet run begins", "StartAt": "Begin", "States": {"Begin": task}}

@@ -97,7 +97,8 @@ def one_time(
     enabled: bool = True,
 ) -> aws.scheduler.Schedule:
     """A one-time schedule with `stop`'s group and role. Nodes move its time; `up` resets it only if `trigger`
-    changes."""
+    changes.
+    """
     return aws.scheduler.Schedule(
         resource,
         name=name,

@@ -1,5 +1,6 @@
 """The tags on everything that a stack owns. Each resource states them, because a provider's default tags do not reach a
-fleet's nodes."""
+fleet's nodes.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from gpufleet.infra.program.resources.identity import node_statements
 from gpufleet.rehearsal.handlers.table import UNKNOWN
 from tests.infra.command_files import command_file
 from tests.infra.declared_world import Declared, declare
-from tests.repository import ROOT
+from tests.repository import OF_ONE_JOB, ROOT
 
 GROWTH = ROOT / "stacks" / "tinystories-growth.yaml"
 TEMPLATE, FLEET = "aws:ec2/launchTemplate:LaunchTemplate", "aws:ec2/fleet:Fleet"
@@ -37,9 +37,8 @@ def _variant() -> str:
     return f"{text}\nnotify: {{email: me@example.org, webhook: ssm:/team/hook}}\n"
 
 
-FILES = {path.stem: path.read_text() for path in sorted((ROOT / "stacks").glob("*.yaml"))}
 FORMS = {  # each with one fleet: tests/infra/program/test_stages_declared.py has the fleets of stages
-    **{name: (name, text) for name, text in FILES.items() if "\nstages:\n" not in text},
+    **{path.stem: (path.stem, path.read_text()) for path in OF_ONE_JOB},
     "rehearsed": (GROWTH.stem, rehearsal_text(GROWTH)),  # this holds for the other files too, but each takes seconds
     "the other choices": ("other", _variant()),
 }
