@@ -94,6 +94,7 @@ class Resumption:
     signalled: bool  # whether a command got its signal
     reason: str  # why the restored checkpoint was made; empty: there was none
     observed: Observed = field(default_factory=Observed)  # the next node's observations of a command
+    doubt: str = ""  # why the interrupted node's last checkpoint does not count
 
     def saved(self, every: int | None) -> bool | None:
         """Whether the next node resumes from what a command has saved after its signal. None means not shown: no signal
@@ -172,6 +173,7 @@ class Evidence:
                     signalled=before.signalled,
                     reason=watch.manifests.get(taken.resumed_step, ""),
                     observed=after.observed,
+                    doubt=before.observed.doubt,
                 )
             )
         return found
@@ -189,6 +191,7 @@ class Evidence:
             signalled=view.signalled,
             reason=watch.manifests.get(begun.step, ""),
             observed=begun.leader.observed if begun.leader else Observed(),
+            doubt=view.observed.doubt,
         )
 
 

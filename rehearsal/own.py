@@ -232,7 +232,9 @@ def advice(notices: Sequence[Resumption], every: int | None, declared: bool | No
         return (
             "not shown: a save came then as it does every so many steps; another rehearsal.interruptions.seed may show"
         )
-    saves = all(saved)
+    saves, doubt = all(saved), next((each.doubt for each in notices if each.doubt), "")
+    if doubt and not saves:
+        return f"not shown: {doubt}"
     found = "it did" if saves else "it did not"
     if saves == (declared is True):
         return f"{found}, as the bill has it"

@@ -126,6 +126,7 @@ class CommandCheckpoints:
         self._own = ForeignFolder(user)
         self.folder, self.newest, self.committed_at = folder, -1, clock()
         self.newest_is_on_signal = False  # whether the command made the newest commit because it was asked to leave
+        self.doubt = ""  # why a checkpoint does not count whose writer may have left it cut
         self.count = 0  # commits of this start
         self.counted = -1  # the newest step of a checkpoint of this start
         self._config, self._user, self._kept = config, user, workdir / CHECKPOINTS
@@ -348,7 +349,7 @@ class CommandCheckpoints:
                 continue
             # The writer of a checkpoint that was looked at only once may have ended before that look.
             was_closed = watched.still and watched.since < self._looked_at
-            if by_itself or was_closed or self._shows_a_cut(found):
+            if by_itself or was_closed or self._is_sure(found):
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, False))
                 self._settle()
                 if not self._is_new(found):
@@ -429,20 +430,24 @@ class CommandCheckpoints:
             if found.number is not None and latest is not None and found.number < latest:
                 self._say_once(f"{found.title} does not count: {lacking}")
             return False
-        if watched.doubtful and not self._shows_a_cut(found):
-            self._say_once(
-                f"{found.title} does not count: a process ended when it was written, and may have left it cut; one"
-                " that is written under another name and then renamed counts"
-            )
+        if watched.doubtful and not self._is_sure(found):
             return False
         has_later = found.number is not None and latest is not None and found.number < latest
         # The leader names its first checkpoint only when its ranks have gone on, or after FIRST_QUIET_S. By then the
         # ranks of other nodes have written their parts too, so that a notice's time is not spent on waiting.
         return self._is_settled or has_later or quiet >= (SAVING_S if self._node else FIRST_QUIET_S)
 
-    def _shows_a_cut(self, found: FoundCheckpoint) -> bool:
+    def _is_sure(self, found: FoundCheckpoint) -> bool:
+        """Whether the format of a checkpoint whose writer has ended would show a cut; says so if it would not."""
         with suppress(OSError):
-            return self.names.shows_a_cut(lambda name: self._own.open(self.folder / name), found)
+            if self.names.shows_a_cut(lambda name: self._own.open(self.folder / name), found):
+                return True
+        self.doubt = (
+            f"{found.title} does not count: the process that wrote it ended right then, and may have left it cut. Files"
+            " of torch.save, safetensors and JSON count, because they show a cut; others if the process lives for two"
+            " more seconds"
+        )
+        self._say_once(self.doubt)
         return False
 
     def _find_written(self, checkpoints: Iterable[FoundCheckpoint]) -> set[File] | None:

@@ -164,6 +164,7 @@ class CommandStart:
             unread=tuple(self._output.unread),
             begun=len(there),
             checkpoints=self._checkpoints.count,
+            doubt=self._checkpoints.doubt,
             restored=None if self.restored is None else self.restored.step,
             resumes="" if self._resumption is None else self._resumption.verdict,
             why="" if self._resumption is None else self._resumption.why,

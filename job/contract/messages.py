@@ -222,6 +222,7 @@ class Observed(Message):
     unread: tuple[str, ...] = ()  # the last lines with numbers that gave none
     begun: int = 0  # checkpoints that exist
     checkpoints: int = 0  # whole checkpoints
+    doubt: str = ""  # why the newest checkpoint does not count, if its writer may have left it cut
     restored: Step | None = None  # the step of the checkpoint that the command was given
     resumes: str = ""  # goes on, begins anew, not shown; empty: the command was given no checkpoint
     why: str = ""

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -342,4 +343,6 @@ def test_the_file_is_told_what_was_found_out() -> None:
     assert own.advice([ON_SIGNAL, NOT], 50, True).startswith("it did not: write job.stop.saves: false")
     assert own.advice([NOT], 50, None) == "it did not, as the bill has it"
     assert own.advice([USUAL], 50, False).startswith("not shown: a save came then")
+    in_doubt = replace(NOT, doubt="a.bin does not count: it may be cut")
+    assert own.advice([in_doubt], 50, None) == "not shown: a.bin does not count: it may be cut"
     assert own.advice([NEVER], 50, False) == "not shown: no signal was sent, job.stop.saves is false"
