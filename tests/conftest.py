@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gpufleet.rehearsal.environment import forget_account
-from tests import own_prices  # noqa: F401 - before anything has read the catalog
+from tests import descriptions, own_prices  # noqa: F401 - before anything has read the catalog or a description
 from tests.dates import MOVED_CLOCK
 from tests.waiting import children
 

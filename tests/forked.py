@@ -19,6 +19,7 @@ from tests.repository import ROOT
 
 SERVER = """# forked
 import json, os, runpy, sys
+import tests.descriptions
 import boto3, numpy, pulumi_aws as aws, yaml
 import gpufleet.infra.bill.table, gpufleet.infra.evidence.receipts
 import gpufleet.infra.program.plan, gpufleet.infra.program.previous, gpufleet.infra.program.resources.declare
