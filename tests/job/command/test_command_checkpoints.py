@@ -254,7 +254,7 @@ def test_a_file_whose_writer_ended_before_the_only_look_is_in_doubt_where_the_co
     disk.found.end(by_itself=False)
     assert disk.committed() == []
     assert disk.said == [disk.found.doubt]
-    assert disk.found.doubt.startswith("checkpoint of step 5 does not count: the process that wrote it ended right then")
+    assert disk.found.doubt.startswith("checkpoint of step 5 does not count: the process that wrote it ended")
 
 
 def test_a_process_that_exits_is_not_alive_though_it_is_still_there(
