@@ -20,7 +20,7 @@ from gpufleet.infra.risk import simulation, unknown
 from gpufleet.infra.risk.cadence import BestInterval, optimal
 from gpufleet.infra.risk.hazard import HAZARD_WORDS, Floats, Hazard, Hazards, find, gather, wait
 from gpufleet.infra.risk.unknown import Unknown
-from gpufleet.job.contract.run import NoticeEstimate, PhaseEstimate
+from gpufleet.job.contract.estimate import NoticeEstimate, PhaseEstimate
 from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 

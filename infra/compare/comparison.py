@@ -29,9 +29,7 @@ class Comparison:
     listed: list[Row]  # its scenarios, in order
     rows: list[Row]  # options, ranked
     frontier: list[Row]  # the best of the options
-    regions: list[Row]  # the chosen work in each region, the cheapest first
-    # the chosen work with the file's batch, then with larger batches; empty if no larger batch is possible
-    batches: list[Row]
+    study: Study  # the data for rows that are simulated only when a screen shows them
     # if there is a deadline: the plan that uses spot first and on demand later, and its type
     policy: tuple[deadline.DeadlinePlan, str] | None
 
@@ -49,6 +47,18 @@ class Comparison:
     def own_frontier(self) -> list[Row]:
         """The options that no other option beats in both mean dollars and hours."""
         return ranking.frontier(self.own_rows)
+
+    @property
+    def regions(self) -> list[Row]:
+        """The work in each region, the cheapest first; simulated now, because few screens show it."""
+        return ranking.every_region(self.definition, self.study)
+
+    @property
+    def batches(self) -> list[Row]:
+        """The work with the file's batch, then with larger batches, simulated now; empty if no larger one is
+        possible.
+        """
+        return ranking.every_batch(self.definition, self.study)
 
     @property
     def title(self) -> str:
@@ -84,8 +94,7 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
         listed=ranking.scenarios(definition, variants, study),
         rows=rows,
         frontier=ranking.frontier(rows),
-        regions=ranking.every_region(whose, study),
-        batches=ranking.every_batch(whose, study),
+        study=study,
         policy=ranking.deadline_policy(rows, name, study.hours_left),
     )
 

@@ -25,7 +25,7 @@ from gpufleet.infra.definition.model import (
     Vpc,
 )
 from gpufleet.infra.market.reservation import CapacityBlock
-from gpufleet.job.contract.terms import MOST_NODES
+from gpufleet.job.contract.gathering import MOST_NODES
 from gpufleet.job.kind import EXPERIMENTS
 from gpufleet.job.kind.convert import Rule
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, KeysView
 from dataclasses import dataclass, field, is_dataclass, replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from functools import cache
 from itertools import islice
 from typing import Any, Literal
 
@@ -47,7 +48,6 @@ SECTIONS: dict[str, type[Any]] = {
 }
 # One folder of keys per section: where a key written in the wrong place belongs.
 _HOME = {f.name: section for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)}
-_OF_COMMAND = [f.name for f in dataclasses.fields(KINDS[COMMAND])]
 # Names of the same keys in other tools.
 _ALSO = {
     "gpu": "cuda",
@@ -198,11 +198,17 @@ def _job(node: Node | None, findings: Findings) -> Job:
     return Job(**values, experiment=COMMAND, parameters=config)
 
 
+@cache
+def _command_keys() -> list[str]:
+    """The keys of a command. Most bills need none of them, nor the module of that kind."""
+    return [f.name for f in dataclasses.fields(KINDS[COMMAND])]
+
+
 def job_keys(node: Node | None, *, laid_over: bool = False) -> list[str]:
     """The keys that `job` may have, given its `node`; `laid_over`: in a rehearsal or scenario."""
     if not _is_command(node):
         return ["parameters"] if laid_over else list(READY_MADE)
-    return _OF_COMMAND if laid_over else ["image", "supervisor_image", *_OF_COMMAND]
+    return _command_keys() if laid_over else ["image", "supervisor_image", *_command_keys()]
 
 
 def _is_command(node: Node | None) -> bool:
@@ -212,7 +218,7 @@ def _is_command(node: Node | None) -> bool:
     """
     if not isinstance(node, Mapping) or "experiment" in node.entries:
         return isinstance(node, Mapping) and "command" in node.entries
-    return bool(node.entries.keys() & set(_OF_COMMAND)) or _meant_one(node.entries.keys()) == "command"
+    return bool(node.entries.keys() & set(_command_keys())) or _meant_one(node.entries.keys()) == "command"
 
 
 def _meant_one(keys: Iterable[str]) -> str:
@@ -316,7 +322,7 @@ def check_keys(
             hint, meant = f"It belongs under {_HOME[key]}.", f"{_HOME[key]}.{key}"
         elif near := _meant(key, names):
             hint, meant = f"Nearest: {near}.", f"{prefix}{near}"
-        elif key in _OF_COMMAND and path != "job":
+        elif key in _command_keys() and path != "job":
             hint = "It belongs under job, where that is a command of your own."
         else:
             hint = _ELSEWHERE.get(key.lower(), "")

@@ -224,12 +224,19 @@ def simulate_each(
         raise ValueError("simulate a run with a planned end by itself")
     sizes = [min(_CHUNK, runs - start) for start in range(0, runs, _CHUNK)]
     together = max(1, _CHUNK // max(1, runs))
-    found: list[SimulatedRuns] = []
-    for start in range(0, len(exposures), together):
-        some = exposures[start : start + together]
-        parts = [_chunk(some, _luck(seed, at, size), attempts, unfinished=unfinished) for at, size in enumerate(sizes)]
-        found += [_joined(of_one) for of_one in zip(*parts, strict=True)]
-    return found
+    # What only some need, several nodes or any interruption, is computed for all that are simulated together.
+    alike: dict[tuple[bool, bool], list[Exposure]] = {}
+    for each in dict.fromkeys(exposures):
+        alike.setdefault((each.nodes > 1, bool(each.chance.median)), []).append(each)
+    found: dict[Exposure, SimulatedRuns] = {}
+    for group in alike.values():
+        for start in range(0, len(group), together):
+            some = group[start : start + together]
+            parts = [
+                _chunk(some, _luck(seed, at, size), attempts, unfinished=unfinished) for at, size in enumerate(sizes)
+            ]
+            found.update(zip(some, map(_joined, zip(*parts, strict=True)), strict=True))
+    return [found[each] for each in exposures]
 
 
 def simulate_together(exposures: Sequence[Exposure], *, runs: int) -> list[SimulatedRuns]:

@@ -9,6 +9,7 @@ The node's own Python reads this file: nothing newer than 3.9 here.
 
 from __future__ import annotations
 
+MOST_NODES = 16  # the most nodes in one run
 LATER_S = 600.0  # nodes that boot together become ready within this time
 PAUSE_S, LONGEST_PAUSE_S = 3600.0, 14400.0
 LET_GO = "let go"  # the exit's reason of a node that waited in vain

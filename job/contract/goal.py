@@ -14,7 +14,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from gpufleet.job.contract import metrics, reading
+from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import Amount, DoubtError
 from gpufleet.job.contract.workdir import METRICS, RESULTS
 
@@ -88,6 +88,8 @@ def shown(figure: Decimal) -> str:
 
 def results_in(folder: Path) -> Results:
     """The figures in the files of a work folder, or of downloaded results."""
+
+    from gpufleet.job.contract import metrics  # imported here: a bill, which only names its goals, reads no metrics
 
     def content(name: str) -> bytes:
         path = folder / name

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 
 from gpufleet.job.contract import reading
+from gpufleet.job.contract.gathering import MOST_NODES
 from gpufleet.job.contract.reading import DoubtError, Fields, Moment, Seconds
-
-MOST_NODES = 16  # the most nodes in one run
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from gpufleet.job.contract.run import NoticeEstimate, PhaseEstimate
+from gpufleet.job.contract.estimate import NoticeEstimate, PhaseEstimate
 from gpufleet.job.kind import JobConfig
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpufleet.job import atomic
-from gpufleet.job.experiments.sft.data import prepare_sft
+from gpufleet.job.experiments.sft.conversations import prepare_sft
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.kind import from_json
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast, get_args, get_type_hints
 
 from gpufleet.job.contract.inputs import DatasetManifest
-from gpufleet.job.experiments.dataset import prepare, weights
 from gpufleet.job.kind.common import Say
 from gpufleet.job.kind.dataset import Dataset, Given
 from gpufleet.job.kind.job import JobConfig
@@ -20,6 +19,8 @@ class PreparedDataset(Dataset[C]):
     arguments: ClassVar[dict[str, str]] = {}  # data.source -> the argument that `gpufleet prepare` takes for it
 
     def accept(self, folder: Path, given: Given) -> DatasetManifest:
+        from gpufleet.job.experiments.dataset import prepare  # imported here: a bill asks this class, and reads no data
+
         manifest = prepare.checked(folder)
         given.say(f"{folder} is prepared already: {prepare.describe(manifest)}")
         return manifest
@@ -31,6 +32,8 @@ class PreparedDataset(Dataset[C]):
         return self.arguments.get(self.source, "")
 
     def list_weights(self, folder: Path, say: Say) -> None:
+        from gpufleet.job.experiments.dataset import weights
+
         found = weights.describe(folder)
         say(f"{folder}: {len(found.files)} files of base weights, {found.bytes / 1e9:.2f} GB")
         if left := weights.left_out(folder):

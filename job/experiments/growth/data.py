@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpufleet.job.contract.inputs import DatasetManifest
-from gpufleet.job.experiments.dataset import prepare, sources
 from gpufleet.job.experiments.dataset.prepared import PreparedDataset
 from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.experiments.spec import too_short
@@ -16,6 +15,8 @@ class Stories(PreparedDataset[GrowthConfig]):
     """Windows of tokens."""
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+        from gpufleet.job.experiments.dataset import prepare, sources  # a bill reads no data
+
         config = self.config
         ids = sources.TextTokenizer(
             model_vocab=config.model.vocab, cache=folder.parent / "cache", file=given.tokenizer, say=given.say
@@ -30,6 +31,8 @@ class Stories(PreparedDataset[GrowthConfig]):
         return prepare.prepare(folder, source, model_vocab=config.model.vocab, say=given.say)
 
     def is_own(self, made_from: str) -> bool:
+        from gpufleet.job.experiments.dataset import sources
+
         return self.config.data.source == "tinystories" and made_from.startswith(sources.OWN_TEXT)
 
     def argument(self, *, own: bool = False) -> str:

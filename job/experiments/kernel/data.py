@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpufleet.job.contract.inputs import DatasetManifest
-from gpufleet.job.experiments.dataset.rendering import tokenizer_of
 from gpufleet.job.experiments.kernel.spec import KernelConfig
 from gpufleet.job.experiments.tuning.data import PackedData
 from gpufleet.job.kind.dataset import Given
@@ -15,7 +14,8 @@ class KernelPairs(PackedData[KernelConfig]):
     """Packed rows of pairs."""
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
-        from gpufleet.job.experiments.kernel.pairs import prepare_kernels  # imports numpy
+        from gpufleet.job.experiments.dataset.rendering import tokenizer_of
+        from gpufleet.job.experiments.kernel.pairs import prepare_kernels
 
         own = tokenizer_of(given.weights, given.tokenizer)
         return prepare_kernels(folder, self.config, text=given.text, tokenizer=own, say=given.say)

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset.prepared import PreparedDataset
-from gpufleet.job.experiments.pretrain.characters import prepare_characters
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig
 from gpufleet.job.experiments.spec import too_short
 from gpufleet.job.kind.dataset import Given
@@ -20,6 +19,8 @@ class Characters(PreparedDataset[PretrainConfig]):
     takes_tokenizer: ClassVar[bool] = False
 
     def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+        from gpufleet.job.experiments.pretrain.characters import prepare_characters  # a bill reads no data
+
         return prepare_characters(folder, self.config.data, seed=self.config.seed, text=given.text, say=given.say)
 
     def differs(self, manifest: DatasetManifest, weights: Path | None) -> str:

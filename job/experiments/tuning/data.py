@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from gpufleet.job.contract.inputs import DatasetManifest
-from gpufleet.job.experiments.dataset import prepare
 from gpufleet.job.experiments.dataset.prepared import PreparedDataset
-from gpufleet.job.experiments.dataset.rendering import TEMPLATES, FileTokenizer, file_id, foreign
 from gpufleet.job.experiments.models import hf_config
 from gpufleet.job.experiments.tuning.spec import TuningConfig
 from gpufleet.job.kind.common import Say
@@ -26,12 +24,13 @@ _KEYS = {  # parameters by the fact of packed rows
 
 
 class PackedData(PreparedDataset[T]):
-    """Rows that hold whole examples."""
+    """Rows that hold whole examples. The modules that read text are imported on use: a bill reads none."""
 
     arguments: ClassVar[dict[str, str]] = {"jsonl": "FILE.jsonl"}
 
     def accept(self, folder: Path, given: Given) -> DatasetManifest:
-        from gpufleet.job.experiments.dataset.packed import report  # imports numpy
+        from gpufleet.job.experiments.dataset import prepare
+        from gpufleet.job.experiments.dataset.packed import report
 
         manifest = prepare.checked(folder)
         given.say(f"{folder} is prepared already")
@@ -39,6 +38,8 @@ class PackedData(PreparedDataset[T]):
         return manifest
 
     def differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
+        from gpufleet.job.experiments.dataset.rendering import FileTokenizer, file_id
+
         ids = manifest.facts.get("vocab", 0)
         if ids > (known := self.config.model.vocab):
             return f"has {ids} ids, model.vocab is {known}: raise it to {ids} or more, or prepare anew"
@@ -74,6 +75,8 @@ class PackedData(PreparedDataset[T]):
 
     def check_weights(self, folder: Path, say: Say) -> None:
         """Warns of weights that were tuned on another chat template."""
+        from gpufleet.job.experiments.dataset.rendering import TEMPLATES, foreign
+
         config = self.config
         hf_config.check(folder, config.model)
         if config.longest() > (most := hf_config.positions(folder)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpufleet.job.contract.run import NoticeEstimate, PhaseEstimate
+from gpufleet.job.contract.estimate import NoticeEstimate, PhaseEstimate
 from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.experiments.kernel.spec import KernelConfig
 from gpufleet.job.experiments.pretrain.spec import PretrainConfig

@@ -13,8 +13,8 @@ import pytest
 from gpufleet.job import atomic, clock
 from gpufleet.job.contract.attempt import Node
 from gpufleet.job.contract.environment import BOOTED_AT
+from gpufleet.job.contract.estimate import PhaseEstimate
 from gpufleet.job.contract.metrics import Save
-from gpufleet.job.contract.run import PhaseEstimate
 from gpufleet.job.contract.spent import History
 from gpufleet.job.experiments.kernel.spec import KernelConfig
 from gpufleet.job.supervisor import staging

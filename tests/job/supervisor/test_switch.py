@@ -14,8 +14,8 @@ import pytest
 
 from gpufleet.job.contract.aws import HANDOVER_S
 from gpufleet.job.contract.bucket import FALLBACK
+from gpufleet.job.contract.estimate import PhaseEstimate
 from gpufleet.job.contract.reading import iso
-from gpufleet.job.contract.run import PhaseEstimate
 from gpufleet.job.contract.spent import History
 from gpufleet.job.contract.terms import FallbackTerms, RunLimits, Terms, TypePrices
 from gpufleet.job.experiments.growth.spec import GrowthConfig

@@ -24,7 +24,7 @@ from gpufleet.job.experiments.dataset.rendering import (
     open_chat_tokenizer,
 )
 from gpufleet.job.experiments.models.config import DecoderConfig
-from gpufleet.job.experiments.sft.data import prepare_sft
+from gpufleet.job.experiments.sft.conversations import prepare_sft
 from gpufleet.job.experiments.sft.spec import ChatData, RowEval, SftConfig
 from tests.job.sft_world import CHATML, LLAMA, bpe, jsonl
 

@@ -19,7 +19,7 @@ from gpufleet.job.experiments.kernel.pairs import byte_tokenizer
 from gpufleet.job.experiments.models import hf, lora
 from gpufleet.job.experiments.models.config import Lora
 from gpufleet.job.experiments.models.decoder import Decoder, build
-from gpufleet.job.experiments.sft.data import prepare_sft
+from gpufleet.job.experiments.sft.conversations import prepare_sft
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.kind import from_json
 from tests.job import sft_world as sft

@@ -17,7 +17,7 @@ from gpufleet.job.experiments.engine.packed_rows import PackedBatches
 from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.experiments.models import decoder
 from gpufleet.job.experiments.models.decoder import positions
-from gpufleet.job.experiments.sft.data import prepare_sft
+from gpufleet.job.experiments.sft.conversations import prepare_sft
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.kind import from_json
 from tests.job import sft_world as sft

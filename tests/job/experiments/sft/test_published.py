@@ -19,7 +19,7 @@ from gpufleet.job.experiments.dataset.rendering import TEMPLATES, jinja
 from gpufleet.job.experiments.models import hf, hf_config
 from gpufleet.job.experiments.models.decoder import build
 from gpufleet.job.experiments.models.generate import generate
-from gpufleet.job.experiments.sft.data import prepare_sft
+from gpufleet.job.experiments.sft.conversations import prepare_sft
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.kind import from_json

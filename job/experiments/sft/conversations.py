@@ -1,0 +1,65 @@
+"""Makes sft-h100's dataset: packed rows of a user's or of generated conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from gpufleet.job.contract.inputs import DatasetManifest
+from gpufleet.job.experiments.dataset.chat import SHOWN, GeneratedPairs, JsonlChats
+from gpufleet.job.experiments.dataset.packed import prepare_packed
+from gpufleet.job.experiments.dataset.packing import Packing
+from gpufleet.job.experiments.dataset.rendering import TEMPLATES, FileTokenizer, WordTokenizer, own_tokenizer
+from gpufleet.job.experiments.dataset.untrained import untrained
+from gpufleet.job.experiments.sft.spec import SftConfig
+from gpufleet.job.text import counted
+
+
+def prepare_sft(
+    folder: Path,
+    config: SftConfig,
+    *,
+    text: Path | None = None,
+    tokenizer: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> DatasetManifest:
+    """sft-h100's dataset from a JSONL file (`text`), or generated pairs. `tokenizer`: the base weights' own
+    tokenizer.json; without one, generated pairs get one id per word. Raises ValueError.
+    """
+    data, template = config.data, TEMPLATES[config.model.family]
+    how = Packing(
+        row=data.row,
+        longest=min(data.longest, data.row),
+        loss_on=data.loss_on,
+        held_out=data.held_out,
+        packing=config.measures.packing,
+        prompts=config.eval.prompts,
+        texts=not config.measures.pretokenised,
+        seed=config.seed,
+    )
+    if data.source == "generated-pairs" and text is None:
+        pairs = GeneratedPairs(data.examples, config.seed)
+        ids = WordTokenizer.from_text(pairs.text(), template) if tokenizer is None else FileTokenizer(tokenizer)
+        return prepare_packed(folder, pairs, ids, template, how, model_vocab=config.model.vocab, say=say)
+    if text is None:
+        raise ValueError("data.source is jsonl: name the file, gpufleet prepare STACK examples.jsonl")
+    own, chats = own_tokenizer(tokenizer), JsonlChats(text)
+    manifest = prepare_packed(folder, chats, own, template, how, model_vocab=config.model.vocab, say=say)
+    warn_of_untrained(config, own, say)
+    if chats.left_out:
+        keys = ", ".join(f"{key} ({counted(f'{n:,}', 'line')})" for key, n in chats.left_out.most_common(SHOWN))
+        say(f"left out, unused in training: {keys}; the keys read are instruction, response and system, or messages")
+    return manifest
+
+
+def warn_of_untrained(config: SftConfig, tokenizer: FileTokenizer, say: Callable[[str], None]) -> None:
+    """Warns if an adapter would never teach the base weights beside the tokenizer to end an answer."""
+    if config.method == "full" or config.lora.template_tokens:
+        return
+    if odd := untrained(tokenizer, TEMPLATES[config.model.family]):
+        say(
+            f"warning: {tokenizer.file.parent}: rows of the chat template's tokens look untrained ({odd}), and "
+            "adapters train neither embedding nor head: the tuned model may never stop. Set "
+            "job.parameters.lora.template_tokens: true, which trains these rows, or start from weights that were tuned "
+            "on this template"
+        )
