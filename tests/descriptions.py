@@ -8,4 +8,4 @@ import functools
 
 import botocore.session
 
-botocore.session.create_loader = functools.cache(botocore.session.create_loader)  # type: ignore[attr-defined]
+botocore.session.create_loader = functools.cache(botocore.session.create_loader)

@@ -23,7 +23,7 @@ from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import Disk, Keep, StackDefinition
 from gpufleet.infra.definition.scenarios import scenario
 from gpufleet.infra.risk import simulation
-from gpufleet.job.contract import run as run_file
+from gpufleet.job.contract import estimate
 from gpufleet.job.contract.reading import Fields
 from gpufleet.job.contract.terms import Rates, RunLimits
 from gpufleet.job.experiments.sft.spec import SftConfig
@@ -142,7 +142,7 @@ def test_an_accepted_limit_lets_the_jobs_meter_come_to_the_end_of_the_work(hours
     exposure, hourly = found.chosen.exposure, found.hourly_usd
     rates = Rates(capacity="on-demand", on_demand=found.chosen.price.amount, spot=None, hourly=hourly)
     limits = RunLimits(max_usd=Decimal(3), max_hours=Decimal(hours), deadline=None)
-    told = run_file.BillEstimate.from_json(Fields(to_json(found)), hourly)
+    told = estimate.BillEstimate.from_json(Fields(to_json(found)), hourly)
     forecast = Forecast(plan.job.parameters, found.chosen.type, phases=told.phases, notice=told.notice)
     reserve_s = forecast.end_s(2999, None) + RESERVE_S
     assert exposure.reserve_h * 3600 == pytest.approx(reserve_s, abs=0.1)
