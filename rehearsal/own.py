@@ -93,7 +93,7 @@ def listing(definition: StackDefinition, root: Path) -> Listing:
 
 
 def _contents(files: Iterable[Path]) -> Listing:
-    """Returns the files with hashes of their content, because git and its hooks may rewrite a file without changing it."""
+    """Returns the files with hashes of their content, because git may rewrite a file without changing it."""
     return {path: atomic.sha256(path) if path.is_file() else "" for path in files}
 
 

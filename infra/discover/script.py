@@ -202,7 +202,7 @@ def _which_trains(code: CodeFolder, begun: list[StartedProgram]) -> tuple[Starte
 
 
 def trains(reach: Reach) -> bool:
-    """Whether the reached code trains, which means that it calls backward, or a function that fits or trains something."""
+    """Whether the reached code trains: it calls backward, or a function that fits or trains something."""
     return bool(_TRAINS & set(reach.by_name))
 
 
@@ -249,7 +249,7 @@ def _named_like_training(name: str) -> float:
 
 
 def _runs(code: CodeFolder, name: str) -> bool:
-    """Whether the file's top level has a call or a loop, so that the file does more than define functions and classes."""
+    """Whether the file's top level has a call or a loop, so that it does more than define functions and classes."""
     body = tree.body if (tree := code.tree(name)) is not None else []
     run = (each for each in body if isinstance(each, ast.Expr | ast.For | ast.While))
     return any(not isinstance(getattr(each, "value", None), ast.Constant) for each in run)

@@ -132,7 +132,7 @@ class GangMember(Supervisor):
         return True
 
     def _newest_published(self) -> CheckpointPlace | None:
-        """Returns the checkpoint from which the next generation may begin, or None if there is none. Raises StoreError."""
+        """Returns the checkpoint from which the next generation may begin, or None. Raises StoreError."""
         entries = self._patiently(lambda: self.store.entries(bucket.CHECKPOINTS), bucket.CHECKPOINTS)
         places = gang.timely(bucket.published(each.key for each in entries), self.watch.view.newest)
         return places[-1] if places else None
@@ -489,7 +489,7 @@ class GangMember(Supervisor):
         return self.clock() - self._in_vain_since > 3 * PART_S  # a node's last report may be older than its part
 
     def _lower(self, code: int) -> tuple[int, int]:
-        """Returns the rung at which all nodes begin after this node ran out of memory, and the exit code that follows."""
+        """Returns the rung at which all nodes begin after memory ran out here, and the exit code that follows."""
         used = UsedRung.read(self.workdir)
         at, lower = (self.rung, self.rung + 1) if used is None else (used.rung, used.lower)
         if lower is None or lower >= len(self.run_file.config.ladder(self.world.ranks)):

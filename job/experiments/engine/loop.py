@@ -162,7 +162,7 @@ class Loop:
         return self._delivered
 
     def _resume(self, found: Found) -> list[Phase]:
-        """Takes over the checkpoint's state. Returns the phases that remain, beginning with the checkpoint's own phase."""
+        """Takes over the checkpoint's state. Returns the phases that remain, from the checkpoint's own phase on."""
         self._retries = found.commit.retries
         self.step, self.val_loss = found.step, found.progress["val_loss"]
         self._ended = found.progress.get("ended")
