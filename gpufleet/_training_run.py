@@ -73,7 +73,8 @@ class TrainingRun(pulumi.ComponentResource):
             plan = engine.planned(root, str(path), was, scenario=scenario, tags=tags)
             if plan.staged:
                 raise GpufleetError(
-                    f"{path} has stages: give it a Pulumi stack of its own, whose program is gpufleet's"
+                    f"{path} has stages, which a TrainingRun cannot declare. Make a Pulumi stack for it alone, with"
+                    " gpufleet's own program."
                 )
             _check_network(vpc_id, subnets, plan.definition.fleet.zones)
             _claim(plan.definition.name, name)

@@ -78,9 +78,9 @@ _TO_DO = {
     errno.EROFS: "That disk can only be read: run this in a copy of the project that can be written.",
     errno.EACCES: "Give yourself the right to it, then run it again.",
     errno.EPERM: "Give yourself the right to it, then run it again.",
-    errno.EEXIST: "A file or link has the name of a folder that is needed: move it away, then run it again.",
-    errno.ENOTDIR: "A file has the name of a folder that is needed: move it away, then run it again.",
-    errno.EISDIR: "A folder has the name of a file that is needed: move it away, then run it again.",
+    errno.EEXIST: "A file or link has the name of a folder that this command needs. Move it away, then run this again.",
+    errno.ENOTDIR: "A file has the name of a folder that this command needs. Move it away, then run this again.",
+    errno.EISDIR: "A folder has the name of a file that this command needs. Move it away, then run this again.",
 }
 DESCRIPTION = (
     "Train on rented AWS GPUs with the bill known before anything exists: your own script in any container, or a"

@@ -41,8 +41,8 @@ def lacking(definition: StackDefinition) -> Iterator[str]:
 
 
 def modules_lacking(definition: StackDefinition, root: Path) -> str:
-    """A message with the modules that the script imports and its Python on this machine lacks, and what to do; empty if
-    none is missing.
+    """Returns a message that names the modules that the script imports and its Python on this machine lacks, and what
+    to do. Returns an empty text if no module is missing.
     """
     config = definition.job.parameters
     if not isinstance(config, CommandConfig) or config.code is None or "PYTHONPATH" in (config.env or {}):
@@ -65,8 +65,8 @@ def modules_lacking(definition: StackDefinition, root: Path) -> str:
     )
     if config.demands.installs:
         return (
-            f"Warning: {python} lacks {places}, and job.setup does not name it. If nothing that it installs brings it,"
-            f" the script will fail in some minutes. {mend}"
+            f"Warning: {python} lacks {places}, and job.setup does not name that package. Unless another package of"
+            f" job.setup installs it, the script will fail after some minutes. {mend}"
         )
     return f"{definition.source}: the script imports what {python} does not have: {places}. {mend} Nothing was started."
 
@@ -87,13 +87,13 @@ def secret_values(wanted: Iterable[str]) -> Iterator[None]:
 
 
 def listing(definition: StackDefinition, root: Path) -> Listing:
-    """The shipped files of the code's folder; empty when nothing is shipped."""
+    """Returns the shipped files of the code's folder. Returns nothing if no code is shipped."""
     tree = code.read(definition, root)
     return _contents([] if tree is None else tree.files.values())
 
 
 def _contents(files: Iterable[Path]) -> Listing:
-    """The files with hashes of their content: git and its hooks rewrite files without changing them."""
+    """Returns the files with hashes of their content, because git may rewrite a file without changing it."""
     return {path: atomic.sha256(path) if path.is_file() else "" for path in files}
 
 

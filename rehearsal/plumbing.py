@@ -21,7 +21,9 @@ LINE = r"plumbing step (?P<step>\d+)"
 
 
 def stand_in(definition: StackDefinition, folder: Path, tree: Mapping) -> Mapping:
-    """The definition of a command with the stand-in as its command, whose code is written into `folder`."""
+    """Returns a command's definition in which a stand-in replaces the command. The stand-in's code is written into
+    `folder`.
+    """
     config = cast(CommandConfig, definition.job.parameters)
     every, pace_s = config.checkpoint.every, TRAINS_S / STEPS
     settings = {

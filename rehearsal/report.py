@@ -50,7 +50,7 @@ def write(
     text = json.dumps(summary(rehearsal, parts, receipt, checks), indent=1)
     (folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
     is_broken = any(check.is_broken for check in checks)
-    # The folder's final name: it is renamed in a moment.
+    # This is the folder's final name. If everything held, the folder gets it right after this report.
     place = (folder if is_broken else folder.with_suffix("")).relative_to(rehearsal.root)
     out(f"\nFiles: {place}/{{{NAME}, bill.json, receipt.json, summary.json, timeline.jsonl, results/}}")
     if not is_broken:
@@ -58,13 +58,15 @@ def write(
 
 
 def duration_check(seconds: float) -> Promise:
-    """How long the rehearsal took. On a busy machine it takes longer, so this fails no rehearsal."""
+    """The promise about how long the rehearsal takes. It fails no rehearsal, because a busy machine takes longer."""
     figure = f"{seconds:.0f} s (bar {BAR_S:.0f})"
     return Promise(name="the whole rehearsal", figure=figure, held=seconds <= BAR_S, required=False)
 
 
 def closing(checks: Sequence[Promise], seconds: float) -> str:
-    """The last line if no promise was broken: what was not shown, and which times are too long."""
+    """Returns the last line of a rehearsal in which no promise was broken. It names what was not shown, and which times
+    are too long.
+    """
     if unshown := [f"{check.name}: {check.figure}" for check in checks if not check.shown]:
         return f"NOT SHOWN, after {seconds:.0f} s: {'; '.join(unshown)}. Everything else held."
     slow = [f"{check.name}, {check.figure}" for check in checks if not check.held]
@@ -101,8 +103,8 @@ def summary(
 
 
 def losses(parts: Sequence[Evidence]) -> Iterator[str]:
-    """First and last loss of each phase of each part, the steps it took, and its newest validation figure under its
-    name.
+    """Returns the first and last loss of each phase of each part, the steps that the phase took, and its newest
+    validation figure with that figure's name.
     """
     rows = [row for part in parts for row in _losses(part)]
     heads = ("phase", "parameters", "active", "steps", "loss first", "last", "validation")

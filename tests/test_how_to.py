@@ -54,7 +54,7 @@ def written() -> dict[str, str]:
     return {heading: blocks[0] for heading, blocks in found.items() if blocks}
 
 
-CAMPAIGN = "Try many settings"
+CAMPAIGN = "Try many hyperparameters under one budget"
 
 
 @pytest.mark.parametrize("heading", sorted({*written()} - {CAMPAIGN}))

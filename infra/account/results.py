@@ -120,7 +120,7 @@ def fetch(
             each.name.startswith(FINAL) for each in objects
         ):
             kept = f"s3://{folder.bucket}/{folder.run}/{CHECKPOINTS}"
-            say(f"It left no {FINAL} either: its training, if there was any, is in {kept}")
+            say(f"The run left no {FINAL} either. If it has trained, its checkpoints are in {kept}")
         say(f"Complete for a run that ended with {reason}, which left no results.json. Its cost: {target / RECEIPT}")
         return 0
     if lacking:
@@ -169,7 +169,7 @@ def _late(
 
 
 def earlier_receipt(path: Path) -> Receipt | None:
-    """The receipt at `path`; None if there is no readable one."""
+    """Returns the receipt at `path`, or None if there is no readable one."""
     with suppress(FileNotFoundError, ValueError):
         return parse(path.read_bytes())
     return None
@@ -199,7 +199,9 @@ def _download(folder: RunFolder, each: StoredObject, target: Path, advance: prog
 
 
 def _is_file(name: str, say: Callable[[str], None]) -> bool:
-    """Whether an object's name can be a file here. If not, its name is printed and it stays in the bucket."""
+    """Whether an object's name can be the name of a file here. If it cannot, the name is printed, and the object stays
+    in the bucket.
+    """
     if why := refusal(name):
         say(f"left in the bucket: an object whose name {why}")
     return not why
@@ -228,7 +230,7 @@ def cut_off(
 ) -> Done | None:
     """The end of a run that has no done.json, when its owner has neither a node nor a fleet that launches; another
     owner's run has its own bucket. The run ended when its nodes last wrote. The end has no reason while the run may go
-    on, or if no node has begun it. None: Returns None if AWS does not say.
+    on, or if no node has begun it. Returns None if AWS does not say.
     """
     written = [each.written for each in objects if each.name.startswith(SIGNS)]
     if not written:

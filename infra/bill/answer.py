@@ -98,7 +98,7 @@ def picture(usd: Quantiles, most: Decimal | None) -> Iterator[str]:
 
 
 def grouped(warnings: Iterable[str]) -> list[str]:
-    """The things to do, with one line for each command: two warnings that ask for the same command share a line."""
+    """Returns the things to do. Two warnings that ask for the same command share one line."""
     reasons: dict[str, list[str]] = {}
     for warning in warnings:
         match = _RUN.fullmatch(warning)
@@ -107,7 +107,7 @@ def grouped(warnings: Iterable[str]) -> list[str]:
 
 
 def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:
-    """The charges that matter, and one line for all others; together they add up to p50."""
+    """Returns the charges that matter, and one line for all other charges. Together they add up to p50."""
     charges = [
         (line.name, line.amount, f"{amount_within(line.quantity)} x {line.unit_price:f} USD per {line.unit}")
         for line in bill.chosen.lines
@@ -134,8 +134,8 @@ def figures_within(values: Quantiles) -> tuple[str, str, str]:
 
 
 def amount_within(value: Decimal, within: Quantiles | None = None) -> str:
-    """The figure as text. It has three significant digits, or the digits up to the third one of the range `within`
-    which it is; from 0.1 on at most cents, and below 0.1 two digits of the range.
+    """Returns the figure as text, with three significant digits or, within a range, with the digits up to the third one
+    of the range `within`. From 0.1 on it has at most cents; below 0.1 it has two digits of the range.
     """
     span = abs(value) if within is None else max(within.p90 - within.p10, within.p90 / 100)
     if not span:

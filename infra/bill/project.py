@@ -64,7 +64,7 @@ def bill_basis(
 
 
 def _as_measured(definition: StackDefinition, calibrations: Calibrations) -> StackDefinition:
-    """The definition with saves as in the newest measurement."""
+    """Returns the definition. What it says about saves is replaced by the figures of the newest measurement."""
     measured = [each for each in calibrations.values() if isinstance(each, Calibration)]
     if not measured:
         return definition
@@ -78,7 +78,9 @@ def _as_measured(definition: StackDefinition, calibrations: Calibrations) -> Sta
 
 
 def _uploaded(definition: StackDefinition, root: Path) -> int | None:
-    """Bytes of a command's inputs that are uploaded; None for a job that takes a dataset, and has none yet."""
+    """Returns the bytes of a command's inputs that `up` uploads. Returns None for a job that takes a dataset: it has no
+    inputs, and its dataset is not prepared yet.
+    """
     if definition.job.parameters.dataset_kind:
         return None
     from gpufleet.infra.inputs import folders  # imported here, because ready-made jobs have no such inputs

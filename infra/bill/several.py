@@ -39,7 +39,7 @@ class StackRuns:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Several:
-    """Runs of one or more files."""
+    """The runs of one or more definition files, whose cost one bill sums."""
 
     parts: tuple[StackRuns, ...]
     price_age: str  # the age of the oldest price of compute

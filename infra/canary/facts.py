@@ -14,7 +14,8 @@ from typing import Any
 LATE = "not within {:g} s"  # a value in the place of a time that did not come
 LONGEST = 2  # items of a list in a recorded answer
 TAKEN_OUT = "(taken out)"
-# Values whose key says that they name somebody, or open something.
+# Keys in AWS's answers whose values are taken out. Such a value identifies a person, an account or a machine, or it is
+# a key, a token or a password.
 _PRIVATE = {
     "accountid", "arn", "clienttoken", "displayname", "hostid", "keyname", "nexttoken", "ownerid", "principalid",
     "privatednsname", "publicdnsname", "requestid", "reservationid", "secretaccesskey", "sessiontoken", "userdata",
@@ -38,8 +39,8 @@ _KEPT = re.compile(r"sha256:[0-9a-f]{64}")  # of public images
 
 
 def redacted(value: Any) -> Any:
-    """The value as JSON has it, without whatever names an account, a machine, a person, a key or a signature. Lists are
-    cut to LONGEST.
+    """Returns the value as JSON has it. What identifies an account, a machine or a person is taken out, and so are keys
+    and signatures. Lists are cut to LONGEST.
     """
     if isinstance(value, Mapping):
         return {
@@ -72,12 +73,12 @@ class FlightFacts:
         self._lock = threading.Lock()
 
     def add(self, name: str, value: Any) -> None:
-        """One more value of a fact."""
+        """Adds one more value of the fact `name`."""
         with self._lock:
             self.seen.setdefault(name, []).append(value)
 
     def watched(self, client: Any) -> Any:
-        """The client, whose answers are recorded from now on."""
+        """Records the answers to all later calls of this client, and returns the client."""
         if id(client) not in self._watched:
             self._watched.add(id(client))
             client.meta.events.register("after-call", self._answered)
@@ -98,8 +99,8 @@ class FlightFacts:
                 self.answers[name] = kept
 
     def lacking(self, call: str, paths: list[str]) -> list[str] | None:
-        """Which of the paths (Fleets[].FleetId) no answer to the call had in an item that there was. None: no answer
-        had such items.
+        """Returns those of the paths (such as Fleets[].FleetId) that are missing in the items of every answer to the
+        call. Returns None if no answer had such items.
         """
         found = [{path: _has(answer, path.split(".")) for path in paths} for answer in self._raw.get(call, [])]
         known = [each for each in found if all(has is not None for has in each.values())]
@@ -109,7 +110,9 @@ class FlightFacts:
 
 
 def _has(answer: Any, path: list[str]) -> bool | None:
-    """Whether the answer has a value there, in each item of a list on the way; None: a list on the way is empty."""
+    """Whether the answer has a value at the path, in each item of every list on the way. None: a list on the way is
+    empty.
+    """
     if not path:
         return answer is not None
     name = path[0].removesuffix("[]")

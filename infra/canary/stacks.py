@@ -68,13 +68,13 @@ EMBEDDED = Scale(
 
 
 def text(name: str, run: str, region: str, zones: list[str], types: list[str], scale: Scale) -> str:
-    """The definition file of one of the stacks."""
+    """Returns the definition file of one of the two stacks."""
     capped = name == CAP
     step_ms = json.dumps({load_catalog().instances[each].gpu.name: scale.pace_s * 1000 for each in types})
     steps, here = scale.every if capped else scale.steps, EMBEDDED
     command = "python3 train.py {checkpoints} {outputs}"
     return f"""\
-# {name}: {"a cap, met on purpose" if capped else "the first run on an account"}, of `gpufleet canary`.
+# {name}: `gpufleet canary` writes this file. {"Its run reaches its cap on purpose." if capped else "It runs first."}
 run: {{id: {run}, owner: canary}}
 job:
   image: {PYTHON if capped or not scale.gpus else PYTORCH}
@@ -118,7 +118,7 @@ limits: {{max_usd: {LIMITS[name]}, max_hours: {scale.cap_hours if capped else 1}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """What the stacks run on, and what they may cost."""
+    """The types and zones on which the stacks run, and the most that the stacks may cost."""
 
     types: list[str]
     zones: list[str]
@@ -146,7 +146,7 @@ def write(project: Path, run: str, region: str, chosen: tuple[list[str], list[st
 
 
 def definition(project: Path, name: str) -> StackDefinition:
-    """One of the stacks, as its file has it now."""
+    """Returns the definition of one of the stacks, as its file has it now."""
     return load(project / "stacks" / f"{name}.yaml", now=datetime.now(UTC), past_deadline=True)
 
 
@@ -204,7 +204,7 @@ def _interrupted_usd(kind: str, spot: Decimal, region: str, scale: Scale) -> Dec
 
 
 def _refuse_account(stack: StackDefinition, client: Callable[[str], Any]) -> None:
-    """Raises AwsRefused for rights, roles and networks that are missing, each named."""
+    """Raises AwsRefused, which names each missing right, role and network."""
     groups = (
         lambda: rights.check(stack, client("sts"), client("iam")),
         lambda: checks.service_roles(stack, client("iam")),
@@ -237,7 +237,7 @@ def _cheapest(region: str, gpus: int) -> Iterator[tuple[str, Decimal]]:
 
 
 def _offers(ec2: Any, region: str, types: list[str]) -> dict[str, set[str]]:
-    """The zones, by name, that offer each type."""
+    """Returns the types that each zone offers, by the zone's name."""
     filters = [{"Name": "instance-type", "Values": types}]
     listed = pages(
         ec2,

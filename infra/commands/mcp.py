@@ -57,7 +57,7 @@ def execute(words: list[str]) -> dict[str, Any]:
 
 
 def server(call: Execute) -> MCPServer:
-    """The server; The MCP server; its tools run commands by `call`."""
+    """The MCP server. Its tools run commands by `call`."""
     from mcp.server import MCPServer
     from mcp_types import ToolAnnotations
 

@@ -1,4 +1,4 @@
-"""Finds what a script saves (under which names, how often, in which folder) and what the script reads again."""
+"""Finds the files that a script saves (under which names, how often, in which folder) and those that it reads again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from gpufleet.infra.discover.reach import Reach, Scope, Site, assignments, calle
 from gpufleet.infra.discover.values import Hole, Kind, Parts, Span, Values, loop_range, unit
 
 OWNER = -1  # instead of a position: the call is a method of the path, or of the file at the path
-# Calls that write: the called name, the position and the keywords of the path, whether the path is a folder's.
+# Calls that write files. Each row has a pattern of the function's name, the position of the path among the arguments,
+# the keywords for the path, and whether the path is that of a folder.
 _SAVES: tuple[tuple[re.Pattern[str], int, tuple[str, ...], bool], ...] = tuple(
     (re.compile(callee), position, keywords, is_folder)
     for callee, position, keywords, is_folder in (
@@ -84,7 +85,7 @@ class Saves:
 
 
 def find_saves(reach: Reach, values: Values) -> Saves:
-    """All saves and loads in the reached code."""
+    """Returns every place where the reached code saves or loads."""
     renames, found = dict(reversed(list(_renames(reach, values)))), Saves()
     for site in (through for each in reach.sites for through in _forwarded_calls(reach, each)):
         place, is_folder = _written(site)
@@ -110,7 +111,9 @@ def find_saves(reach: Reach, values: Values) -> Saves:
 
 
 def _forwarded_calls(reach: Reach, site: Site) -> Iterator[Site]:
-    """The call itself; or, if it passes on all arguments of the function around it, the calls of that function."""
+    """Yields the call itself. If the call passes on all arguments of the function around it, yields the calls of that
+    function instead.
+    """
     function = site.scope.functions[-1] if site.scope.functions else None
     if function is None or function.args.vararg is None or not any(isinstance(e, ast.Starred) for e in site.call.args):
         yield site
@@ -121,7 +124,9 @@ def _forwarded_calls(reach: Reach, site: Site) -> Iterator[Site]:
 
 
 def _by_caller(reach: Reach, place: ast.expr, site: Site, depth: int = 0) -> Iterator[tuple[ast.expr, Site]]:
-    """The path and its place. A path that is a parameter, which nothing else sets, comes once from each caller."""
+    """Yields the path, and the place where the code states it. If the path is a parameter that nothing else sets, each
+    caller of the function yields its own path.
+    """
     function = site.scope.functions[-1] if site.scope.functions else None
     name, passed = dotted(place), list[tuple[ast.expr, Site]]()
     if function is not None and name and depth < 3 and name not in dict(assignments(walk(function))):
@@ -133,7 +138,9 @@ def _by_caller(reach: Reach, place: ast.expr, site: Site, depth: int = 0) -> Ite
 
 
 def _written(site: Site) -> tuple[ast.expr | None, bool]:
-    """The path that a call writes, and whether it is a folder. None if the call writes nothing known."""
+    """Returns the path that a call writes, and whether the path is that of a folder. The path is None if the call is
+    not known to write.
+    """
     func = site.call.func
     if site.name == "save_checkpoint" and (tag := site.keyword("tag")) is not None:  # a method of DeepSpeed's engine
         folder = site.argument(0, "save_dir") or ast.Constant(value="")
@@ -146,14 +153,16 @@ def _written(site: Site) -> tuple[ast.expr | None, bool]:
 
 
 def _contents(values: Values, site: Site) -> str:
-    """The saved object as source text: the argument's, or that of its definition."""
+    """Returns the source text of the saved object: that of the argument, or that of the argument's definition if it is
+    a name.
+    """
     first = site.call.args[0] if site.call.args else None
     bound = values.bound(dotted(first), first, site.scope) if first is not None and dotted(first) else []
     return ast.unparse(bound[0][0] if bound else first)[:500] if first is not None else ""
 
 
 def _renames(reach: Reach, values: Values) -> Iterator[tuple[Parts, Parts]]:
-    """(the name under which a file is written, the name that the file gets later)."""
+    """Yields, for each call that renames a file, the name that the file had and the name that it gets."""
     for site in reach.sites:
         pair = site.call.args[:2]
         if (
@@ -283,8 +292,8 @@ def pattern(save: CodeSave, values: Values) -> Pattern | None:
 
 
 def _named(path: str, save: CodeSave) -> Pattern | None:
-    """The pattern of a path that the code itself names: its leading folders without {} or *, and the rest below these
-    folders.
+    """Returns the pattern of a path that the code itself names. The leading folders without {} or * become the
+    pattern's folder, and the rest of the path becomes its name.
     """
     fixed, rest = list[str](), posixpath.normpath(path).split("/") if path.strip("/*") else [""]
     while len(rest) > 1 and not re.search(r"[{*]", rest[0]):
@@ -315,7 +324,9 @@ def _text(parts: list[str | Hole], values: Values) -> str:
 
 
 def _cut(name: str, is_folder: bool) -> str:
-    """The pattern up to a folder that counts: all files in it are one checkpoint. Empty if too little is known."""
+    """Returns the pattern up to the first folder that has the step or epoch in its name: all files in that folder are
+    one checkpoint. Without such a folder, returns the whole pattern. Returns an empty text if too little is known.
+    """
     parts = name.strip("/").split("/")
     for index, part in enumerate(parts[:-1]):
         if "{step" in part or "{epoch" in part:

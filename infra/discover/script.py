@@ -202,7 +202,7 @@ def _which_trains(code: CodeFolder, begun: list[StartedProgram]) -> tuple[Starte
 
 
 def trains(reach: Reach) -> bool:
-    """Whether the reached code trains: it calls backward, or fits or trains something."""
+    """Whether the reached code trains: it calls backward, or a function that fits or trains something."""
     return bool(_TRAINS & set(reach.by_name))
 
 
@@ -249,7 +249,7 @@ def _named_like_training(name: str) -> float:
 
 
 def _runs(code: CodeFolder, name: str) -> bool:
-    """Whether a file runs something when it is started."""
+    """Whether the file's top level has a call or a loop, so that it does more than define functions and classes."""
     body = tree.body if (tree := code.tree(name)) is not None else []
     run = (each for each in body if isinstance(each, ast.Expr | ast.For | ast.While))
     return any(not isinstance(getattr(each, "value", None), ast.Constant) for each in run)
@@ -323,7 +323,7 @@ def _total(
 
 
 def _best(found: list[Span]) -> list[Span]:
-    """The lengths that the command types, else those with a known number, else all."""
+    """Returns the lengths that the command states. If it states none, returns those with a known number, else all."""
     typed = [each for each in found if each.setting is not None and each.setting.typed is not None and each.count]
     return typed or [each for each in found if each.count] or found
 

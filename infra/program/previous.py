@@ -44,9 +44,9 @@ def previous_of_component(
     *,
     pause: Callable[[float], None] = time.sleep,
 ) -> Previous:
-    """Like `previous`, but for a component in a user's stack. The component has one of these `names`, or had it and has
-    an alias for it. Its own outputs give its state; its fleet and objects have tags with the name of the `definition`
-    that it ran or runs now.
+    """Like `previous`, but for a component in a user's stack. `names` are the component's present name and the former
+    names for which it has an alias; one of them matches. The component's own outputs give its state. Its fleet and
+    objects have tags with the name of the `definition` that it ran last or runs now.
     """
     there = _resources(stack, invoke, pause)
     components = [(urn.split("::")[-1], each["outputs"]) for urn, each in there.items() if each["type"] == type_]
@@ -59,7 +59,9 @@ def previous_of_component(
 
 
 def _resources(stack: str, invoke: Invoke, pause: Callable[[float], None]) -> dict[str, Any]:
-    """The stack's resources by URN, each with `type` and `outputs`; empty before the first update."""
+    """Returns the stack's resources by URN, each with `type` and `outputs`. The answer is empty before the first
+    update.
+    """
     there = _asked(invoke, "pulumi:pulumi:readStackResourceOutputs", {"stackName": stack}, pause)
     return dict(there.get("outputs") or {})
 

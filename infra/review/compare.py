@@ -69,13 +69,13 @@ class StackAtCommit:
 
     @property
     def priced(self) -> list[tuple[StackDefinition, Bill]]:
-        """What has a fleet of its own, with its bill."""
+        """Each part that has a fleet of its own, with its bill."""
         bills = self.staged.bills if self.staged else (self.bill,) if self.bill else ()
         return list(zip(self.definition.parts if self.definition else (), bills, strict=False))
 
     @property
     def counted_p90(self) -> Decimal | None:
-        """The p90 that is held against limits.max_usd."""
+        """The p90 that is compared with limits.max_usd."""
         if self.staged:
             return self.staged.usd.p90
         return self.bill.chosen.metered_usd.p90 if self.bill else None
@@ -133,7 +133,7 @@ class Review:
 
     @property
     def exit_code(self) -> int:
-        """2: 2: HEAD has a stack without a bill; 1: a cap or a rule is broken; 0: neither."""
+        """2 if HEAD has a stack without a bill, else 1 if a cap or a rule is broken, else 0."""
         if any(stack.head and stack.head.errors for stack in self.stacks):
             return 2
         return 1 if any(stack.fails for stack in self.stacks) else 0
@@ -292,7 +292,7 @@ def _changes(base: Mapping, head: Mapping) -> list[tuple[Path_, Node | None, Nod
 
 
 def _has_descendant(path: Path_, others: Iterable[Path_]) -> bool:
-    """Whether one of the paths is below `path`."""
+    """Whether one of the paths lies below `path`."""
     return any(len(other) > len(path) and other[: len(path)] == path for other in others)
 
 
@@ -307,7 +307,9 @@ def _leaves(tree: Mapping, above: Path_ = ()) -> Iterator[tuple[Path_, Node]]:
 
 
 def _with_value(tree: Mapping, path: Path_, node: Node | None) -> Mapping:
-    """The tree with one value set, or removed with the sections that become empty."""
+    """Returns the tree with one value set. With None, returns the tree without the key, and without the sections that
+    become empty.
+    """
     entries, key = dict(tree.entries), path[0]
     if len(path) == 1:
         if node is None:
@@ -325,7 +327,9 @@ def _with_value(tree: Mapping, path: Path_, node: Node | None) -> Mapping:
 
 
 def _plain(node: Node | None) -> Any:
-    """The value as written, without its place and quotes. A key without a value differs from a missing key."""
+    """Returns the value as the file has it, without its quotes and its line number. A key without a value differs from
+    a missing key.
+    """
     if isinstance(node, Scalar):
         return ("", None) if node.is_null else node.text
     if isinstance(node, Items):

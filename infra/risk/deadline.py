@@ -68,7 +68,7 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
     if not (0 < on_time <= 1) or not math.isfinite(hours_left):
         raise ValueError(f"on_time is {on_time}, hours_left {hours_left}; allowed: above 0 to 1, and hours")
     if not (spot.phase_ends_h[-1] > 0 and on_demand.phase_ends_h[-1] > 0):
-        raise ValueError("the run has no work; allowed: hours above 0")
+        raise ValueError("the run has no work. The hours of work must be above 0.")
     spot = spot.unlimited
     alone = simulate(spot, runs=RUNS)
     stop_h = max(spot.reserve_h, on_demand.reserve_h)
@@ -112,7 +112,7 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
 
 
 def finished(begun: SimulatedRuns, spot: Exposure, on_demand: Exposure) -> tuple[Floats, Floats]:
-    """(USD, hours by the wall) of runs that left spot and finish on demand."""
+    """Returns USD and hours by the wall of the runs that left spot and finish on demand."""
     # the part of the bill's work that is not done yet
     left_share = (begun.work_h - begun.done_h) / spot.phase_ends_h[-1]
     start_h = np.where(begun.done_h > 0, on_demand.restart_h, on_demand.setup_h)

@@ -89,11 +89,11 @@ class Hazard:
 
     @classmethod
     def fixed(cls, per_hour: float) -> Hazard:
-        """The hazard that is exactly `per_hour`."""
+        """Returns a hazard of exactly `per_hour`."""
         return cls(median=per_hour, sigma=0.0, unevenness=0.0, source="estimate.hazard_per_hour")
 
     def quantile(self, share: float) -> float:
-        """The hazard that `share` of runs stay below."""
+        """Returns the hazard below which `share` of the runs stay."""
         return self.median * math.exp(self.sigma * NormalDist().inv_cdf(share))
 
     def of_gang(self, nodes: int) -> Hazard:
@@ -155,7 +155,7 @@ def of_node(normals: Floats, unevenness: Floats | float, *, first: bool) -> Floa
 
 
 def word(per_hour: float) -> str:
-    """The nearest of HAZARD_WORDS, by ratio."""
+    """Returns the word of HAZARD_WORDS whose hazard is nearest to `per_hour`, by their ratio."""
     return min(HAZARD_WORDS, key=lambda each: abs(math.log(max(per_hour, 1e-9) / each[1])))[0]
 
 
@@ -198,7 +198,9 @@ def learn(observations: Iterable[Observation]) -> dict[Key, Hazard]:
 
 
 def find(learned: Hazards, kind: str, zone: str | None, gpus: int = 1) -> Hazard:
-    """The most specific hazard: of the zone, else of the type, else the prior of nodes with so many GPUs."""
+    """Returns the most specific hazard that is known: that of the zone, else of the type, else the prior of nodes with
+    so many GPUs.
+    """
     return learned.get(Key(kind, zone)) or learned.get(Key(kind, None)) or prior(gpus)
 
 
@@ -243,7 +245,7 @@ def _normal(x: Floats, mean: Floats | float, sigma: float) -> Floats:
 
 
 def _summary(log_density: Floats, source: str) -> Hazard:
-    """The log-normal with the same mean and variance of ln hazard, widened by DRIFT."""
+    """Returns the log-normal that has the same mean and variance of ln hazard, widened by DRIFT."""
     weights = np.exp(log_density - log_density.max())
     weights /= weights.sum()
     mean = float(weights @ _GRID)

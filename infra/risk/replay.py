@@ -55,7 +55,7 @@ class Replayed:
 
 
 def run(exposure: Exposure, trace: Trace, *, starts: int = STARTS, seed: int = SEED) -> SimulatedRuns:
-    """The run begun at `starts` evenly spread hours of the trace. Raises ValueError for a trace without a node."""
+    """Replays the run from `starts` evenly spread hours of the trace. Raises ValueError for a trace without a node."""
     if not trace.up_from_h.size:
         raise ValueError("a trace without availability")
     rng = np.random.default_rng(seed)
@@ -121,7 +121,9 @@ def _share_inside(realised: Floats, stated: Floats) -> float:
 
 
 def pinball(values: Floats, quantiles: Sequence[float]) -> float:
-    """Mean pinball loss at SHARES: distance to the quantile, times the share, or 1 less the share for values below."""
+    """Returns the mean pinball loss at SHARES. A value above the quantile costs its distance times the share, a value
+    below it its distance times 1 less the share.
+    """
     losses = []
     for share, quantile in zip(SHARES, quantiles, strict=True):
         over = values - quantile
@@ -210,7 +212,10 @@ def render(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed])
         " inside, 75 to 90 % wanted"
     )
     if not interval_held(found):
-        verdict = f"The bill's range did not hold: {share}. Do not plan with it if nodes are interrupted as here."
+        verdict = (
+            f"The bill's range did not hold: {share}. Do not plan with this range if your nodes are interrupted as"
+            " often as in these traces."
+        )
     elif contained(found) > WIDE:
         verdict = (
             f"The bill's range held: {share}. It is wider than needed: replayed bills vary less than it says, so"

@@ -19,7 +19,8 @@ CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?
 COUNTS, TOTALS, LOSSES = ("step", "epoch", "batch"), ("total", "batches"), ("loss", "val")
 _THOUSANDS = r"[0-9]{1,3}(?:[,_'’][0-9]{3})+(?![0-9])"
 _BAR = re.compile(r"(?P<words>[^|]*?)[0-9]+(?:\.[0-9]+)?%\|")  # as tqdm draws it
-# Words before a progress bar. A bar with words of the second kind does not belong to the training.
+# Words that stand before a progress bar. The words of the first pattern mark a bar of the training, those of the second
+# pattern a bar of other work.
 _TRAINS = re.compile(r"\b(steps?|epochs?|iter(ation)?s?|train\w*|batch(es)?|updates?|fine-?tun\w*)\b", re.IGNORECASE)
 _ELSE = re.compile(
     r"\b(map|filter|load|download|fetch|tokeni[sz]|resolv|generat|extract|prepar|process|cach|shard|upload|sav|check|data"
@@ -85,7 +86,7 @@ class Counting:
         )
 
     def position(self, place: Position) -> int | None:
-        """How many of `unit` are done at a position; None if that cannot be computed."""
+        """Returns how many of `unit` are done at a position, or None if that cannot be computed."""
         if self.unit == "step":
             if place.step is not None or place.epoch is None or self.batches is None:
                 return place.step
@@ -138,7 +139,7 @@ class Patterns:
         self._patterns = [widened(each) for each in patterns]
 
     def read(self, text: str) -> OutputLine | None:
-        """The content of a line without control sequences; None when no pattern matches."""
+        """Returns the content of a line without its control sequences, or None if no pattern matches."""
         groups: dict[str, str] = {}
         for pattern in self._patterns:
             if (match := pattern.search(text)) is not None:

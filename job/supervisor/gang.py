@@ -150,18 +150,20 @@ def next_of(
 
 
 def busy_nodes(view: View) -> list[str]:
-    """Other nodes that train or still publish: nobody may begin from an older checkpoint meanwhile."""
+    """Returns the other nodes that train or still publish. While there are any, nobody may begin from an older
+    checkpoint.
+    """
     return sorted(name for name, each in view.alive.items() if each.state == "busy" and name != view.own.instance)
 
 
 def ready_nodes(view: View) -> list[Presence]:
-    """The nodes that could train, the oldest first."""
+    """Returns the nodes that could train, the oldest first."""
     able = [each for each in view.alive.values() if each.state == "ready" and each.notice is None]
     return sorted(able, key=lambda each: (each.launched_at, each.instance))
 
 
 def acts(view: View) -> bool:
-    """Whether a node in no generation enforces the run's limits: the oldest does if no node trains."""
+    """Whether a node that is in no generation enforces the run's limits. The oldest node does so if no node trains."""
     idle = [each for each in view.alive.values() if each.state != "busy" and each.notice is None]
     oldest = min(idle, key=lambda each: (each.launched_at, each.instance), default=None)
     return (
@@ -187,9 +189,10 @@ def timely(places: Iterable[CheckpointPlace], newest: GangGeneration | None) -> 
 
 
 def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: CheckpointPlace | None) -> GangGeneration:
-    """The next generation. The node that had rank 0 last leads; without one, the node whose address is first in text
-    order: PyTorch's c10d assigns ranks in the order of host names, which in EC2 is that of addresses (torch 2.13,
-    elastic/rendezvous/dynamic_rendezvous.py; names as ip-10-0-1-5.us-east-2.compute.internal).
+    """Returns the next generation. Its leader is the node that had rank 0 last. If there is none, the leader is the
+    node whose address comes first in text order. PyTorch's c10d assigns ranks in the order of host names (torch 2.13,
+    elastic/rendezvous/dynamic_rendezvous.py). An EC2 host name has the address in it, as in
+    ip-10-0-1-5.us-east-2.compute.internal, so both orders are the same.
     """
     members = sorted(ready, key=lambda each: (-each.first_in, each.address))
     made = GangGeneration(
@@ -270,7 +273,7 @@ def notice_in_s(view: View, generation: GangGeneration) -> float | None:
 
 
 def fatal(view: View, generation: GangGeneration) -> str | None:
-    """Another member's error that no node can avoid, in that member's words."""
+    """Returns the words in which a member of the generation reported an error that every node would meet; else None."""
     for name in generation.members:
         seen = view.others.get(name)
         if seen and seen.presence.generation == generation.number and seen.presence.ended == TrainerExit.FATAL:

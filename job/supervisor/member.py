@@ -132,7 +132,7 @@ class GangMember(Supervisor):
         return True
 
     def _newest_published(self) -> CheckpointPlace | None:
-        """The checkpoint from which the next generation may begin; None without one. Raises StoreError."""
+        """Returns the checkpoint from which the next generation may begin, or None. Raises StoreError."""
         entries = self._patiently(lambda: self.store.entries(bucket.CHECKPOINTS), bucket.CHECKPOINTS)
         places = gang.timely(bucket.published(each.key for each in entries), self.watch.view.newest)
         return places[-1] if places else None
@@ -200,7 +200,7 @@ class GangMember(Supervisor):
         return self._gathers_since if waits else 0.0
 
     def _next(self, view: gang.View, origin: CheckpointPlace | None = None) -> gang.Action:
-        """The next action; `origin` is the newest published checkpoint, which a proposal needs."""
+        """Decides what this node does next. `origin` is the newest published checkpoint, which a proposal needs."""
         now, nodes = self.clock(), self.run_file.nodes
         enough = len(gang.ready_nodes(view)) >= nodes and not gang.busy_nodes(view)
         self._ready_since = (self._ready_since or now) if enough else None
@@ -232,7 +232,7 @@ class GangMember(Supervisor):
         return TrainerExit.STOPPED
 
     def _train_with(self, generation: GangGeneration) -> int:
-        """Trains in the generation; the trainer's exit code."""
+        """Trains as a member of the generation, and returns the trainer's exit code."""
         self.watch.tell(
             state="busy", generation=generation.number, ended=None, said="", saved=-1, named_by="", own_s=0.0
         )
@@ -323,8 +323,8 @@ class GangMember(Supervisor):
         return self.clock() - max(self._stepped[1], self.progress.grew_at)
 
     def _tick(self) -> None:
-        """Does the regular work. A follower publishes nothing but its part, and does not judge progress, because it has
-        no metrics.
+        """Does the regular work. A follower publishes only its part of a checkpoint. It does not judge progress,
+        because it has no metrics.
         """
         if (leaving := self._leaving()) is not None:
             self.watch.tell(notice=leaving.deadline)
@@ -388,7 +388,7 @@ class GangMember(Supervisor):
         return leaving or (None if self._gives_way_at is None else Cause(reason=SLOW, deadline=self._gives_way_at))
 
     def _tell_now_and_then(self) -> None:
-        """Reports what is spent: without reports the node's timer would not move."""
+        """Reports what the run has spent, because without such reports the node would not move its timer."""
         if (now := self.clock()) >= self._spent_at + SPENT_S:
             self._tell_spent(now)
 
@@ -469,14 +469,16 @@ class GangMember(Supervisor):
         return False
 
     def _drain(self, until: float) -> bool:
-        """Publishes the rest before the end; a follower sends only its parts, because the leader has its own copy of
-        other files.
+        """Publishes before the end what is not published yet. A follower sends only its parts, because the leader has
+        its own copy of the other files.
         """
         self._in_vain_since = None
         return super()._drain(until) if self.pulse.leads or self.leads or self._leaves_parts else True
 
     def _waits_in_vain(self) -> bool:
-        """Whether this node waits for parts of nodes that are gone, or that have sent all their parts."""
+        """Whether this node waits for parts that cannot come any more, because their nodes are gone or have sent all
+        that they have.
+        """
         there, number = self.watch.view.alive, self.fence.generation
         members = self.generation.members if self.generation is not None else ()
         missing = [there.get(members[rank]) if members else None for rank in self.uploader.lacking]
@@ -487,7 +489,7 @@ class GangMember(Supervisor):
         return self.clock() - self._in_vain_since > 3 * PART_S  # a node's last report may be older than its part
 
     def _lower(self, code: int) -> tuple[int, int]:
-        """The rung at which all nodes begin after memory ran out here, and the exit code that follows."""
+        """Returns the rung at which all nodes begin after memory ran out here, and the exit code that follows."""
         used = UsedRung.read(self.workdir)
         at, lower = (self.rung, self.rung + 1) if used is None else (used.rung, used.lower)
         if lower is None or lower >= len(self.run_file.config.ladder(self.world.ranks)):
@@ -502,7 +504,9 @@ class GangMember(Supervisor):
         return f"{found.error}: {found.detail}" if found else ""
 
     def _fatal_peer(self, generation: GangGeneration) -> str | None:
-        """Another member's error that no node can avoid, if this node has to end the run because of it."""
+        """Returns an error that another member reported and that every node would meet. This node then ends the run
+        because of it. Returns None if there is no such error, or if another node leads.
+        """
         error = gang.fatal(self.watch.view, generation) if self.leads else None
         if error is not None and Fatal.read(self.workdir) is None:
             Fatal(error="on another node", detail=error).write(self.workdir)

@@ -75,18 +75,18 @@ class Uploader:
         self._running = None
 
     def calm(self) -> None:
-        """Ends the hurry: another machine went away."""
+        """Lets uploads go on at their normal pace: the notice was for another machine, so this one has time."""
         self._until = None
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs or waits; in a hurry, exports do not count."""
+        """Whether no upload runs or waits. After a notice, exports do not count."""
         running = self._running is not None and not (self._until is not None and self._running[0] is None)
         return not running and not self.publisher.pending()
 
     def _make_way(self, running: Commit | None) -> None:
-        """In a hurry, abandons the upload under way for a newer commit, and for nothing else, because the upload would
-        have to begin again.
+        """After a notice, abandons the upload under way if a newer commit waits. For any other reason the upload goes
+        on, because it would have to begin again.
         """
         if self._until is None:
             return

@@ -22,7 +22,7 @@ _POLL_S = 0.05
 # block).
 _DELETE_S = {"maintain": 1800.0, "instant": 600.0}
 _GONE_STATES = ("deleted", "deleted_running", "deleted_terminating")
-# Inputs that are part of the template's data.
+# Those inputs of the resource that AWS keeps in the launch template's data.
 _DATA = table.fields(
     "imageId userData iamInstanceProfile vpcSecurityGroupIds networkInterfaces instanceInitiatedShutdownBehavior "
     "metadataOptions blockDeviceMappings tagSpecifications instanceMarketOptions capacityReservationSpecification"

@@ -90,7 +90,7 @@ def test_a_module_that_the_set_up_does_not_name_is_a_warning(
 
     monkeypatch.setattr(rehearse, "_attempt", lambda *_, **__: stopped())
     assert refusal(tmp_path, command="setup: pip install absent_one") == "begun"
-    assert "lacks absent_two (train.py:2), and job.setup does not name it" in capsys.readouterr().out
+    assert "lacks absent_two (train.py:2), and job.setup does not name that package" in capsys.readouterr().out
 
 
 def test_a_command_has_the_interpreter_of_its_own_folder_unless_the_file_names_another(tmp_path: Path) -> None:

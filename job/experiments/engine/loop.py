@@ -79,7 +79,9 @@ class Loop:
         return read_manifest(self.session.data)  # only where something trains: else there is no dataset
 
     def run(self) -> bool:
-        """Trains to the end. False if training diverged, and another loop must resume from the checkpoint before."""
+        """Trains to the end. Returns False if training diverged; another loop must then resume from the checkpoint
+        before.
+        """
         try:
             with device.settings(self.session.device):
                 try:
@@ -160,7 +162,7 @@ class Loop:
         return self._delivered
 
     def _resume(self, found: Found) -> list[Phase]:
-        """Takes over the checkpoint's state; returns the phases still to do, with the checkpoint's own phase."""
+        """Takes over the checkpoint's state. Returns the phases that remain, from the checkpoint's own phase on."""
         self._retries = found.commit.retries
         self.step, self.val_loss = found.step, found.progress["val_loss"]
         self._ended = found.progress.get("ended")
@@ -249,7 +251,7 @@ class Loop:
         *,
         first: bool,
     ) -> float | None:
-        """One optimizer step with its log line; returns the validation loss if this step is evaluated."""
+        """Takes one optimizer step and writes its log line. Returns the validation loss if this step is evaluated."""
         lr = self._lower(opt, self.experiment.schedule(phase, opt, self.step))
         self._clock.start()
         self._own.begin()
@@ -301,7 +303,7 @@ class Loop:
             self._journal.event(remark, aloud=True)
 
     def _lower(self, opt: torch.optim.Optimizer, lr: float) -> float:
-        """Lowers every rate after a retry; returns the one to log."""
+        """Lowers every learning rate after a retry, and returns the rate for the log."""
         factor = self.config.guard.lr_factor ** len(self._retries)
         if factor != 1.0:
             for group in opt.param_groups:
@@ -309,7 +311,9 @@ class Loop:
         return lr * factor
 
     def _evaluate(self, phase: Phase, module: nn.Module, rung: Rung, known: float | None = None) -> float | None:
-        """The validation loss after this step, or the `known` one; None without held-out data, or after a stop."""
+        """Returns the validation loss after this step, or the `known` one. Returns None without held-out data, or after
+        a stop.
+        """
         try:
             val_loss = self.experiment.evaluate(phase, self.step, module, rung) if known is None else known
         except Stopped:  # saves and stops like any stop within a step
@@ -326,8 +330,9 @@ class Loop:
         return val_loss
 
     def _make_up(self, phase: Phase, module: nn.Module, rung: Rung, known: float | None = None) -> None:
-        """Repeats the evaluation in which the start before was stopped, if any. Its loss goes into that step's
-        checkpoint, which is on this disk, and into the step's line. `known`: a loss that a start in between computed.
+        """Repeats the evaluation that was under way when the start before was stopped, if there was one. The
+        evaluation's loss is written into that step's checkpoint on this disk, and into that step's line of
+        metrics.jsonl. `known` is the loss if a start in between has computed it.
         """
         if not self._unevaluated:
             return
@@ -342,7 +347,7 @@ class Loop:
         self._handle_stop(phase, None, self.world.agree(self._stop()))
 
     def _read_back(self, result: step.StepResult) -> dict[str, Any]:
-        """The figures for the log, over all ranks; waits for the device."""
+        """Returns the figures for the log, summed over all ranks. It waits until the device has computed them."""
         aux = {name: self.world.sum(figure) for name, figure in result.aux.items()}
         return {
             "loss": self.world.sum(result.loss).item(),
@@ -351,9 +356,9 @@ class Loop:
         }
 
     def _due(self, phase: Phase, val_loss: float | None) -> Reason | None:
-        """Why this step is to be saved; None if it is not. A step without a logged loss waits for the next step with
-        one: a save within a divergence would push out earlier checkpoints. An improvement does not wait: its weights
-        are better.
+        """Returns the reason why this step is to be saved, or None if it is not. A step without a logged loss waits for
+        the next step that has one, because a save during a divergence would push out earlier checkpoints. An
+        improvement does not wait, because its weights are better.
         """
         if not self.world.first or self._phase_ended(phase):
             return None

@@ -189,8 +189,9 @@ class GrowthConfig(ExperimentConfig):
         micro, checkpointing = min(rung.micro, self.batch.sequences), rung.checkpointing
         tokens = micro * self.data.sequence
 
-        # Products cast the weights to their own dtype, and always join q, k and v; cast and joined copies stay until
-        # backward. With checkpointing these copies are freed with their layer and made again.
+        # A matrix product casts the weights to its own dtype. The weights of q, k and v are always joined for one
+        # product. The cast and joined copies stay in memory until the backward pass. With checkpointing these copies
+        # are freed with their layer and made again.
         table, cast = s.vocab * s.width, compute != state
         made = (total - table) / s.layers if cast else 3 * s.width * (s.width + 1)
         made *= 1 if checkpointing else s.layers

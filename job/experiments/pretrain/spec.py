@@ -37,7 +37,7 @@ class CharModel:
     kv_heads: int | None = common.bounded(None, 1, 512)  # None = as many as heads
     vocab: int = common.bounded(32, 18, 1_000_000)  # 17 symbols and <|bos|>, padded
     logit_cap: float = common.bounded(15.0, 0.0, 1000.0)  # logits = cap x tanh(x / cap); 0 = none
-    dropout: float = common.added_later(0.0, 0.0, 0.9)  # of what each half of a block adds
+    dropout: float = common.added_later(0.0, 0.0, 0.9)  # rate, on what each half of a block adds to the residual
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +190,8 @@ class PretrainConfig(ExperimentConfig):
             copies = 2 * block * compute
         weights, gradients = total * 4 / ranks + copies, total * 4 / ranks
         moments = (self.sizes().checkpoints[phase_index] - 4 * total) / ranks
-        # in transit: one block's whole gradient, and its reduced part in fp32; with one rank only the largest matrix's
+        # What is in transit: the whole gradient of one block, and the reduced part of it in fp32. With one rank it is
+        # only the gradient of the largest matrix.
         reduced = block * (compute + 4) if ranks > 1 else 4 * m.width * m.width * 4
         tokens = rung.micro * self.data.sequence
         full, kept = (_layer_bytes(m, compute, checkpointing=on) for on in (False, rung.checkpointing))

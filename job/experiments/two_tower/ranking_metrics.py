@@ -34,7 +34,8 @@ def reciprocal_rank(scores_QM: Tensor, gains_QM: Tensor) -> Tensor:
     tied = (scores_QM == top).sum(-1).double()
     wanted = ((scores_QM == top) & relevant).sum(-1).double()
     # Among `tied` places in random order, the first of `wanted` is at place j with probability C(tied - j - 1, wanted -
-    # 1) / C(tied, wanted). The loop walks from place to place: survival x hazard.
+    # 1) / C(tied, wanted). The loop goes through the places. At each place the probability is survival (nothing wanted
+    # came before) times hazard (something wanted comes here).
     mean, alive = torch.zeros_like(above), torch.ones_like(above)
     for j in range(int((tied - wanted).max().item()) + 1):
         left = (tied - j).clamp(min=1)

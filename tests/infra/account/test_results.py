@@ -140,7 +140,7 @@ def test_a_run_ended_early_is_complete_without_results_json_and_a_failed_one_is_
     assert main(["results", "small-growth"]) == code
     said = capsys.readouterr().out
     assert f"ended with {reason}" in said
-    assert ("It left no final/ either" in said) is (code == 0)
+    assert ("The run left no final/ either" in said) is (code == 0)
     put(cloud, bucket, "final/model.safetensors", b"m")
     assert main(["results", "small-growth"]) == code
     assert "no final/" not in capsys.readouterr().out

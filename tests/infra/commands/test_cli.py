@@ -173,7 +173,7 @@ def test_an_endpoint_that_is_not_there_ends_in_a_sentence(
     ("error", "said"),
     [
         (PermissionError(errno.EACCES, "Permission denied", "stacks/a.yaml"), "stacks/a.yaml: Permission denied. Give"),
-        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "rehearsals/x"), "rehearsals/x: .* move it away"),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "rehearsals/x"), "rehearsals/x: .* Move it away"),
         (OSError(errno.ENOSPC, "No space left on device"), f"{ROOT}: No space left on device. Free some space"),
         (OSError("the peer is gone"), "gpufleet: the peer is gone."),
         (

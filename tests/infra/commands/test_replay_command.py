@@ -43,7 +43,7 @@ def test_a_usual_zone_holds_and_a_terrible_one_does_not(tmp_path: Path, capsys: 
     assert main(["replay", terrible, STACK, "--work-hours", "8"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "The bill's range did not hold" in said
-    assert "Do not plan with it if nodes are interrupted as here" in said
+    assert "Do not plan with this range if your nodes are interrupted as often" in said
 
 
 def test_a_calm_zone_shows_the_interval_wider_than_it_has_to_be_and_says_what_that_means(

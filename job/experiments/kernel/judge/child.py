@@ -60,7 +60,7 @@ def {ENTRY}(x):
 
 
 class Harness:
-    """One candidate, which is loaded, run and timed."""
+    """One candidate: the harness loads it, calls it and times it."""
 
     turn = 0  # counts calls from a number that the judge chose, so a configuration's number reveals nothing
     names: Mapping[str, Any] = {}  # names whose meaning in an interpreted module is not Python's
@@ -114,8 +114,9 @@ class Harness:
         return {}, []
 
     def _run(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """Makes one call on inputs of its own; returns the call's output. With `as_timed` nothing shows the candidate
-        that the call is not timed. Inputs given earlier for trials stay in place, and are restored for the next trial.
+        """Makes new inputs, calls the candidate once with them, and returns the candidate's output. With `as_timed` the
+        candidate cannot see that the call is not timed. The inputs of the timing trials are kept, and put back for the
+        next trial.
         """
         kept = self.given, self.inputs, self.fences, self.shifts
         self._give(head, blobs)
