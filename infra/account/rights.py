@@ -30,7 +30,7 @@ def declared(definition: StackDefinition) -> dict[str, list[str]]:
         "own network": own_network,
         "NAT gateway": own_network and definition.fleet.cards == "all",
         "several nodes": definition.nodes > 1,
-        "state machine": bool(definition.fleet.market.stands_by) or definition.fleet.lets_go,
+        "state machine": bool(definition.fleet.market.stands_by) or definition.fleet.lets_go or bool(definition.stages),
         "e-mail": definition.notify.email is not None,
         "own lifecycle": definition.storage.keep.lifecycle == "own",
         COMMANDS: False,

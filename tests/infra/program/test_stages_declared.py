@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 
+from gpufleet.infra.account import rights
+from gpufleet.infra.definition.loader import load
 from tests.infra.declared_world import declare
 from tests.repository import ROOT
 
@@ -14,6 +17,8 @@ NAME = "kernel-sft-stages"
 def test_each_stage_has_a_fleet_of_its_own_and_only_the_first_begins(tmp_path: Path) -> None:
     found = declare(tmp_path / "project", NAME, (ROOT / "stacks" / f"{NAME}.yaml").read_text())
     assert found.result.ok, found.result.text
+    definition = load(ROOT / "stacks" / f"{NAME}.yaml", now=datetime.now(UTC), staged=True)
+    assert found.kinds == set(rights.declared(definition))
     fleets, templates = found.inputs(FLEET), found.inputs(TEMPLATE)
     sizes = {
         each["tags"]["gpufleet:run"]: each["targetCapacitySpecification"]["totalTargetCapacity"] for each in fleets
