@@ -744,7 +744,13 @@ PLACEHOLDERS = (
 )
 NODE_RANK = "GPUFLEET_NODE_RANK"  # as in contract/environment.py
 STATIC = "--nnodes {nodes} --node-rank {node_rank} --master-addr {master} --master-port {port}"  # torchrun's options
-ALONE = re.compile(r"(?<!\S)(--standalone\b|\S*(localhost|127\.0\.0\.1):0\b)")
+# With these each node waits for itself: no way to meet, its own address as the others', or one node as enough.
+_OWN = r"(localhost|127\.0\.0\.1|0\.0\.0\.0)\b"
+_ADDRESS = "rdzv[-_]endpoint|master[-_]addr|main[-_]process[-_]ip|main[-_]address|dist[-_]url"
+ALONE = re.compile(
+    rf"(?<!\S)(--standalone\b|\S*{_OWN}:0\b|(--({_ADDRESS})[= ]+|MASTER_ADDR=)['\"]?(tcp://)?{_OWN}"
+    r"|--(nnodes|num[-_]machines|num[-_]nodes)[= ]+1(?![0-9]))"
+)
 GIVES_RANKS = re.compile(r"(?<!\S)--rdzv[-_]backend[= ]+(?!static)\S+")
 INPUT = re.compile(r"(?<![{$])\{inputs\.([A-Za-z0-9_-]+)\}(?!\})")
 PLACEHOLDER = re.compile(r"(?<![{$])\{([A-Za-z_][A-Za-z0-9_.]*)(:[0-9a-z]+)?\}(?!\})")
