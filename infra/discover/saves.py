@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from gpufleet.infra.discover.reach import Reach, Scope, Site, assignments, called, dotted, walk
+from gpufleet.infra.discover.reach import Function, Reach, Scope, Site, assignments, called, dotted, walk
 from gpufleet.infra.discover.values import Hole, Kind, Parts, Span, Values, loop_range, unit
 
 OWNER = -1  # instead of a position: the call is a method of the path, or of the file at the path
@@ -29,6 +29,7 @@ _SAVES: tuple[tuple[re.Pattern[str], int, tuple[str, ...], bool], ...] = tuple(
         (r".*\.save", 0, ("path", "filepath"), False),  # of Keras models, fabric, and similar objects
     )
 )
+_DEEPSPEEDS_TAG = ast.parse('f"global_step{global_steps}"', mode="eval").body  # unless the script names another
 _LOADS = re.compile(
     r"load(_(state(_dict)?|checkpoint|file|model|weights)|s)?|from_pretrained|restore|open|read_(text|bytes)|glob"
 )
@@ -88,7 +89,7 @@ def find_saves(reach: Reach, values: Values) -> Saves:
     """Returns every place where the reached code saves or loads."""
     renames, found = dict(reversed(list(_renames(reach, values)))), Saves()
     for site in (through for each in reach.sites for through in _forwarded_calls(reach, each)):
-        place, is_folder = _written(site)
+        place, is_folder = _written(reach, site)
         if place is not None:
             for inner, at in _by_caller(reach, place, site):
                 around = [*((each, site) for each in reversed(site.around) if at is not site), *around_of(reach, at)]
@@ -137,19 +138,29 @@ def _by_caller(reach: Reach, place: ast.expr, site: Site, depth: int = 0) -> Ite
         yield from _by_caller(reach, inner, at, depth + 1)
 
 
-def _written(site: Site) -> tuple[ast.expr | None, bool]:
+def _written(reach: Reach, site: Site) -> tuple[ast.expr | None, bool]:
     """Returns the path that a call writes, and whether the path is that of a folder. The path is None if the call is
     not known to write.
     """
     func = site.call.func
-    if site.name == "save_checkpoint" and (tag := site.keyword("tag")) is not None:  # a method of DeepSpeed's engine
-        folder = site.argument(0, "save_dir") or ast.Constant(value="")
-        return ast.Call(func=ast.Name(id="join", ctx=ast.Load()), args=[folder, tag], keywords=[]), True
+    if site.name == "save_checkpoint" and _is_of_engine(reach, site):
+        pair = [site.argument(0, "save_dir") or ast.Constant(value=""), site.argument(1, "tag") or _DEEPSPEEDS_TAG]
+        return ast.Call(func=ast.Name(id="join", ctx=ast.Load()), args=pair, keywords=[]), True
     for callee, position, keywords, is_folder in _SAVES:
         if callee.fullmatch(dotted(func) or ast.unparse(func)):
             owner = func.value if isinstance(func, ast.Attribute) else None
             return (owner if position == OWNER else site.argument(position, *keywords)), is_folder
     return None, False
+
+
+def _is_of_engine(reach: Reach, site: Site) -> bool:
+    """Whether `save_checkpoint` is the method of DeepSpeed's engine, and not one of the code's own classes."""
+    if site.keyword("tag") is not None:
+        return True
+    is_imported = any(f"{name}.".startswith("deepspeed.") for name in reach.imported)
+    own = (node for node, scope in reach.units if scope.cls is not None and isinstance(node, Function))
+    is_method = isinstance(site.call.func, ast.Attribute) and bool(site.call.args or site.call.keywords)
+    return is_imported and is_method and all(node.name != site.name for node in own)
 
 
 def _contents(values: Values, site: Site) -> str:

@@ -21,7 +21,7 @@ from gpufleet.infra.discover.start import parts
 from gpufleet.infra.discover.values import Kind, Span
 from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem
 from gpufleet.infra.inputs.code import ENVIRONMENTS
-from gpufleet.job.kind.command import FORMATS, INPUT, SAVE_INTERVALS
+from gpufleet.job.kind.command import FORMATS, INPUT, SAVE_INTERVALS, Format
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
 REHEARSED_STEPS, REHEARSED_EVERY = 60, 10  # a fast script needs more steps; its rehearsal says how many
@@ -521,13 +521,23 @@ class _Writer:
             "how large a checkpoint is: write job.checkpoint.size_gb, from which storage and notices are priced"
         )
 
+    @property
+    def form(self) -> Format:
+        """The format of the framework's folders, also where the script names them; an empty one for other files."""
+        is_folder = bool(self.found.names) and self.found.names[0].endswith("/")
+        return FORMATS[self.row.format] if self.row and self.row.format and is_folder else Format()
+
     def _names(self) -> Iterator[str]:
         """The definition's lines for a checkpoint's names, and for the file that completes a checkpoint."""
         row, facts = self.row, self.facts
         shown = [("" if facts else self.place.below) + self.plan.named(each) for each in self.found.names]
         where = facts.where if facts is not None else f"{row.name}, {row.version}" if row is not None else ""
         several = f"[{', '.join(map(_always_quoted, shown))}]"
-        yield f"    each: {_quoted(shown[0]) if len(shown) == 1 else several}   # {where}"
+        form = self.form
+        if row is not None and form.each:
+            yield f"    format: {row.format}   # {row.name}"
+        if tuple(shown) != form.each:
+            yield f"    each: {_quoted(shown[0]) if len(shown) == 1 else several}   # {where}"
         self.known(f"a checkpoint is {' and '.join(shown)}", where)
         if not re.search(r"\{(step|epoch)", shown[0]):
             yield "    rewritten: true   # the same file each time"
@@ -536,12 +546,14 @@ class _Writer:
         if complete is not None:
             why = complete.where
         elif row is not None:
-            last = row.complete or (FORMATS[row.format].complete if row.format else "")
-            why = f"{row.name} writes it last"
+            last, why = row.complete, f"{row.name} writes it last"
         if last and shown[0].endswith("/"):
             yield f"    complete: {_quoted(last)}   # {why}"
-        if row is not None and row.also and (facts is None or facts.names == row.each):
-            yield f"    also: [{', '.join(row.also)}]   # {row.name} resumes by it"
+        also, folder = () if row is None or (facts is not None and facts.names != row.each) else row.also, ""
+        if form.also and (folder := posixpath.dirname(shown[0].rstrip("/"))):
+            also = tuple(f"{folder}/{each}" for each in form.also)
+        if row is not None and also:
+            yield f"    also: [{', '.join(map(_quoted, also))}]   # {row.name} resumes by it"
 
     def _every_lines(self) -> Iterator[str]:
         every, plan = self.plan.every, self.plan
@@ -555,9 +567,8 @@ class _Writer:
 
     def progress(self) -> Iterator[str]:
         row, plan = self.row, self.plan
-        is_formats = row is not None and row.format and FORMATS[row.format].progress
-        if row is not None and is_formats and (self.facts is None or row.format != "dcp"):
-            if self.facts is not None or row.folder:  # otherwise the format defines it
+        if row is not None and row.format and FORMATS[row.format].progress and not (row.named and plan.lines):
+            if self.facts is not None and not self.form.each:  # otherwise the checkpoint's format defines it
                 yield from ("  progress:", f"    format: {row.format}   # {row.name}")
             return
         yield "  progress:"

@@ -13,7 +13,12 @@ from gpufleet.job.command.places import Scripts
 from gpufleet.job.contract.messages import Preflight
 
 PROGRAM = "between.py"
-NO_TORCHRUN = 3
+# torchrun may not be on the path, as in an environment that nobody has activated
+LAUNCHER = (
+    "if command -v torchrun > /dev/null; then set -- torchrun; elif python3 -c 'import torch' 2> /dev/null; then"
+    " set -- python3 -m torch.distributed.run; else exit {}; fi; exec \"$@\""
+)
+NO_TORCH = 3
 FURTHER = 500  # the difference to the command's port, so that the command's ranks never meet those of a pre-flight
 
 
@@ -22,7 +27,7 @@ def command(scripts: Scripts, values: Mapping[str, str | int]) -> str:
     path = scripts.put(PROGRAM, Path(between.__file__).read_bytes())
     flags = f"--nnodes {values['nodes']} --node-rank {values['node_rank']} --nproc-per-node {values['gpus']}"
     flags += f" --master-addr {values['master']} --master-port {int(values['port']) + FURTHER} --max-restarts 0"
-    return f"command -v torchrun > /dev/null || exit {NO_TORCHRUN}; exec torchrun {flags} {shlex.quote(str(path))}"
+    return f"{LAUNCHER.format(NO_TORCH)} {flags} {shlex.quote(str(path))}"
 
 
 def read(code: int, lines: Sequence[str], gbps: float, say: Callable[[str], None]) -> Preflight:
@@ -35,6 +40,6 @@ def read(code: int, lines: Sequence[str], gbps: float, say: Callable[[str], None
             return Preflight(
                 problems=tuple(between.judge(gb_s, gbps, transport)), between_gb_s=gb_s, transport=transport
             )
-    why = "the image has no torchrun" if code == NO_TORCHRUN else f"it ended with {code}: {''.join(lines[-1:])}"
+    why = "the image has no torch" if code == NO_TORCH else f"it ended with {code}: {''.join(lines[-1:])}"
     say(f"warning: how fast the nodes reach one another is not known: {why}")
     return Preflight()

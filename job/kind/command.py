@@ -61,6 +61,9 @@ class Format:
     of_rank: str = ""  # a regular expression for names of files that only the writing rank reads
 
 
+# DeepSpeed's ZeRO, also below another framework's checkpoint: a rank reads no other's (runtime/engine.py of 0.19.8),
+# unless `elastic_checkpoint` lets another number of GPUs read them.
+ZERO_OF_RANK = r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_.*\.pt"
 FORMATS: dict[str, Format] = {
     "hf-trainer": Format(
         each=("checkpoint-{step}/",),
@@ -95,7 +98,6 @@ FORMATS: dict[str, Format] = {
         progress=(r"\[Rank 0\] step=(?P<step>\d+),",),
         also=("latest",),  # this file names the newest checkpoint
         is_sharded=True,
-        of_rank=r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_.*\.pt",
     ),
     "file": Format(),
     "none": Format(),  # a command that saves nothing
@@ -270,7 +272,8 @@ class CommandConfig(JobConfig):
         that is overwritten.
         """
         own = [re.sub(r"\\\{.*?\\\}|\\\*", "[^/]*", re.escape(each)) for each in self.names if RANK in each]
-        of_rank = (self.format.of_rank, *(each + ".+" if each.endswith("/") else each for each in own))
+        zero = ZERO_OF_RANK if self.checkpoint.same_gpus else ""
+        of_rank = (self.format.of_rank, zero, *(each + ".+" if each.endswith("/") else each for each in own))
         leaves = self.saves and not self.checkpoint.rewritten
         return NodeParts(reads=True, leaves=leaves, of_rank=tuple(filter(None, of_rank)))
 
@@ -741,7 +744,13 @@ PLACEHOLDERS = (
 )
 NODE_RANK = "GPUFLEET_NODE_RANK"  # as in contract/environment.py
 STATIC = "--nnodes {nodes} --node-rank {node_rank} --master-addr {master} --master-port {port}"  # torchrun's options
-ALONE = re.compile(r"(?<!\S)(--standalone\b|\S*(localhost|127\.0\.0\.1):0\b)")
+# With these each node waits for itself: no way to meet, its own address as the others', or one node as enough.
+_OWN = r"(localhost|127\.0\.0\.1|0\.0\.0\.0)\b"
+_ADDRESS = "rdzv[-_]endpoint|master[-_]addr|main[-_]process[-_]ip|main[-_]address|dist[-_]url"
+ALONE = re.compile(
+    rf"(?<!\S)(--standalone\b|\S*{_OWN}:0\b|(--({_ADDRESS})[= ]+|MASTER_ADDR=)['\"]?(tcp://)?{_OWN}"
+    r"|--(nnodes|num[-_]machines|num[-_]nodes)[= ]+1(?![0-9]))"
+)
 GIVES_RANKS = re.compile(r"(?<!\S)--rdzv[-_]backend[= ]+(?!static)\S+")
 INPUT = re.compile(r"(?<![{$])\{inputs\.([A-Za-z0-9_-]+)\}(?!\})")
 PLACEHOLDER = re.compile(r"(?<![{$])\{([A-Za-z_][A-Za-z0-9_.]*)(:[0-9a-z]+)?\}(?!\})")

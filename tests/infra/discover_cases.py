@@ -44,6 +44,7 @@ if __name__ == "__main__":
 """
 
 
+DEEPSPEED = {"head": "import deepspeed", "before": "engine, *_ = deepspeed.initialize(args)"}
 WRITER = """
 import os, torch
 class Writer:
@@ -835,6 +836,61 @@ CASES: dict[str, CodeCase] = {
         },
         command="python t.py",
         expects={"job.progress.stdout": r"^\['step\\\\s\+\(\?P<step>"},
+    ),
+    **{
+        f"DeepSpeed's engine saves {what}": CodeCase(
+            files={"t.py": script(f"engine.save_checkpoint({given})", **DEEPSPEED)},
+            command="deepspeed --hostfile hosts --num_nodes 2 t.py",
+            expects={
+                "job.command": r" t\.py --dest \{checkpoints\}$",
+                "job.checkpoint.format": "^deepspeed$",
+                "job.checkpoint.each": each,
+                "job.checkpoint.also": also,
+                "job.checkpoint.every.steps": "^50$",
+            },
+        )
+        for what, given, each, also in (
+            ("under a tag of its own", "args.dest", None, None),
+            ("under a tag that is equal", "args.dest, f'global_step{step}'", None, None),
+            ("under another tag", "save_dir=args.dest, tag=f'at-{step}'", r"^at-\{step\}/$", None),
+            ("under the number alone", "args.dest, step, {'step': step}", r"^\{step\}/$", None),
+            (
+                "into a folder below",
+                "os.path.join(args.dest, 'all'), client_state={'step': step}",
+                r"^all/global_step\{step\}/$",
+                r"^\['all/latest'\]$",
+            ),
+        )
+    },
+    "a save_checkpoint of the script's own is not DeepSpeed's": CodeCase(
+        files={
+            "t.py": script(
+                "Keeper().save_checkpoint(args.dest, step)",
+                before=DEEPSPEED["before"],
+                head="import deepspeed\nfrom kit import Keeper",
+            ).replace(LOOP, "engine.step()"),
+            "kit.py": "import torch\nclass Keeper:\n    def save_checkpoint(self, place, step):\n"
+            "        torch.save({'optimizer': 1}, f'{place}/w{step}.pt')\n",
+        },
+        command="deepspeed t.py",
+        expects={
+            "job.checkpoint.format": None,
+            "job.checkpoint.each": r"^w\{step\}\.pt$",
+            "job.progress.format": "^deepspeed$",
+        },
+    ),
+    "shards of torch.distributed.checkpoint are called so under a name of the script's": CodeCase(
+        files={
+            "t.py": script(
+                "dcp.save(state, checkpoint_id=f'{args.dest}/at-{step}')",
+                head="import torch.distributed.checkpoint as dcp",
+            )
+        },
+        expects={
+            "job.checkpoint.format": "^dcp$",
+            "job.checkpoint.each": r"^at-\{step\}/$",
+            "job.progress.stdout": r"\(\?P<step>",
+        },
     ),
     "helpers of a framework are not its checkpoints": CodeCase(
         files={"t.py": HELPERS},

@@ -68,7 +68,7 @@ class FleetComponent(pulumi.ComponentResource):
             user_data=user_data_base64,
             update_default_version=True,
             iam_instance_profile=aws.ec2.LaunchTemplateIamInstanceProfileArgs(arn=profile_arn),
-            **_attached(definition, security_group_id),
+            **_attached(definition, security_group_id, subnets),
             instance_initiated_shutdown_behavior="terminate",  # `stop` would leave billed disks
             metadata_options=aws.ec2.LaunchTemplateMetadataOptionsArgs(
                 http_endpoint="enabled",
@@ -92,7 +92,9 @@ class FleetComponent(pulumi.ComponentResource):
             ),
         )
         self._name, self._definition, self._frozen, self._bucket = name, definition, frozen, bucket
-        self._places = {market: [(kind, subnets[zone]) for kind, zone in some] for market, some in pools.items()}
+        # AWS takes the subnet either from the override or from the interfaces, so an override names it without those.
+        chosen = {} if definition.fleet.is_gang else subnets
+        self._places = {market: [(kind, chosen.get(zone)) for kind, zone in some] for market, some in pools.items()}
         self._valid_until, self._label = valid_until, label
         others = [] if over else definition.fleet.market.stands_by
         self.standing_by = [self._fleet(f"{name}-fallback-fleet", WAYS[each](), 0, []) for each in others]
@@ -167,20 +169,23 @@ class FleetComponent(pulumi.ComponentResource):
         )
 
 
-def _attached(definition: StackDefinition, group: pulumi.Input[str]) -> dict[str, Any]:
+def _attached(
+    definition: StackDefinition, group: pulumi.Input[str], subnets: Mapping[str, pulumi.Input[str]]
+) -> dict[str, Any]:
     """How nodes are attached to the network: by a group or by interfaces, which exclude each other."""
     if definition.fleet.is_gang:
-        return {"network_interfaces": interfaces(definition, group)}
+        return {"network_interfaces": interfaces(definition, group, subnets[definition.fleet.zones[0]])}
     return {"vpc_security_group_ids": [group]}
 
 
 def interfaces(
-    definition: StackDefinition, group: pulumi.Input[str]
+    definition: StackDefinition, group: pulumi.Input[str], subnet: pulumi.Input[str] | None = None
 ) -> list[aws.ec2.LaunchTemplateNetworkInterfaceArgs]:
     """The network interfaces of each of several nodes: its first card, with a public address, or all cards without one.
-    The subnet comes from the fleet's override. They follow AWS's layout since 2026 (EC2 User Guide,
-    efa-acc-inst-types): device 0 of the first card is a plain interface and device 1 its EFA, each further card has its
-    EFA as device 0. Only a single interface can have an address: with one card it is both.
+    Each names the `subnet`, because AWS takes none from elsewhere for a launch with interfaces (RunInstances, SubnetId).
+    They follow AWS's layout since 2026 (EC2 User Guide, efa-acc-inst-types): device 0 of the first card is a plain
+    interface and device 1 its EFA, each further card has its EFA as device 0. Only a single interface can have an
+    address: with one card it is both.
     """
     kind = load_catalog().instances[definition.fleet.instance_types[0]]
     every, on_first = definition.fleet.cards == "all", kind.efa_cards == kind.network_cards
@@ -193,6 +198,7 @@ def interfaces(
             network_card_index=card,
             device_index=device,
             interface_type=efa,
+            subnet_id=subnet,
             security_groups=[group],
             associate_public_ip_address=None if every else "true",
             delete_on_termination="true",

@@ -94,6 +94,9 @@ def test_a_file_without_the_keys_is_the_run_that_it_was_before_them(tmp_path: Pa
     assert creation_digest(one) != creation_digest(read(tmp_path, several_nodes("one")))
 
 
+C10D = "--rdzv-backend c10d"
+
+
 @pytest.mark.parametrize(("command", "env", "apart"), [
     ("torchrun --nnodes {nodes} --node-rank {node_rank} --master-addr {master} t.py", {}, ""),
     ("accelerate launch --num_processes {ranks} --machine_rank {node_rank} t.py", {}, ""),
@@ -104,6 +107,15 @@ def test_a_file_without_the_keys_is_the_run_that_it_was_before_them(tmp_path: Pa
     ("accelerate launch --num_machines {nodes} t.py", {}, "{node_rank}, by which"),
     ("torchrun --standalone --nproc-per-node={gpus} t.py {node_rank}", {}, "in the place of --standalone, with"),
     ("torchrun --rdzv-endpoint=localhost:0 t.py {node_rank}", {}, "in the place of --rdzv-endpoint=localhost:0, with"),
+    (f"torchrun {C10D} --rdzv_endpoint 127.0.0.1:29500 t.py", {}, "of --rdzv_endpoint 127.0.0.1, with which each"),
+    (f"torchrun {C10D} --rdzv-endpoint=localhost:{{port}} t.py", {}, "of --rdzv-endpoint=localhost, with which each"),
+    ("torchrun --node-rank {node_rank} --master-addr localhost t.py", {}, "of --master-addr localhost, with which"),
+    ("MASTER_ADDR=127.0.0.1 python t.py {node_rank}", {}, "of MASTER_ADDR=127.0.0.1, with which each"),
+    ("python t.py --rank {node_rank} --dist-url 'tcp://127.0.0.1:2345'", {}, "of --dist-url 'tcp://127.0.0.1, with"),
+    ("accelerate launch --num_machines 1 --machine_rank {node_rank} t.py", {}, "of --num_machines 1, with which each"),
+    (f"torchrun --nnodes=1:2 {C10D} --rdzv_endpoint={{master}}:{{port}} t.py", {}, "of --nnodes=1, with which each"),
+    (f"torchrun --nnodes 2 {C10D} --rdzv_endpoint={{master}}:{{port}} t.py --log localhost:6006", {}, ""),
+    ("torchrun --node-rank {node_rank} --nnodes 16 t.py", {}, ""),
     ("torchrun --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint {master}:{port} t.py", {}, ""),
     ("torchrun --rdzv_backend=static --rdzv_endpoint={master}:{port} t.py", {}, "{node_rank}, by which"),
 ])  # fmt: skip

@@ -43,7 +43,7 @@ def over_all(tmp_path_factory: pytest.TempPathFactory) -> Declared:
 def test_the_fleet_keeps_both_nodes_in_one_zone_of_one_type(two: Declared) -> None:
     fleet = two.one(FLEET)
     assert fleet["targetCapacitySpecification"]["totalTargetCapacity"] == 2
-    assert len(fleet["launchTemplateConfigs"][0]["overrides"]) == 1
+    assert fleet["launchTemplateConfigs"][0]["overrides"] == [{"instanceType": "p5.48xlarge"}]  # the template's subnet
     assert (fleet["type"], fleet["terminateInstances"]) == ("maintain", True)
     assert fleet["excessCapacityTerminationPolicy"] == "termination"
 
@@ -58,7 +58,7 @@ def test_nodes_reach_each_other_and_nobody_else_reaches_them(two: Declared) -> N
     assert (outward["ipProtocol"], outward["fromPort"], outward["toPort"]) == ("tcp", 443, 443)
 
 
-def test_over_one_card_a_node_has_efa_a_public_address_and_no_subnet_of_its_own(two: Declared) -> None:
+def test_over_one_card_a_node_has_efa_and_a_public_address(two: Declared) -> None:
     template = two.one(TEMPLATE)
     assert "vpcSecurityGroupIds" not in template  # the two exclude each other
     assert template["networkInterfaces"] == [
@@ -66,6 +66,7 @@ def test_over_one_card_a_node_has_efa_a_public_address_and_no_subnet_of_its_own(
             "deviceIndex": 0,
             "networkCardIndex": 0,
             "interfaceType": "efa",
+            "subnetId": UNKNOWN,
             "securityGroups": [UNKNOWN],
             "associatePublicIpAddress": "true",
             "deleteOnTermination": "true",
@@ -99,6 +100,7 @@ def test_over_all_cards_each_has_an_efa_of_its_own_and_the_node_no_public_addres
     assert laid_out == [(0, 0, None), (0, 1, "efa-only"), *((card, 0, "efa-only") for card in range(1, 32))]
     assert load_catalog().instances["p5.48xlarge"].efa_devices("all") == 32
     assert not any("associatePublicIpAddress" in each for each in interfaces)
+    assert {each["subnetId"] for each in interfaces} == {UNKNOWN}
 
 
 def test_a_first_card_without_efa_is_a_plain_interface(tmp_path: Path) -> None:
@@ -132,6 +134,7 @@ def test_in_a_given_vpc_the_ways_out_of_its_subnets_are_its_owner_s(tmp_path: Pa
     found = declare(tmp_path / "project", "pretrain-d64", f"{several_nodes('all')}\n{given}")
     assert found.result.ok, found.result.text
     assert not found.kinds & {NAT, ADDRESS, SUBNET, TABLE}
+    assert {each["subnetId"] for each in found.one(TEMPLATE)["networkInterfaces"]} == {"subnet-0123456789abcdef0"}
     assert found.kinds >= {INGRESS, EGRESS}
 
 

@@ -177,7 +177,7 @@ FAST, SLOW = ({"gb_s": gb_s, "transport": by} for gb_s, by in ((300, "AWS Libfab
         (0, FAST, 3200.0, "300.0 GB/s from a node to the others over AWS Libfabric", ""),
         (0, SLOW, 3200.0, "3.0 GB/s", "EFA is not in use: 3.0 GB/s from a node to the others over Socket, 1% of"),
         (0, SLOW, 0.0, "3.0 GB/s from a node to the others over Socket", ""),  # cards of unknown speed
-        (network.NO_TORCHRUN, "", 3200.0, "is not known: the image has no torchrun", ""),
+        (network.NO_TORCH, "", 3200.0, "is not known: the image has no torch", ""),
         (1, "RuntimeError: no GPU", 3200.0, "is not known: it ended with 1: RuntimeError: no GPU", ""),
     ],
 )
@@ -194,26 +194,30 @@ def test_only_what_a_pre_flight_has_measured_refuses_a_node(
 
 
 TORCHRUN = f"""#!/bin/sh
+[ "$1" = -c ] && exit
 for each in "$@"; do last=$each; done
 echo "asked $*"
 grep -q "def gb_s" "$last" && echo '{between.TOLD}{json.dumps(SLOW)}'
 """
 
 
-@pytest.mark.parametrize(("accepted", "code"), [(False, 71), (True, 0)])
+@pytest.mark.parametrize(
+    ("launcher", "accepted", "code"), [("torchrun", False, 71), ("torchrun", True, 0), ("python3", False, 71)]
+)
 def test_a_node_whose_network_is_slow_is_refused_before_its_command_begins_unless_others_were(
-    tmp_path: Path, accepted: bool, code: int
+    tmp_path: Path, launcher: str, accepted: bool, code: int
 ) -> None:
     job = on_two_nodes(tmp_path, "env WORLD_SIZE=2 true", device="cuda")
-    program = tmp_path / "bin" / "torchrun"
+    program = tmp_path / "bin" / launcher
     program.parent.mkdir()
     program.write_text(TORCHRUN)
     program.chmod(0o755)
-    job.environment |= {"PATH": f"{program.parent}:{os.environ['PATH']}", "GPUFLEET_GBPS": "3200"}
+    job.environment |= {"PATH": f"{program.parent}:{os.defpath}", "GPUFLEET_GBPS": "3200"}
     if accepted:
         Accept().write(job.workdir)
     assert job.run() == code, job.log
-    flags = "--nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port 29900 --max-restarts 0"
+    flags = "-m torch.distributed.run " * (launcher == "python3")
+    flags += "--nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port 29900 --max-restarts 0"
     assert f"asked {flags} " in job.log
     assert ("step 1 loss 1" in job.log) is accepted
     (problem,) = (atomic.read_object(job.workdir / "preflight.json") or {})["problems"]

@@ -102,6 +102,7 @@ def names(files: Any) -> list[str]:
     return sorted(name.removeprefix("files/") for name in files)
 
 
+ZERO = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 # By format: the checkpoint of step 30 on the leader, on the other node, and what each reads of the other's.
 SHARDED: dict[str, tuple[dict[str, Any], list[str], list[str], list[str], list[str]]] = {
     "dcp": (
@@ -123,11 +124,25 @@ SHARDED: dict[str, tuple[dict[str, Any], list[str], list[str], list[str], list[s
         [
             "latest",
             "global_step30/mp_rank_00_model_states.pt",
-            "global_step30/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            f"global_step30/{ZERO.format(0)}",
         ],
-        ["global_step30/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"],
+        [f"global_step30/{ZERO.format(1)}"],
         [],
         ["latest", "global_step30/mp_rank_00_model_states.pt"],
+    ),
+    "DeepSpeed in Accelerate's save_state": (
+        {"each": ["step_{step}/"]},
+        ["step_30/pytorch_model/mp_rank_00_model_states.pt", f"step_30/pytorch_model/{ZERO.format(0)}"],
+        [f"step_30/pytorch_model/{ZERO.format(1)}"],
+        [],
+        ["step_30/pytorch_model/mp_rank_00_model_states.pt"],
+    ),
+    "DeepSpeed's elastic checkpoint": (
+        {"format": "deepspeed", "same_gpus": False},
+        ["latest", f"global_step30/{ZERO.format(0)}"],
+        [f"global_step30/{ZERO.format(1)}"],
+        [f"global_step30/{ZERO.format(1)}"],
+        ["latest", f"global_step30/{ZERO.format(0)}"],
     ),
     "FSDP's SHARDED_STATE_DICT in HF's Trainer": (
         {"format": "hf-trainer"},
