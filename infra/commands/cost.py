@@ -164,7 +164,7 @@ def _campaign(args: argparse.Namespace, root: Path, now: datetime) -> int:
     for each in trials:
         definition = stack.definition_of(argparse.Namespace(stack=each.name), past_deadline=False)
         bill = bill_of(definition, root, catalog, today=now.date(), hazards=hazards)
-        priced.append(PricedTrial.build(str(each), definition, bill, is_made=each.text is not None))
+        priced.append(PricedTrial.build(str(each), definition, bill, is_made=each.is_made))
     if described.order == "cheapest":
         priced.sort(key=lambda each: each.bill.usd.p90)
     found = price(priced, described)

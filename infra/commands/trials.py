@@ -5,6 +5,7 @@ and those whose values a sampler draws.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -68,7 +69,8 @@ def earlier_trials(described: CampaignFile, root: Path) -> list[StackTrial]:
     """The trials of drawn values that a driver has made in this folder."""
     if not described.draw:
         return []
-    names = sorted(path.stem for path in (root / TRIALS).glob(f"{described.name}-*.yaml"))
+    own = re.compile(rf"{described.name}-[0-9a-f]{{{campaigns.DIGITS}}}")
+    names = sorted(path.stem for path in (root / TRIALS).glob("*.yaml") if own.fullmatch(path.stem))
     return [StackTrial(trial=DefinedTrial(name=name), whole=whole_run(name, root)) for name in names]
 
 
@@ -94,7 +96,7 @@ class StackTrial:
                 raise
             message = f"{error}\nThis file is made from {trial.file}: mend that one, or the campaign."
             raise GpufleetError(message) from None
-        priced = PricedTrial.build(str(trial), made.definition, made.bill, is_made=trial.text is not None)
+        priced = PricedTrial.build(str(trial), made.definition, made.bill, is_made=trial.is_made)
         digits = approval.begins_with(made)
         return cls(trial=trial, whole=whole, made=made, priced=priced, approved=digits, compared=whole)
 
@@ -133,7 +135,7 @@ class StackTrial:
             raise GpufleetError(f"{self.name}: a file or data has changed since the campaign was approved")
         whole = self.whole
         if usd < self.most:
-            campaigns.write([campaigns.limited(self.trial, usd)], whole.root)
+            campaigns.lower_limit(self.name, usd, whole.root)
             whole = whole_run(self.name, whole.root)
         if made is None or whole is not self.compared:
             made = whole.plan()
@@ -250,18 +252,18 @@ class LaterTrials:
         offered = campaigns.offered(self.described, self.root)
         earlier = [DefinedTrial(name=name) for name in ledger.open_runs()]
         named = {each.name: each for each in (*offered, *earlier, *drawn)}  # what has a reservation stays as it was
-        found = [self._trial(each) for name, each in named.items() if name not in names]
+        reserved = ledger.open_runs()
+        found = [self._trial(each, name in reserved) for name, each in named.items() if name not in names]
         return [each for each in found if each]
 
-    def _trial(self, trial: DefinedTrial) -> StackTrial | None:
+    def _trial(self, trial: DefinedTrial, is_reserved: bool) -> StackTrial | None:
         if self.refused.get(trial.name) == (trial.text or ""):
             return None
-        records = self.base.records
         try:
             campaigns.write([trial], self.root)
             whole = whole_run(trial.name, self.root)
-            if trial.text is None:
-                return StackTrial(trial=trial, whole=whole, records=records)
+            if is_reserved:  # whatever has changed since: it goes on
+                return self._as_approved(StackTrial(trial=trial, whole=whole))
             if whole.definition.source.parent != (self.root / TRIALS):
                 raise GpufleetError(f"stacks/ has {trial.name} too: give the file another name")
             if whole.definition.run.owner != self.owner:
@@ -271,7 +273,11 @@ class LaterTrials:
             self.refused[trial.name] = trial.text or ""
             print(f"gpufleet: {trial.name} is left out: {error}", file=sys.stderr)
             return None
-        is_drawn = bool(trial.file)
-        made.approved, made.compared = (self.base.approved, self.base.whole) if is_drawn else (None, None)
-        made.records = records
+        return self._as_approved(made)
+
+    def _as_approved(self, made: StackTrial) -> StackTrial:
+        """The trial, whose file must not have changed if its values were drawn; else it is approved by the cap."""
+        is_drawn, base = bool(made.trial.file), self.base
+        made.approved, made.compared = (base.approved, base.whole) if is_drawn else (None, None)
+        made.records = base.records
         return made

@@ -23,7 +23,7 @@ from typing import Literal
 from gpufleet.infra.definition.layers import OVERLAID
 from gpufleet.infra.definition.loader import STACK_NAME, TRIALS, find
 from gpufleet.infra.definition.schema import Findings, build, check_keys, entries_of, nearest
-from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, dump, find_node, merge, open_file, read
+from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, dump, find_node, merge, open_file
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.job import atomic
 from gpufleet.job.contract import reading
@@ -105,6 +105,7 @@ class DefinedTrial:
     file: str = ""  # the stack that it is made from
     values: Named[str, str] = field(default_factory=dict)
     text: str | None = None  # of its definition; None: that is a file of stacks/
+    is_made: bool = False  # whether the campaign writes the definition of what it begins
 
     def __str__(self) -> str:
         return label(self.values) or self.name
@@ -154,7 +155,7 @@ def trials(campaign: CampaignFile, root: Path) -> list[DefinedTrial]:
     """The trials that the file names, in its order. Raises GpufleetError."""
     names = campaign.files
     if not campaign.grid and not campaign.list:  # with draw: the file whose values are drawn
-        made = [DefinedTrial(name=find(each, root).stem) for each in names]
+        made = [DefinedTrial(name=find(each, root).stem, is_made=bool(campaign.draw)) for each in names]
     else:
         count = len(names) * len(campaign.list or (1,))
         for values in campaign.grid.values():
@@ -187,12 +188,14 @@ def read_values(content: bytes) -> dict[str, str]:
         return {}
 
 
-def limited(trial: DefinedTrial, usd: Decimal) -> DefinedTrial:
-    """The trial with limits.max_usd as `usd`. It has to be one that has a text."""
+def lower_limit(name: str, usd: Decimal, root: Path) -> None:
+    """Writes limits.max_usd of a trial whose definition the campaign has made. Raises GpufleetError."""
+    path = root / TRIALS / f"{name}.yaml"
+    _, tree = open_file(path)
     limits = Mapping(path="", line=0, entries={"max_usd": Scalar(path="", line=0, text=f"{usd:f}")})
-    laid = merge(read(trial.text or ""), Mapping(path="", line=0, entries={"limits": limits}))
+    laid = merge(tree, Mapping(path="", line=0, entries={"limits": limits}))
     assert isinstance(laid, Mapping)
-    return replace(trial, text=f"# As {usd:f} USD of its campaign are left.\n\n{dump(laid)}")
+    atomic.write_bytes(path, f"# With what is left of its campaign's dollars.\n\n{dump(laid)}".encode())
 
 
 def write(made: list[DefinedTrial], root: Path) -> None:
@@ -211,7 +214,7 @@ def offered(campaign: CampaignFile, root: Path) -> list[DefinedTrial]:
     paths = sorted((root / FOLDER / campaign.name).glob("[!.]*.yaml"))
     named = [(f"{campaign.name}-{path.stem}", path) for path in paths]
     return [
-        DefinedTrial(name=name, text=path.read_text(encoding="utf-8", errors="replace"))
+        DefinedTrial(name=name, text=path.read_text(encoding="utf-8", errors="replace"), is_made=True)
         for name, path in named
         if STACK_NAME.fullmatch(name) and path.is_file()
     ]
@@ -295,7 +298,7 @@ def _trial(campaign: CampaignFile, file: str, values: dict[str, Node], root: Pat
         laid = merge(laid, node)
     assert isinstance(laid, Mapping)
     digest = hashlib.sha256("\n".join([path.stem, *(f"{key}={shown[key]}" for key in sorted(shown))]).encode())
-    made = DefinedTrial(name=f"{campaign.name}-{digest.hexdigest()[:DIGITS]}", file=file, values=shown)
+    made = DefinedTrial(name=f"{campaign.name}-{digest.hexdigest()[:DIGITS]}", file=file, values=shown, is_made=True)
     return replace(made, text=f"# Trial of {FOLDER}/{campaign.name}.yaml, from {file}: {made}\n\n{dump(laid)}")
 
 

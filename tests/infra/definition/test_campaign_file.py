@@ -192,10 +192,9 @@ def test_what_a_sampler_draws_becomes_a_plain_definition(tmp_path: Path) -> None
     (read,) = definitions(tmp_path, [made])
     assert read.job.parameters.command == "python train.py --lr 0.00012 --out={checkpoints}"  # type: ignore[attr-defined]
     assert read.job.parameters.workdir == "b"  # type: ignore[attr-defined]
-    lowered = campaign.limited(made, Decimal("1.25"))
-    (again,) = definitions(tmp_path, [lowered])
-    assert again.limits.max_usd == Decimal("1.25")
-    assert replace(again, limits=read.limits, source=read.source).job == read.job
+    campaign.lower_limit(made.name, Decimal("1.25"), tmp_path)
+    again = load(find(made.name, tmp_path), now=datetime(2026, 11, 21, tzinfo=UTC))
+    assert (again.limits, again.job) == (replace(read.limits, max_usd=Decimal("1.25")), read.job)
 
 
 @pytest.mark.parametrize(
