@@ -31,7 +31,7 @@ JUDGED = 16  # judgements of a run in a simulated campaign with the slow median
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ToldFigure:
+class MetricFigure:
     """A line of metrics.jsonl that has the metric."""
 
     at: float  # epoch seconds
@@ -41,10 +41,10 @@ class ToldFigure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialProgress:
-    """What a run has told. `ended` is the reason of its end; None: it goes on."""
+    """What a run has told of the metric. `ended` is the reason of its end; None: it goes on."""
 
     name: str
-    figures: tuple[ToldFigure, ...] = ()
+    figures: tuple[MetricFigure, ...] = ()
     ended: str | None = None
     values: Mapping[str, str] | None = None  # those that were drawn for it
 
@@ -53,7 +53,7 @@ class TrialProgress:
         cls, name: str, metric: str, lines: bytes, *, ended: str | None, values: Mapping[str, str] | None = None
     ) -> TrialProgress:
         """The progress in the bytes of metrics.jsonl."""
-        return cls(name=name, figures=tuple(_figures(lines, metric)), ended=ended, values=values)
+        return cls(name=name, figures=tuple(_read_figures(lines, metric)), ended=ended, values=values)
 
     @property
     def last(self) -> float | None:
@@ -62,24 +62,25 @@ class TrialProgress:
 
     def judged(self, every: int) -> Iterator[tuple[float, int, float]]:
         """The first figure at or after each multiple of `every`: its time, which multiple it is, and the figure."""
-        for number, of in groupby(self.figures, lambda each: each.step // every):
-            if number:
-                first = next(of)
-                yield first.at, number, first.figure
+        for multiple, figures in groupby(self.figures, lambda line: line.step // every):
+            if multiple:
+                first = next(figures)
+                yield first.at, multiple, first.figure
 
 
-def _figures(lines: bytes, metric: str) -> Iterator[ToldFigure]:
-    for each in metrics.records(lines.split(b"\n")):
+def _read_figures(lines: bytes, metric: str) -> Iterator[MetricFigure]:
+    for record in metrics.records(lines.split(b"\n")):
         try:
-            figure = float(reading.number(each.get(metric)))
+            figure = float(reading.number(record.get(metric)))
         except DoubtError:
             continue
-        yield ToldFigure(at=each["ts"], step=each["step"], figure=figure)
+        yield MetricFigure(at=record["ts"], step=record["step"], figure=figure)
 
 
-def told_figures(lines: bytes) -> list[str]:
+def list_metrics(lines: bytes) -> list[str]:
     """The names of the figures in the bytes of metrics.jsonl."""
-    return sorted({name for each in metrics.records(lines.split(b"\n")) for name, _ in metrics.scalars(each)})
+    records = metrics.records(lines.split(b"\n"))
+    return sorted({name for record in records for name, _ in metrics.scalars(record)})
 
 
 def require_optuna() -> None:
@@ -88,52 +89,52 @@ def require_optuna() -> None:
         raise GpufleetError("a campaign with a pruner or a sampler needs Optuna: pip install 'gpufleet[search]'")
 
 
-def losers(described: CampaignFile, told: Sequence[TrialProgress]) -> list[str]:
-    """The runs that go on, and that the pruner would have stopped by now."""
-    return _retold(described, told)[1] if described.pruner else []
+def find_losers(described: CampaignFile, runs: Sequence[TrialProgress]) -> list[str]:
+    """The names of the runs that go on, and that the pruner would have stopped by now."""
+    return _retell(described, runs)[1] if described.pruner else []
 
 
-def draw(described: CampaignFile, told: Sequence[TrialProgress]) -> dict[str, str] | None:
+def draw(described: CampaignFile, runs: Sequence[TrialProgress]) -> dict[str, str] | None:
     """Values for the next run, as text by key; None if the sampler gives none that is new."""
-    study, _ = _retold(described, told)
-    taken = [each.values for each in told]
+    study, _ = _retell(described, runs)
+    taken = [run.values for run in runs]
     for number in range(TRIES):
-        study.sampler = _sampler(described, f"{described.name}/{len(told)}/{number}")
-        params = study.ask(_distributions(described.draw)).params
-        values = {key: _text(params[key], of) for key, of in described.draw.items()}
+        study.sampler = _make_sampler(described, f"{described.name}/{len(runs)}/{number}")
+        params = study.ask(_make_distributions(described.draw)).params
+        values = {key: _as_text(params[key], allowed) for key, allowed in described.draw.items()}
         if values not in taken:
             return values
     return None
 
 
-def _retold(described: CampaignFile, told: Sequence[TrialProgress]) -> tuple[optuna.Study, list[str]]:
+def _retell(described: CampaignFile, runs: Sequence[TrialProgress]) -> tuple[optuna.Study, list[str]]:
     """A study that was told all that the runs have told, in its order, and the runs that go on but lose."""
-    study = _study(described)
-    trials = [_ask(study, described.draw, each.values) for each in told]
-    moments = [
-        (at, False, index, number, figure)
-        for index, each in enumerate(told)
-        for at, number, figure in each.judged(described.every or 1)
+    study = _make_study(described)
+    trials = [_ask(study, described.draw, run.values) for run in runs]
+    events = [
+        (at, False, index, multiple, figure)
+        for index, run in enumerate(runs)
+        for at, multiple, figure in run.judged(described.every or 1)
     ]
-    for index, each in enumerate(told):
-        if each.ended is not None:
-            moments.append((each.figures[-1].at if each.figures else 0.0, True, index, 0, 0.0))
-    lost = set[str]()
-    for _, is_end, index, number, figure in sorted(moments):
+    for index, run in enumerate(runs):
+        if run.ended is not None:
+            events.append((run.figures[-1].at if run.figures else 0.0, True, index, 0, 0.0))
+    losers = set[str]()
+    for _, is_end, index, multiple, figure in sorted(events):
         if is_end:
-            _tell_end(study, trials[index], told[index].last, is_whole=told[index].ended == FINISHED)
+            _tell_end(study, trials[index], runs[index].last, is_whole=runs[index].ended == FINISHED)
             continue
-        trials[index].report(figure, number)
+        trials[index].report(figure, multiple)
         if trials[index].should_prune():
-            lost.add(told[index].name)
-    return study, [each.name for each in told if each.name in lost and each.ended is None]
+            losers.add(runs[index].name)
+    return study, [run.name for run in runs if run.name in losers and run.ended is None]
 
 
 def _ask(study: optuna.Study, ranges: Mapping[str, DrawnRange], values: Mapping[str, str] | None) -> optuna.Trial:
     if not values:
         return study.ask()
-    distributions = {key: each for key, each in _distributions(ranges).items() if key in values}
-    study.enqueue_trial({key: _number(values[key], ranges[key]) for key in distributions})
+    distributions = {key: of_key for key, of_key in _make_distributions(ranges).items() if key in values}
+    study.enqueue_trial({key: _as_value(values[key], ranges[key]) for key in distributions})
     return study.ask(distributions)
 
 
@@ -149,7 +150,7 @@ def _tell_end(study: optuna.Study, trial: optuna.Trial, figure: float | None, *,
         study.tell(trial, state=TrialState.PRUNED)
 
 
-def _study(described: CampaignFile) -> optuna.Study:
+def _make_study(described: CampaignFile) -> optuna.Study:
     require_optuna()
     import optuna
 
@@ -159,11 +160,11 @@ def _study(described: CampaignFile) -> optuna.Study:
         pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=described.reduction)
     elif described.pruner == "median":
         pruner = optuna.pruners.MedianPruner()
-    sampler = _sampler(described, described.name)
+    sampler = _make_sampler(described, described.name)
     return optuna.create_study(direction=described.direction, pruner=pruner, sampler=sampler)
 
 
-def _sampler(described: CampaignFile, seed: str) -> optuna.samplers.BaseSampler:
+def _make_sampler(described: CampaignFile, seed: str) -> optuna.samplers.BaseSampler:
     """The sampler. Each draw has a seed of its own, or a study that is made anew would repeat its first draw."""
     import optuna
 
@@ -173,34 +174,34 @@ def _sampler(described: CampaignFile, seed: str) -> optuna.samplers.BaseSampler:
     return optuna.samplers.RandomSampler(seed=number)
 
 
-def _distributions(ranges: Mapping[str, DrawnRange]) -> dict[str, optuna.distributions.BaseDistribution]:
-    from optuna import distributions as of
+def _make_distributions(ranges: Mapping[str, DrawnRange]) -> dict[str, optuna.distributions.BaseDistribution]:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    found: dict[str, optuna.distributions.BaseDistribution] = {}
-    for key, each in ranges.items():
-        if each.choices:
-            found[key] = of.CategoricalDistribution(each.choices)
-        elif each.is_whole:
-            found[key] = of.IntDistribution(int(each.low), int(each.high), log=each.log, step=int(each.step or 1))
+    distributions: dict[str, optuna.distributions.BaseDistribution] = {}
+    for key, allowed in ranges.items():
+        low, high, step, log = allowed.low, allowed.high, allowed.step, allowed.log
+        if allowed.choices:
+            distributions[key] = CategoricalDistribution(allowed.choices)
+        elif allowed.is_whole:
+            distributions[key] = IntDistribution(int(low), int(high), log=log, step=int(step or 1))
         else:
-            step = float(each.step) if each.step else None
-            found[key] = of.FloatDistribution(float(each.low), float(each.high), log=each.log, step=step)
-    return found
+            distributions[key] = FloatDistribution(float(low), float(high), log=log, step=float(step) if step else None)
+    return distributions
 
 
-def _text(value: Any, of: DrawnRange) -> str:
+def _as_text(value: Any, allowed: DrawnRange) -> str:
     """The drawn value as text, a number to its sixth digit unless that leaves the range."""
     if not isinstance(value, float):
         return str(value)
     short = f"{value:.{DIGITS}g}"
-    return short if float(of.low) <= float(short) <= float(of.high) else repr(value)
+    return short if float(allowed.low) <= float(short) <= float(allowed.high) else repr(value)
 
 
-def _number(text: str, of: DrawnRange) -> Any:
-    return text if of.choices else int(text) if of.is_whole else float(text)
+def _as_value(text: str, allowed: DrawnRange) -> Any:
+    return text if allowed.choices else int(text) if allowed.is_whole else float(text)
 
 
-def simulated_shares(described: CampaignFile, judgements: Sequence[int], orders: int) -> list[list[float]]:
+def simulate_shares(described: CampaignFile, judgements: Sequence[int], orders: int) -> list[list[float]]:
     """The share of its work that each run does before it is stopped, for so many drawn orders of how good the runs
     are. `judgements` is how often each is judged until its end. Assumed is that a run keeps its rank from its first
     figure on, and that all runs take as long from one judgement to the next.
@@ -208,36 +209,37 @@ def simulated_shares(described: CampaignFile, judgements: Sequence[int], orders:
     import numpy as np
 
     draws = np.random.default_rng(0)
-    return [_shares(described, judgements, draws.permutation(len(judgements)).tolist()) for _ in range(orders)]
+    return [_play_order(described, judgements, draws.permutation(len(judgements)).tolist()) for _ in range(orders)]
 
 
-def _shares(described: CampaignFile, judgements: Sequence[int], figures: Iterable[float]) -> list[float]:
-    study, shares = _study(described), [1.0] * len(judgements)
+def _play_order(described: CampaignFile, judgements: Sequence[int], figures: Iterable[float]) -> list[float]:
+    study, shares = _make_study(described), [1.0] * len(judgements)
     waiting = [*enumerate(figures)][::-1]
-    going_on: list[tuple[int, int, float, Any, list[int]]] = []  # by when each is judged next
+    going_on: list[tuple[int, int, float, Any, list[int]]] = []  # by when a run is judged next
     now = 0
     while waiting or going_on:
         while waiting and len(going_on) < described.at_once:
             index, figure = waiting.pop()
-            numbers = _numbers(described, judgements[index])
-            heapq.heappush(going_on, (now + numbers[0], index, figure, study.ask(), numbers))
-        now, index, figure, trial, numbers = heapq.heappop(going_on)
-        number, *later = numbers
+            multiples = _list_judgements(described, judgements[index])
+            heapq.heappush(going_on, (now + multiples[0], index, figure, study.ask(), multiples))
+        now, index, figure, trial, multiples = heapq.heappop(going_on)
+        multiple, *later = multiples
         if not later:
             _tell_end(study, trial, figure, is_whole=True)
             continue
-        trial.report(figure, number)
+        trial.report(figure, multiple)
         if trial.should_prune():
-            shares[index] = number / judgements[index]
+            shares[index] = multiple / judgements[index]
             _tell_end(study, trial, figure, is_whole=False)
         else:
-            heapq.heappush(going_on, (now + later[0] - number, index, figure, trial, later))
+            heapq.heappush(going_on, (now + later[0] - multiple, index, figure, trial, later))
     return shares
 
 
-def _numbers(described: CampaignFile, count: int) -> list[int]:
+def _list_judgements(described: CampaignFile, count: int) -> list[int]:
     """The judgements of a run that can stop it, of `count` until its end, and the end."""
     if described.pruner == "median":
-        return [*range(max(1, count // JUDGED), count, max(1, count // JUDGED)), count]
+        stride = max(1, count // JUDGED)
+        return [*range(stride, count, stride), count]
     rungs = [described.reduction**rung for rung in range(count.bit_length())]
-    return [*(each for each in rungs if each < count), count]
+    return [*(rung for rung in rungs if rung < count), count]

@@ -4,11 +4,11 @@ run that has ended. So every driver has them, on any machine, after the run's ow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpufleet.infra.definition.campaign import VALUES, read_values, values_bytes
+from gpufleet.infra.definition.campaign import VALUES, read_values, write_values
 from gpufleet.infra.definition.loader import STACK_NAME
 from gpufleet.job import atomic
 from gpufleet.job.contract.workdir import DONE, METRICS, RECEIPT, RESULTS
@@ -16,7 +16,8 @@ from gpufleet.job.supervisor.campaign_ledger import LedgerObjects
 from gpufleet.job.supervisor.store import ABSENT, TakenError
 
 DRAWN, TRIALS = "drawn/", "trials/"
-DOCUMENTS = (METRICS, DONE, RECEIPT, RESULTS, VALUES)
+OF_RUN = (METRICS, DONE, RECEIPT, RESULTS)  # documents that a run itself leaves
+DOCUMENTS = (*OF_RUN, VALUES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,14 +29,14 @@ class CampaignRecords:
     def add_draw(self, number: int, values: Mapping[str, str]) -> bool:
         """Records the draw of this number; False: another driver has made one."""
         try:
-            self.store.put_bytes(values_bytes(values), f"{DRAWN}{number:04}.json", over=ABSENT)
+            self.store.put_bytes(write_values(values), f"{DRAWN}{number:04}.json", over=ABSENT)
         except TakenError:
             return False
         return True
 
     def draws(self) -> list[dict[str, str]]:
         """The values of each draw. One that cannot be read is empty."""
-        keys = sorted(each.key for each in self.store.entries(DRAWN))
+        keys = sorted(entry.key for entry in self.store.entries(DRAWN))
         return [read_values(self.store.get_bytes(key) or b"") for key in keys]
 
     def keep(self, trial: str, documents: Mapping[str, bytes]) -> None:
@@ -49,13 +50,8 @@ class CampaignRecords:
 
     def bring(self, folder: Path) -> None:
         """Writes the kept documents to folder/TRIAL/."""
-        for each in self.store.entries(TRIALS):
-            trial, _, name = each.key.removeprefix(TRIALS).partition("/")
-            if name in DOCUMENTS and STACK_NAME.fullmatch(trial) and (content := self.store.get_bytes(each.key)):
+        for entry in self.store.entries(TRIALS):
+            trial, _, name = entry.key.removeprefix(TRIALS).partition("/")
+            if name in DOCUMENTS and STACK_NAME.fullmatch(trial) and (content := self.store.get_bytes(entry.key)):
                 (folder / trial).mkdir(parents=True, exist_ok=True)
                 atomic.write_bytes(folder / trial / name, content)
-
-
-def documents(read: Iterable[tuple[str, bytes | None]]) -> dict[str, bytes]:
-    """Those documents that are there."""
-    return {name: content for name, content in read if content is not None}

@@ -158,7 +158,7 @@ def price(trials: Sequence[PricedTrial], described: CampaignFile) -> CampaignBil
 def _shares(trials: Sequence[PricedTrial], described: CampaignFile, cases: int) -> Floats:
     """The share of its dollars and hours at which the pruner stops each run in each case: set-up, then work."""
     judgements = [max(1, (each.steps or 0) // (described.every or 1)) for each in trials]
-    orders = search.simulated_shares(described, judgements, max(3, min(20, ORDERED // len(trials))))
+    orders = search.simulate_shares(described, judgements, max(3, min(20, ORDERED // len(trials))))
     work = np.array([orders[case % len(orders)] for case in range(cases)]).T
     setup = np.array([each.bill.chosen.exposure.setup_share for each in trials])[:, None]
     share: Floats = setup + (1 - setup) * work

@@ -103,10 +103,10 @@ def _carried_out(args: argparse.Namespace) -> int:
         if args.take_over:
             ledger.change(lambda was: was.taken_over(args.take_over, driver))
         records = CampaignRecords(store=ledger.store)
-        found = CampaignSearch(described=described, records=records, root=root)
+        looks = CampaignSearch(described=described, records=records, root=root)
         for each in trials:
             each.records = records
-        later = LaterTrials(described=described, root=root, owner=owners[0], search=found, base=trials[0])
+        later = LaterTrials(described=described, root=root, owner=owners[0], search=looks, base=trials[0])
         return Campaign(
             name=described.name,
             trials=[] if described.draw else [*trials],
@@ -116,7 +116,7 @@ def _carried_out(args: argparse.Namespace) -> int:
             max_hours=described.max_hours,
             is_open=described.open,
             find_more=later.find,
-            find_losers=found.find_losers,
+            find_losers=looks.find_losers,
         ).carry_out()
 
 

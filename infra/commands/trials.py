@@ -16,21 +16,21 @@ from typing import Protocol
 
 from gpufleet.infra import search
 from gpufleet.infra.account import aws
-from gpufleet.infra.account.campaign_records import CampaignRecords, documents
+from gpufleet.infra.account.campaign_records import OF_RUN, CampaignRecords
 from gpufleet.infra.account.results import earlier_receipt
 from gpufleet.infra.account.stop import ask
 from gpufleet.infra.bill.campaign import PricedTrial
 from gpufleet.infra.commands import run as run_command
 from gpufleet.infra.commands import stack
 from gpufleet.infra.definition import campaign as campaigns
-from gpufleet.infra.definition.campaign import VALUES, CampaignFile, DefinedTrial, values_bytes
+from gpufleet.infra.definition.campaign import VALUES, CampaignFile, DefinedTrial, write_values
 from gpufleet.infra.definition.loader import TRIALS
 from gpufleet.infra.errors import AwsRefused, GpufleetError
 from gpufleet.infra.program import approval, pulumi_cli
 from gpufleet.infra.program.plan import Plan
 from gpufleet.infra.search import TrialProgress
 from gpufleet.job.contract import done as ends
-from gpufleet.job.contract.workdir import DONE, METRICS, RECEIPT, RESULTS
+from gpufleet.job.contract.workdir import DONE, METRICS, RECEIPT
 from gpufleet.job.supervisor.campaign_ledger import CampaignLedger
 
 
@@ -123,8 +123,8 @@ class StackTrial:
         return self.whole.has_begun()
 
     def cost(self) -> Decimal | None:
-        found = earlier_receipt(self._results / RECEIPT)
-        return found.actual if found else None
+        receipt = earlier_receipt(self._results / RECEIPT)
+        return receipt.actual if receipt else None
 
     def begin(self, usd: Decimal) -> None:
         """Begins the run, with `usd` as its limit if that is lower than its own. Raises GpufleetError if it is not as
@@ -154,18 +154,19 @@ class StackTrial:
     def finish(self) -> int:
         """Keeps the run's documents for the campaign, then brings, destroys and sweeps it."""
         if self.records is not None:
-            kept = self.documents()
-            values = values_bytes(self.trial.values)
-            self.records.keep(self.name, {**kept, VALUES: values} if kept else {})
+            documents = self.read_documents(OF_RUN)
+            values = write_values(self.trial.values)
+            self.records.keep(self.name, {**documents, VALUES: values} if documents else {})
         code = self.whole.finish()
         if self.records is not None and (self._results / RECEIPT).is_file():  # may have been made here
             self.records.keep(self.name, {RECEIPT: (self._results / RECEIPT).read_bytes()})
         return code
 
-    def documents(self, names: Sequence[str] = (METRICS, DONE, RECEIPT, RESULTS)) -> dict[str, bytes]:
-        """What the run has told until now; empty without its bucket."""
+    def read_documents(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Those of the documents that are in the run's bucket by now."""
         folder = self.whole.folder()
-        return documents((name, folder.read(name)) for name in names) if folder else {}
+        contents = {name: folder.read(name) for name in names} if folder else {}
+        return {name: content for name, content in contents.items() if content is not None}
 
     @property
     def _results(self) -> Path:
@@ -185,7 +186,7 @@ class CampaignSearch:
 
     def find_losers(self, known: Sequence[CampaignTrial], ledger: CampaignLedger) -> list[str]:
         """The names of the runs that go on and lose."""
-        return search.losers(self.described, self._told(ledger, known)) if self.described.pruner else []
+        return search.find_losers(self.described, self._read_all(ledger, known)) if self.described.pruner else []
 
     def find_drawn(
         self, known: Sequence[CampaignTrial], ledger: CampaignLedger, refused: Collection[str], *, fits: bool
@@ -194,39 +195,40 @@ class CampaignSearch:
         Values that were `refused` as a definition count as a run that failed.
         """
         draws = self.records.draws()
-        made = [campaigns.drawn(self.described, of, self.root) for of in draws if of]
-        self.drawn = {each.name: each for each in made}
+        made = [campaigns.define_drawn(self.described, values, self.root) for values in draws if values]
+        self.drawn = {trial.name: trial for trial in made}
         waits = any(name not in ledger.runs and name not in refused for name in self.drawn)
         is_full = len(draws) >= (self.described.trials or 0) or len(ledger.open_runs()) >= ledger.at_once
         if fits and not waits and not is_full:
-            failed = [name for name in self.drawn if name in refused]
-            told = [TrialProgress(name=name, ended="", values=self.drawn[name].values) for name in failed]
-            values = search.draw(self.described, [*self._told(ledger, known), *told])
+            failed = [trial for name, trial in self.drawn.items() if name in refused]
+            runs = [TrialProgress(name=trial.name, ended="", values=trial.values) for trial in failed]
+            values = search.draw(self.described, [*self._read_all(ledger, known), *runs])
             if values is not None and self.records.add_draw(len(draws), values):
-                new = campaigns.drawn(self.described, values, self.root)
-                self.drawn[new.name] = new
+                trial = campaigns.define_drawn(self.described, values, self.root)
+                self.drawn[trial.name] = trial
         return list(self.drawn.values())
 
-    def _told(self, ledger: CampaignLedger, trials: Sequence[CampaignTrial]) -> list[TrialProgress]:
+    def _read_all(self, ledger: CampaignLedger, trials: Sequence[CampaignTrial]) -> list[TrialProgress]:
         """What the runs have told, in the order in which they began."""
-        by_name = {each.name: each for each in trials if isinstance(each, StackTrial)}
-        return [self._progress(name, each.ended, by_name.get(name)) for name, each in ledger.runs.items()]
+        by_name = {trial.name: trial for trial in trials if isinstance(trial, StackTrial)}
+        return [self._read(name, held.ended, by_name.get(name)) for name, held in ledger.runs.items()]
 
-    def _progress(self, name: str, has_ended: bool, trial: StackTrial | None) -> TrialProgress:
+    def _read(self, name: str, has_ended: bool, trial: StackTrial | None) -> TrialProgress:
         if name in self.ended:
             return self.ended[name]
-        names = (METRICS, DONE)
-        found = {} if has_ended or trial is None else trial.documents(names)
-        if not found:
-            found = documents((each, self.records.read(name, each)) for each in names)
-        done = ends.read(found.get(DONE))
+        documents: dict[str, bytes] = {}
+        if trial is not None and not has_ended:
+            documents = trial.read_documents((METRICS, DONE))
+        if not documents:  # it has ended, and its own bucket may be gone
+            documents = {key: self.records.read(name, key) or b"" for key in (METRICS, DONE)}
+        lines, done = documents.get(METRICS, b""), ends.read(documents.get(DONE) or None)
         reason = done.reason if done else "" if has_ended else None
         values = self.drawn[name].values if name in self.drawn else None
         metric = self.described.metric or ""
-        progress = TrialProgress.read(name, metric, found.get(METRICS, b""), ended=reason, values=values)
+        progress = TrialProgress.read(name, metric, lines, ended=reason, values=values)
         if has_ended:
             self.ended[name] = progress
-            if not progress.figures and (others := search.told_figures(found.get(METRICS, b""))):
+            if not progress.figures and (others := search.list_metrics(lines)):
                 print(f"gpufleet: {name} told no figure {metric}; it told {', '.join(others)}", file=sys.stderr)
         return progress
 
@@ -246,17 +248,17 @@ class LaterTrials:
 
     def find(self, known: Sequence[CampaignTrial], ledger: CampaignLedger, hours: float) -> list[CampaignTrial]:
         """The trials beside the `known` ones, with so many hours left. It says why a file can be no trial."""
-        names = {each.name for each in known}
+        names = {trial.name for trial in known}
         fits = self.base.least <= ledger.rest and self.base.most_hours <= hours
         drawn = self.search.find_drawn(known, ledger, self.refused, fits=fits) if self.described.draw else []
         offered = campaigns.offered(self.described, self.root)
-        earlier = [DefinedTrial(name=name) for name in ledger.open_runs()]
-        named = {each.name: each for each in (*offered, *earlier, *drawn)}  # what has a reservation stays as it was
         reserved = ledger.open_runs()
-        found = [self._trial(each, name in reserved) for name, each in named.items() if name not in names]
-        return [each for each in found if each]
+        earlier = [DefinedTrial(name=name) for name in reserved]
+        named = {trial.name: trial for trial in (*offered, *earlier, *drawn)}  # what has a reservation stays as it was
+        later = [self._make(trial, name in reserved) for name, trial in named.items() if name not in names]
+        return [trial for trial in later if trial]
 
-    def _trial(self, trial: DefinedTrial, is_reserved: bool) -> StackTrial | None:
+    def _make(self, trial: DefinedTrial, is_reserved: bool) -> StackTrial | None:
         if self.refused.get(trial.name) == (trial.text or ""):
             return None
         try:

@@ -63,9 +63,8 @@ class DrawnRange:
     @property
     def is_whole(self) -> bool:
         """Whether only whole numbers are drawn: if all of them are written without a point."""
-        return all(each == each.to_integral() for each in (self.low, self.high, self.step or Decimal(1))) and all(
-            int(each.as_tuple().exponent) >= 0 for each in (self.low, self.high)
-        )
+        numbers = (self.low, self.high, self.step or Decimal(1))
+        return all(int(number.as_tuple().exponent) >= 0 for number in numbers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +93,7 @@ class CampaignFile:
     def allowed(self) -> dict[str, str]:
         """What the campaign may do beyond its listed trials, as text by key."""
         but = ("files", "grid", "list")
-        return {each.name: str(getattr(self, each.name)) for each in fields(self) if each.name not in but}
+        return {key.name: str(getattr(self, key.name)) for key in fields(self) if key.name not in but}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,10 +107,10 @@ class DefinedTrial:
     is_made: bool = False  # whether the campaign writes the definition of what it begins
 
     def __str__(self) -> str:
-        return label(self.values) or self.name
+        return show_values(self.values) or self.name
 
 
-def label(values: Named[str, str]) -> str:
+def show_values(values: Named[str, str]) -> str:
     """The values on one line, for people."""
     return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items())
 
@@ -133,7 +132,7 @@ def load(name: str, root: Path) -> CampaignFile:
     findings = Findings(tree=tree)
     keys = [each.name for each in fields(CampaignFile) if each.name != "name"]
     check_keys(tree.entries, keys, "", findings)
-    grid, rows, draw = _grid(tree, findings), _rows(tree, findings), _ranges(tree, findings)
+    grid, rows, draw = _grid(tree, findings), _rows(tree, findings), _read_ranges(tree, findings)
     own = {key: node for key, node in tree.entries.items() if key in keys and key not in ("grid", "list", "draw")}
     named = Scalar(path="name", line=0, text=name)
     found: CampaignFile = build(CampaignFile, replace(tree, entries={**own, "name": named}), "", findings)
@@ -141,8 +140,8 @@ def load(name: str, root: Path) -> CampaignFile:
         findings.add(".files", "at least one stack", value="an empty list")
     if found.open and found.max_hours is None:
         findings.add(".max_hours", "hours, after which an open campaign ends")
-    for key in (each for each in NEEDED if each in tree.entries):
-        for other in (each for each in NEEDED[key] if each not in tree.entries):
+    for key in NEEDED.keys() & tree.entries.keys():
+        for other in sorted({*NEEDED[key]} - tree.entries.keys()):
             findings.add(f".{other}", f"a value, as {key} needs it")
     if "draw" in tree.entries and (grid or rows or len(found.files) > 1):
         findings.add("draw", "a file alone, without grid and list", value="beside other values")
@@ -169,13 +168,13 @@ def trials(campaign: CampaignFile, root: Path) -> list[DefinedTrial]:
     return made
 
 
-def drawn(campaign: CampaignFile, values: Named[str, str], root: Path) -> DefinedTrial:
+def define_drawn(campaign: CampaignFile, values: Named[str, str], root: Path) -> DefinedTrial:
     """The trial of the values that a sampler has drawn. Raises GpufleetError."""
     nodes: dict[str, Node] = {key: Scalar(path=key, line=0, text=text) for key, text in values.items()}
     return _trial(campaign, campaign.files[0], nodes, root)
 
 
-def values_bytes(values: Named[str, str]) -> bytes:
+def write_values(values: Named[str, str]) -> bytes:
     """The content of values.json."""
     return json.dumps({"schema": 1, "values": dict(values)}).encode()
 
@@ -249,24 +248,24 @@ def _rows(tree: Mapping, findings: Findings) -> tuple[dict[str, Node], ...]:
     return tuple(rows)
 
 
-def _ranges(tree: Mapping, findings: Findings) -> dict[str, DrawnRange]:
+def _read_ranges(tree: Mapping, findings: Findings) -> dict[str, DrawnRange]:
     allowed = "a section with {low: A, high: B} or a list of choices for each key"
     entries = entries_of(tree.entries.get("draw"), "draw", allowed, findings)
     if "draw" in tree.entries and not entries:
         findings.add("draw", allowed)
-    found = {}
+    ranges = {}
     for key, node in entries.items():
         _check_key(key, f"draw.{key}", node, findings)
-        if isinstance(node, Items) and node.items and all(isinstance(each, Scalar) for each in node.items):
-            found[key] = DrawnRange(choices=tuple(map(_as_text, node.items)))
+        if isinstance(node, Items) and node.items and all(isinstance(choice, Scalar) for choice in node.items):
+            ranges[key] = DrawnRange(choices=tuple(map(_as_text, node.items)))
             continue
-        of = found[key] = build(DrawnRange, node, f"draw.{key}", findings)
+        drawn = ranges[key] = build(DrawnRange, node, f"draw.{key}", findings)
         if not isinstance(node, Mapping) or not {"low", "high"} <= node.entries.keys() or "choices" in node.entries:
             findings.add(f"draw.{key}", "{low: A, high: B}, or a list of choices", value=_as_text(node), node=node)
-        elif not of.low < of.high or (of.log and (of.low <= 0 or of.step)):
-            least = "low above 0 and no step with log, and " if of.log else ""
+        elif not drawn.low < drawn.high or (drawn.log and (drawn.low <= 0 or drawn.step)):
+            least = "low above 0 and no step with log, and " if drawn.log else ""
             findings.add(f"draw.{key}", f"{least}high above low", value=_as_text(node), node=node)
-    return found
+    return ranges
 
 
 def _check_key(key: str, where: str, node: Node, findings: Findings) -> None:

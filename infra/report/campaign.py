@@ -10,7 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from gpufleet.infra.definition.campaign import VALUES, CampaignFile, label, read_values
+from gpufleet.infra.definition.campaign import VALUES, CampaignFile, read_values, show_values
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence.receipts import LINES
 from gpufleet.infra.report import charts, page
@@ -61,27 +61,27 @@ class CampaignResults:
 
     @property
     def receipts(self) -> list[Receipt]:
-        return [each.receipt for each in self.trials if each.receipt]
+        return [trial.receipt for trial in self.trials if trial.receipt]
 
     @property
     def lines(self) -> list[ReceiptLine]:
         """The lines of all receipts, each line's dollars added up."""
-        found = dict[str, ReceiptLine]()
-        for each in (line for receipt in self.receipts for line in receipt.lines):
-            was = found.get(each.name, ReceiptLine(name=each.name, estimate=Decimal(0), actual=Decimal(0)))
-            sums = was.estimate + each.estimate, was.actual + each.actual
-            found[each.name] = ReceiptLine(name=each.name, estimate=sums[0], actual=sums[1])
-        return [*found.values()]
+        sums = dict[str, ReceiptLine]()
+        for line in (line for receipt in self.receipts for line in receipt.lines):
+            was = sums.get(line.name, ReceiptLine(name=line.name, estimate=Decimal(0), actual=Decimal(0)))
+            estimate, actual = was.estimate + line.estimate, was.actual + line.actual
+            sums[line.name] = ReceiptLine(name=line.name, estimate=estimate, actual=actual)
+        return [*sums.values()]
 
     @property
     def varied(self) -> list[str]:
         """The keys whose values differ between runs."""
-        keys = dict.fromkeys(key for each in self.trials for key in each.values)
-        return [key for key in keys if len({each.values.get(key) for each in self.trials}) > 1]
+        keys = dict.fromkeys(key for trial in self.trials for key in trial.values)
+        return [key for key in keys if len({trial.values.get(key) for trial in self.trials}) > 1]
 
     def total(self, name: str) -> Decimal:
         """The sum of an amount over all receipts."""
-        return sum((getattr(each, name) for each in self.receipts), Decimal(0))
+        return sum((getattr(receipt, name) for receipt in self.receipts), Decimal(0))
 
     def to_json(self) -> dict[str, Any]:
         """The figures for programs, and all receipts as one: keys as in docs/report.md."""
@@ -93,26 +93,26 @@ class CampaignResults:
             "best": self.best and self.best.name,
             "usd": {"estimate": str(self.total("estimate")), "actual": str(self.total("actual"))},
             "node_hours": str(self.total("actual_h")),
-            "lines": [each.to_json() for each in self.lines],
-            "trials": [{**record(_COLUMNS, each), "values": plain(each.values)} for each in self.trials],
+            "lines": [line.to_json() for line in self.lines],
+            "trials": [{**record(_COLUMNS, trial), "values": plain(trial.values)} for trial in self.trials],
         }
 
 
 def read(described: CampaignFile, folder: Path) -> CampaignResults:
     """The runs in the folder. Raises GpufleetError if there is none."""
-    found = [_trial(described, each) for each in sorted(folder.glob("*/")) if (each / VALUES).is_file()]
-    if not found:
+    trials = [_read_trial(described, path.parent) for path in sorted(folder.glob(f"*/{VALUES}"))]
+    if not trials:
         raise GpufleetError(f"{folder}: no run of {described.name} has ended; `gpufleet campaign {described.name}`")
     sign = -1.0 if described.direction == "maximize" else 1.0
 
-    def rank(each: ReportedTrial) -> tuple[bool, bool, float]:
-        last = each.progress.last
-        return last is None, not each.is_whole, 0.0 if last is None else sign * last
+    def rank(trial: ReportedTrial) -> tuple[bool, bool, float]:
+        last = trial.progress.last
+        return last is None, not trial.is_whole, 0.0 if last is None else sign * last
 
-    return CampaignResults(described=described, trials=tuple(sorted(found, key=rank)))
+    return CampaignResults(described=described, trials=tuple(sorted(trials, key=rank)))
 
 
-def _trial(described: CampaignFile, folder: Path) -> ReportedTrial:
+def _read_trial(described: CampaignFile, folder: Path) -> ReportedTrial:
     def content(name: str) -> bytes:
         path = folder / name
         return path.read_bytes() if path.is_file() else b""
@@ -126,61 +126,63 @@ def _trial(described: CampaignFile, folder: Path) -> ReportedTrial:
     return ReportedTrial(name=folder.name, values=read_values(content(VALUES)), progress=progress, receipt=receipt)
 
 
-def html(found: CampaignResults) -> str:
+def html(results: CampaignResults) -> str:
     """The page."""
-    of, best = found.described, found.best
+    of, best = results.described, results.best
     allowed = f"{of.max_usd:f} USD allowed, {of.at_once} at once"
     return page.page(
-        f"{of.name}: {counted(len(found.trials), 'run')}",
+        f"{of.name}: {counted(len(results.trials), 'run')}",
         f"{of.direction} {of.metric}; {allowed}" if of.metric else allowed,
         (
-            page.figures(list(_figures(found))),
+            page.figures(list(_figures(results))),
             "" if charts.drawable() else paragraph(charts.LACKING),
-            page.section("Best", paragraph(label(best.values) or best.name)) if best else "",
-            page.section("What was varied, and what it gave", _pictures(found), _key(found)),
-            page.section("Runs, the best first", page.table(_table(found))),
-            page.section("All receipts as one", _lines(found)),
+            page.section("Best", paragraph(show_values(best.values) or best.name)) if best else "",
+            page.section("What was varied, and what it gave", _pictures(results), _key(results)),
+            page.section("Runs, the best first", page.table(_table(results))),
+            page.section("All receipts as one", _lines(results)),
         ),
     )
 
 
-def _figures(found: CampaignResults) -> Iterator[tuple[str, str, str]]:
-    of, stopped = found.described, sum(not each.is_whole for each in found.trials)
-    if found.best:
-        yield of.metric or "", f"{found.best.progress.last:.6g}", f"the best of {len(found.trials)}: {found.best.name}"
-    yield "cost", f"{found.total('actual'):.2f} USD", f"bills {found.total('estimate'):.2f}, of {of.max_usd:f} allowed"
-    yield "node-hours", f"{found.total('actual_h'):.2f}", f"bills {found.total('estimate_h'):.2f}"
-    yield "runs", str(len(found.trials)), f"{len(found.trials) - stopped} whole, {stopped} ended before"
+def _figures(results: CampaignResults) -> Iterator[tuple[str, str, str]]:
+    of, stopped = results.described, sum(not trial.is_whole for trial in results.trials)
+    if results.best:
+        best = results.best
+        yield of.metric or "", f"{best.progress.last:.6g}", f"the best of {len(results.trials)}: {best.name}"
+    bills = results.total("estimate")
+    yield "cost", f"{results.total('actual'):.2f} USD", f"bills {bills:.2f}, of {of.max_usd:f} allowed"
+    yield "node-hours", f"{results.total('actual_h'):.2f}", f"bills {results.total('estimate_h'):.2f}"
+    yield "runs", str(len(results.trials)), f"{len(results.trials) - stopped} whole, {stopped} ended before"
 
 
-def _colour(found: CampaignResults, each: ReportedTrial) -> str:
-    return "blue" if each is found.best else "grey" if each.is_whole else "orange"
+def _colour(results: CampaignResults, trial: ReportedTrial) -> str:
+    return "blue" if trial is results.best else "grey" if trial.is_whole else "orange"
 
 
-def _key(found: CampaignResults) -> str:
+def _key(results: CampaignResults) -> str:
     names = {"blue": "the best", "grey": "whole", "orange": "ended before its work was done"}
-    there = {_colour(found, each) for each in found.trials}
+    there = {_colour(results, trial) for trial in results.trials}
     return page.key({name: colour for colour, name in names.items() if colour in there})
 
 
-def _pictures(found: CampaignResults) -> str:
-    of, trials = found.described, found.trials[::-1]  # the best is drawn last, over the others
-    colours = [_colour(found, each) for each in trials]
+def _pictures(results: CampaignResults) -> str:
+    of, trials = results.described, results.trials[::-1]  # the best is drawn last, over the others
+    colours = [_colour(results, trial) for trial in trials]
     axes: dict[str, Sequence[str | None]] = {}
-    for key in found.varied:
+    for key in results.varied:
         short = key.rpartition(".")[2]
-        axes[key if short in axes else short] = [each.values.get(key) for each in trials]
+        axes[key if short in axes else short] = [trial.values.get(key) for trial in trials]
     if of.metric:
-        last = [each.progress.last for each in trials]
+        last = [trial.progress.last for trial in trials]
         axes[of.metric] = [None if figure is None else f"{figure:.4g}" for figure in last]
     dots = [
-        Series(name="", points=[(float(each.usd), each.progress.last)], colour=colour, dots=True)
-        for each, colour in zip(trials, colours, strict=True)
-        if each.usd is not None and each.progress.last is not None
+        Series(name="", points=[(float(trial.usd), trial.progress.last)], colour=colour, dots=True)
+        for trial, colour in zip(trials, colours, strict=True)
+        if trial.usd is not None and trial.progress.last is not None
     ]
     curves = [
-        Series(name="", points=[(float(at.step), at.figure) for at in each.progress.figures], colour=colour)
-        for each, colour in zip(trials, colours, strict=True)
+        Series(name="", points=[(float(at.step), at.figure) for at in trial.progress.figures], colour=colour)
+        for trial, colour in zip(trials, colours, strict=True)
     ]
     return page.charts(
         [
@@ -192,35 +194,35 @@ def _pictures(found: CampaignResults) -> str:
 
 
 _COLUMNS = (
-    Column("trial", "run", of=lambda each: each.name),
-    Column("figure", "figure", "th", "{:.6g}".format, lambda each: each.progress.last, 12),
+    Column("trial", "run", of=lambda trial: trial.name),
+    Column("figure", "figure", "th", "{:.6g}".format, lambda trial: trial.progress.last, 12),
     Column(
         "step",
         "step",
         "th",
         "{:,}".format,
-        lambda each: each.progress.figures[-1].step if each.progress.figures else None,
+        lambda trial: trial.progress.figures[-1].step if trial.progress.figures else None,
     ),
-    Column("usd", "USD", "USD", 2, lambda each: each.usd),
-    Column("estimate_usd", "bill", "USD", 2, lambda each: each.receipt and each.receipt.estimate),
-    Column("hours", None, "h", 2, lambda each: each.receipt and each.receipt.actual_h),
-    Column("ended", of=lambda each: each.progress.ended or None),
+    Column("usd", "USD", "USD", 2, lambda trial: trial.usd),
+    Column("estimate_usd", "bill", "USD", 2, lambda trial: trial.receipt and trial.receipt.estimate),
+    Column("hours", None, "h", 2, lambda trial: trial.receipt and trial.receipt.actual_h),
+    Column("ended", of=lambda trial: trial.progress.ended or None),
 )
 
 
-def _table(found: CampaignResults) -> Sheet:
+def _table(results: CampaignResults) -> Sheet:
     def column(key: str) -> Column:
-        return Column(key, key.rpartition(".")[2], of=lambda each: each.values.get(key))
+        return Column(key, key.rpartition(".")[2], of=lambda trial: trial.values.get(key))
 
     name, *figures = _COLUMNS
-    return Sheet.build((name, *map(column, found.varied), *figures), found.trials)
+    return Sheet.build((name, *map(column, results.varied), *figures), results.trials)
 
 
-def _lines(found: CampaignResults) -> str:
-    total = found.total("estimate"), found.total("actual")
+def _lines(results: CampaignResults) -> str:
+    total = results.total("estimate"), results.total("actual")
     usd = (f"{total[0]:.4f}", f"{total[1]:.4f}", f"{total[1] - total[0]:+.4f}")
-    without = len(found.trials) - len(found.receipts)
+    without = len(results.trials) - len(results.receipts)
     lacking = f"{counted(without, 'run')} left no receipt, and counts with its whole limit under the cap."
-    return page.table(Sheet.build(LINES, found.lines, ("total", *usd, "")), total=True) + (
+    return page.table(Sheet.build(LINES, results.lines, ("total", *usd, "")), total=True) + (
         paragraph(lacking) if without else ""
     )

@@ -266,7 +266,7 @@ def test_the_last_dollars_begin_a_run_that_stops_before_them(night: NightWorld) 
     night.usd = "0.2500"
     assert carried_out() == 0
     runs = [json.loads((night.root / "results" / name / "r1" / "run.json").read_bytes()) for name in night.runs]
-    assert [each["limits"]["max_usd"] for each in runs] == ["3", "1"]
+    assert [each["limits"]["max_usd"] for each in runs] == ["3.00", "1.00"]
 
 
 def test_an_agent_s_definition_joins_an_open_campaign(night: NightWorld, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,10 +280,10 @@ def test_an_agent_s_definition_joins_an_open_campaign(night: NightWorld, capsys:
         (folder / "second.yaml").write_text(text)
         (folder / "stranger.yaml").write_text(text.replace("owner: you", "owner: somebody-else"))
         (folder / "half.yaml").write_text(text[:200])
-        (folder / "greedy.yaml").write_text(text.replace("max_usd: 3", "max_usd: 30"))
+        (folder / "long.yaml").write_text(text.replace("max_hours: 2", "max_hours: 9"))
         night.pass_time()
 
-    hours = iter([0.0] * 12 + [6.0] * 1000)
+    hours = iter([0.0] * 30 + [6.0] * 1000)
     began = datetime.now(UTC).timestamp()
     campaign = partial(command.Campaign, sleep=put, clock=lambda: began + next(hours) * 3600)
     with pytest.MonkeyPatch.context() as patch:
@@ -293,7 +293,7 @@ def test_an_agent_s_definition_joins_an_open_campaign(night: NightWorld, capsys:
     assert sorted(night.runs) == ["night-second", STACK]
     assert "night-stranger is left out: run.owner is somebody-else; allowed is you" in said.err
     assert "night-half is left out" in said.err
-    assert "Not begun, since their limits do not fit: night-greedy." in said.out
+    assert "Not begun, since their limits do not fit: night-long." in said.out
 
 
 def test_cost_prices_the_campaign_without_an_account(

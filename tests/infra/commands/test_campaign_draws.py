@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpufleet.infra.account.campaign_records import CampaignRecords, read_values
+from gpufleet.infra.account.campaign_records import CampaignRecords
 from gpufleet.infra.commands.trials import CampaignSearch
 from gpufleet.infra.definition import campaign
 from gpufleet.job.contract import metrics
@@ -92,7 +92,7 @@ def test_values_that_no_definition_takes_count_as_failed_and_others_follow(
 def test_a_draw_that_cannot_be_read_is_left_out(records: CampaignRecords, tmp_path: Path) -> None:
     records.store.put_bytes(b"{torn", "drawn/0000.json")
     assert len(names(driver(records, tmp_path), ledger())) == 1
-    assert read_values(b'{"schema": 1, "values": {"--lr": 5}}') == {}
+    assert campaign.read_values(b'{"schema": 1, "values": {"--lr": 5}}') == {}
 
 
 def test_what_ended_runs_told_is_read_from_the_bucket(
@@ -102,7 +102,7 @@ def test_what_ended_runs_told_is_read_from_the_bucket(
     line = metrics.write({"ts": 1.0, "phase": "p", "step": 100, "loss": 2.5})
     records.keep("t0", {"metrics.jsonl": line, "done.json": b'{"reason": "finished"}'})
     records.keep("t1", {"metrics.jsonl": line.replace(b'"loss"', b'"cost"')})
-    told = driver(records, tmp_path)._told(ledger("t0", "t1", "t2", ended=2), [])
+    told = driver(records, tmp_path)._read_all(ledger("t0", "t1", "t2", ended=2), [])
     assert [(each.last, each.ended) for each in told] == [(2.5, "finished"), (None, ""), (None, None)]
     assert capsys.readouterr().err == "gpufleet: t1 told no figure loss; it told cost\n"
 

@@ -188,7 +188,7 @@ def test_what_a_sampler_draws_becomes_a_plain_definition(tmp_path: Path) -> None
     assert SCHEMA.is_valid(yaml.safe_load(f"{SEARCH}{DRAWS}"))
     assert [each.name for each in campaign.trials(found, tmp_path)] == ["mine"]
     assert (found.draw["--lr"].is_whole, found.draw["job.workdir"].choices) == (False, ("a", "b"))
-    made = campaign.drawn(found, {"--lr": "0.00012", "job.workdir": "b"}, tmp_path)
+    made = campaign.define_drawn(found, {"--lr": "0.00012", "job.workdir": "b"}, tmp_path)
     (read,) = definitions(tmp_path, [made])
     assert read.job.parameters.command == "python train.py --lr 0.00012 --out={checkpoints}"  # type: ignore[attr-defined]
     assert read.job.parameters.workdir == "b"  # type: ignore[attr-defined]

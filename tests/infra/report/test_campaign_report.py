@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpufleet.infra.definition.campaign import CampaignFile, values_bytes
+from gpufleet.infra.definition.campaign import CampaignFile, write_values
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.report import campaign, charts
 from gpufleet.job.contract import metrics
@@ -32,12 +32,12 @@ RUNS = {  # the figure, the reason of the end, and the values
 }
 
 
-def kept(folder: Path) -> Path:
+def write_documents(folder: Path) -> Path:
     """The documents of three runs."""
     for at, (name, (figure, reason, values)) in enumerate(RUNS.items()):
         own = folder / name
         own.mkdir(parents=True)
-        (own / "values.json").write_bytes(values_bytes(values))
+        (own / "values.json").write_bytes(write_values(values))
         (own / "receipt.json").write_text(json.dumps(receipt(f"{at + 1}.0000", stack=name)))
         (own / "done.json").write_text(json.dumps({"schema": 1, "reason": reason}))
         steps = [{"ts": 1.0 + step, "phase": "p", "step": step, "val_loss": figure + 1 / step} for step in (100, 200)]
@@ -46,7 +46,7 @@ def kept(folder: Path) -> Path:
 
 
 def test_the_best_whole_run_is_first_and_all_receipts_are_one(tmp_path: Path) -> None:
-    found = campaign.read(NIGHT, kept(tmp_path))
+    found = campaign.read(NIGHT, write_documents(tmp_path))
     assert [each.name for each in found.trials] == ["night-2", "night-1", "night-3"]  # which was stopped
     tree = found.to_json()
     assert tree["best"] == "night-2"
@@ -61,7 +61,7 @@ def test_the_best_whole_run_is_first_and_all_receipts_are_one(tmp_path: Path) ->
 
 
 def test_the_page_shows_each_run_over_what_was_varied(tmp_path: Path) -> None:
-    page = campaign.html(campaign.read(NIGHT, kept(tmp_path)))
+    page = campaign.html(campaign.read(NIGHT, write_documents(tmp_path)))
     seen = Seen(page)
     assert all(each.startswith(("#", "data:")) for each in seen.loads)
     assert "--lr=1e-5, width=64, --seed=1" in page
@@ -85,7 +85,7 @@ def test_numbers_a_hundredfold_apart_stand_by_their_logarithms() -> None:
 
 
 def test_a_run_without_receipt_or_metric_is_on_the_page_and_said(tmp_path: Path) -> None:
-    folder = kept(tmp_path)
+    folder = write_documents(tmp_path)
     (folder / "night-1" / "receipt.json").unlink()
     (folder / "night-1" / "metrics.jsonl").write_text("{torn")
     found = campaign.read(NIGHT, folder)
@@ -103,6 +103,6 @@ def test_without_a_run_that_has_ended_there_is_no_page(tmp_path: Path) -> None:
 
 
 def test_values_and_names_from_a_bucket_are_text_on_the_page(tmp_path: Path) -> None:
-    folder = kept(tmp_path)
-    (folder / "night-2" / "values.json").write_bytes(values_bytes({"--lr": "<script>alert(1)</script>"}))
+    folder = write_documents(tmp_path)
+    (folder / "night-2" / "values.json").write_bytes(write_values({"--lr": "<script>alert(1)</script>"}))
     assert "<script>" not in campaign.html(campaign.read(NIGHT, folder))
