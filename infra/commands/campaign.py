@@ -31,6 +31,7 @@ from gpufleet.infra.commands.trials import (
     CampaignSearch,
     CampaignTrial,
     LaterTrials,
+    LimitTooLowError,
     StackTrial,
     earlier_trials,
     results_folder,
@@ -237,6 +238,7 @@ class Campaign:
     clock: Callable[[], float] = time.time
     finished: dict[str, int] = field(default_factory=dict)  # exit codes by name
     stopped: set[str] = field(default_factory=set)  # asked to end, as they lose
+    too_dear: set[str] = field(default_factory=set)  # whose bill has moved, so that they want their own limit
 
     def carry_out(self) -> int:
         """The exit code, as of `run`. Raises GpufleetError, also if the ledger is lost."""
@@ -280,7 +282,10 @@ class Campaign:
             return None
         ready = [each for each in self.trials if each.name not in ledger.runs]
         hours = self._hours_left(ledger)
-        return next((each for each in ready if each.least <= ledger.rest and each.most_hours <= hours), None)
+        return next((each for each in ready if self._least(each) <= ledger.rest and each.most_hours <= hours), None)
+
+    def _least(self, trial: CampaignTrial) -> Decimal:
+        return trial.most if trial.name in self.too_dear else trial.least
 
     def _begin(self, trial: CampaignTrial) -> None:
         if trial.has_begun() or trial.is_over():
@@ -291,7 +296,7 @@ class Campaign:
             )
 
         def reserve(was: CampaignLedger) -> CampaignLedger:
-            usd = max(trial.least, min(trial.most, was.rest))
+            usd = max(self._least(trial), min(trial.most, was.rest))
             return was.reserved(trial.name, usd, by=self.driver, approved=self.approved)
 
         try:
@@ -302,7 +307,12 @@ class Campaign:
             return  # here too
         usd = ledger.runs[trial.name].usd
         print(f"{trial.name} begins: {ledger.rest:.2f} USD are left, and it stops before {usd:f}.")
-        trial.begin(usd)
+        try:
+            trial.begin(usd)
+        except LimitTooLowError as error:
+            print(f"{trial.name} does not begin after all: {error}")
+            self.too_dear.add(trial.name)
+            self.ledger.change(lambda was: was.released(trial.name))
 
     def _hours_left(self, ledger: CampaignLedger) -> float:
         return math.inf if self.max_hours is None else float(self.max_hours) - (self.clock() - ledger.began) / 3600

@@ -34,6 +34,10 @@ from gpufleet.job.contract.workdir import DONE, METRICS, RECEIPT
 from gpufleet.job.supervisor.campaign_ledger import CampaignLedger
 
 
+class LimitTooLowError(GpufleetError):
+    """By now the run cannot begin with what is left as its limit: receipts have moved its bill. Nothing was begun."""
+
+
 class CampaignTrial(Protocol):
     """One of the runs."""
 
@@ -128,7 +132,7 @@ class StackTrial:
 
     def begin(self, usd: Decimal) -> None:
         """Begins the run, with `usd` as its limit if that is lower than its own. Raises GpufleetError if it is not as
-        it was when the campaign was approved.
+        it was when the campaign was approved, LimitTooLowError if `usd` is too low by now.
         """
         made = self.compared.plan() if self.compared else None
         if made is not None and approval.begins_with(made) != self.approved:
@@ -138,7 +142,11 @@ class StackTrial:
             campaigns.lower_limit(self.name, usd, whole.root)
             whole = whole_run(self.name, whole.root)
         if made is None or whole is not self.compared:
-            made = whole.plan()
+            try:
+                made = whole.plan()
+            except GpufleetError as error:
+                campaigns.write([self.trial], whole.root)  # with its own limit again
+                raise LimitTooLowError(str(error)) if usd < self.most else error from None
         whole.engine.select()
         whole.engine.up(approval.approval(made))
 

@@ -140,8 +140,8 @@ def load(name: str, root: Path) -> CampaignFile:
         findings.add(".files", "at least one stack", value="an empty list")
     if found.open and found.max_hours is None:
         findings.add(".max_hours", "hours, after which an open campaign ends")
-    for key in NEEDED.keys() & tree.entries.keys():
-        for other in sorted({*NEEDED[key]} - tree.entries.keys()):
+    for key in (key for key in NEEDED if key in tree.entries):
+        for other in (other for other in NEEDED[key] if other not in tree.entries):
             findings.add(f".{other}", f"a value, as {key} needs it")
     if "draw" in tree.entries and (grid or rows or len(found.files) > 1):
         findings.add("draw", "a file alone, without grid and list", value="beside other values")
@@ -265,6 +265,8 @@ def _read_ranges(tree: Mapping, findings: Findings) -> dict[str, DrawnRange]:
         elif not drawn.low < drawn.high or (drawn.log and (drawn.low <= 0 or drawn.step)):
             least = "low above 0 and no step with log, and " if drawn.log else ""
             findings.add(f"draw.{key}", f"{least}high above low", value=_as_text(node), node=node)
+        elif drawn.step and (drawn.high - drawn.low) % drawn.step:
+            findings.add(f"draw.{key}", "high a multiple of step above low", value=_as_text(node), node=node)
     return ranges
 
 

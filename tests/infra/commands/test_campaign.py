@@ -13,7 +13,7 @@ from decimal import Decimal
 import pytest
 
 from gpufleet.infra.commands.campaign import Campaign, only_driver
-from gpufleet.infra.commands.trials import CampaignTrial, StackTrial
+from gpufleet.infra.commands.trials import CampaignTrial, LimitTooLowError, StackTrial
 from gpufleet.infra.definition.campaign import DefinedTrial
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.supervisor.campaign_ledger import (
@@ -371,6 +371,35 @@ def test_the_last_dollars_begin_a_run_with_a_lower_limit_that_is_enough_for_nine
     assert campaign.carry_out() == 1
     assert [each.limit for each in account.trials] == [1, 1, Decimal("0.5"), None]
     assert account.worst_seen == account.max_usd
+
+
+def test_a_run_whose_bill_has_moved_gives_its_reservation_back_and_waits_for_its_own_limit() -> None:
+    account = DrawnAccount(random.Random(50), max_usd=Decimal("1.5"), at_once=2)
+    dear = DearTrial(account, "dear", Decimal("2"), Decimal("0.4"))
+    account.trials += [dear, DrawnTrial(account, "plain", Decimal("1"))]
+    account.create()
+
+    def all_end(_: float) -> None:
+        for each in account.trials:
+            each.spent = Decimal(0) if each.begun else None
+
+    campaign = account.campaign("a")
+    campaign.sleep = all_end
+    assert campaign.carry_out() == 1
+    assert [each.begun for each in account.trials] == [0, 1]
+    assert account.ledger().rest == Decimal("1.5")
+    assert dear.asked == [Decimal("1.5")]
+
+
+@dataclass(eq=False)
+class DearTrial(DrawnTrial):
+    """A run that begins with no lower limit than its own."""
+
+    asked: list[Decimal] = field(default_factory=list)
+
+    def begin(self, usd: Decimal) -> None:
+        self.asked.append(usd)
+        raise LimitTooLowError("half of the simulated runs need more")
 
 
 def test_a_run_that_loses_is_asked_once_and_its_rest_begins_another(capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,6 +203,7 @@ def test_what_a_sampler_draws_becomes_a_plain_definition(tmp_path: Path) -> None
         ("{low: 2, high: 1}", "allowed: high above low"),
         ("{low: 0, high: 1, log: true}", "allowed: low above 0 and no step with log, and high above low"),
         ("{low: 1, high: 2, step: 0}", "allowed: a number from"),
+        ("{low: 1, high: 8, step: 2}", "allowed: high a multiple of step above low"),
     ],
 )
 def test_a_range_that_is_none_is_refused(tmp_path: Path, of: str, message: str) -> None:
