@@ -63,7 +63,7 @@ GROUPS = {
     },
     "Afterwards": {
         "results": "download what the run left: results, receipt, model",
-        "report": "a run that has ended as one HTML page: bill against receipt, training, nodes",
+        "report": "an ended run, or those of a campaign, as one HTML page: bill against receipt, training, nodes",
         "receipts": "what every run cost against its bill, why the two differ, and how right the bills are",
         "sweep": "after pulumi destroy, or an up cut short: what is left in the account and what it costs; --delete",
     },

@@ -50,6 +50,7 @@ ROOMS = {
             "market",
             "definition",
             "inputs",
+            "search",
             "discover",
             "evidence",
             "risk",

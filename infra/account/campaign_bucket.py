@@ -1,4 +1,5 @@
-"""The bucket that holds a campaign's ledger. It outlives the stacks of the campaign's runs, so no stack has it.
+"""The bucket that holds a campaign's ledger and records. It outlives the stacks of the campaign's runs, so no stack has
+it.
 
 Its name follows from the campaign's and the account's, so that every driver has the same one, whatever state of Pulumi
 it uses.
@@ -15,7 +16,7 @@ from botocore.exceptions import ClientError
 from gpufleet.infra.account import refusals
 from gpufleet.infra.errors import AwsRefused
 from gpufleet.infra.program.resources.tags import OWNER_TAG
-from gpufleet.job.supervisor.campaign_ledger import NAME, LedgerObject
+from gpufleet.job.supervisor.campaign_ledger import LedgerObject
 from gpufleet.job.supervisor.store import S3Store
 
 CAMPAIGN_TAG = (
@@ -58,7 +59,8 @@ def make_bucket(client: Callable[[str, str], Any], campaign: str, region: str, o
 
 
 def delete_bucket(client: Callable[[str, str], Any], campaign: str, region: str) -> None:
-    """Deletes the ledger and its bucket."""
+    """Deletes the ledger and its bucket, with all that is in it."""
     s3, name = client("s3", region), bucket_name(campaign, client("sts", region).get_caller_identity()["Account"])
-    s3.delete_object(Bucket=name, Key=NAME)
+    store = S3Store(f"s3://{name}", s3)
+    store.delete([each.key for each in store.entries("")])
     s3.delete_bucket(Bucket=name)

@@ -1,7 +1,8 @@
 """What a campaign costs: the sum of its runs, how many of them fit under its cap, and the hours until its end.
 
 Every simulated case has one luck with speed and prices, which the runs share, and for each run a luck of its own with
-interruptions. In each case the campaign is played as its driver carries it out.
+interruptions. In each case the campaign is played as its driver carries it out, with a pruner a second time: each run
+then does the share of its work that infra/search.py draws for it.
 """
 
 from __future__ import annotations
@@ -15,124 +16,185 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpufleet.infra import text
+from gpufleet.infra import search, text
 from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.limits import least_usd
 from gpufleet.infra.bill.side import FEW, Quantiles, quantiles_of
 from gpufleet.infra.bill.table import QUANTILES, figures
+from gpufleet.infra.definition.campaign import CampaignFile
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.risk import simulation
+from gpufleet.infra.risk.hazard import Floats
 from gpufleet.infra.show.sheet import Column, Sheet, plain
+from gpufleet.job.kind.batch import is_endless, total_steps
 from gpufleet.job.text import counted
 
 PLAYED = 400_000  # runs of all cases together: a second of Python
+ORDERED = 1_000  # runs of all simulated orders together: a second of Optuna with the median
 SHOWN = 12  # runs of the table
 
 
 class PricedTrial(NamedTuple):
-    """One run of a campaign with its bill. `label` is for people."""
+    """One run of a campaign with its bill. `label` is for people; with a limit below `least_usd` it does not begin."""
 
     label: str
     bill: Bill
+    least_usd: Decimal
     max_usd: Decimal
     max_hours: Decimal
+    steps: int | None = None  # of its work; None: not declared
 
     @classmethod
-    def build(cls, label: str, definition: StackDefinition, bill: Bill) -> PricedTrial:
-        """The run of a definition."""
-        return cls(label, bill, definition.limits.max_usd, definition.limits.max_hours)
+    def build(cls, label: str, definition: StackDefinition, bill: Bill, *, is_made: bool) -> PricedTrial:
+        """The run of a definition. `is_made`: whether the campaign writes the definition, so that it may lower the
+        limit.
+        """
+        limits, job = definition.limits, definition.job.parameters
+        least = least_usd(definition, bill) if is_made else limits.max_usd
+        steps = None if is_endless(job) else total_steps(job)
+        return cls(label, bill, least, limits.max_usd, limits.max_hours, steps)
 
 
-class CampaignTerms(NamedTuple):
-    """What a campaign allows: dollars, hours by the wall from its beginning (None: any), and runs at the same time."""
+class PlayedCampaigns(NamedTuple):
+    """USD spent, runs begun and hours by the wall, as the cap allows."""
 
-    max_usd: Decimal
-    max_hours: Decimal | None
-    at_once: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CampaignBill:
-    """The figures of a campaign. `usd`: of all its runs, if the campaign had no cap; `spent`, `begun` and `hours`: in
-    dollars, runs and hours by the wall, as the cap allows.
-    """
-
-    trials: tuple[PricedTrial, ...]
-    terms: CampaignTerms
-    usd: Quantiles
     spent: Quantiles
     begun: Quantiles
     hours: Quantiles
 
+    def text(self, count: int) -> str:
+        """The figures of a campaign of `count` runs."""
+        return (
+            f"{_range(self.begun, 0)} of {count} begin in eight campaigns of ten, cost {_range(self.spent, 2)} USD, and"
+            f" take {_range(self.hours, 1)} h by the wall"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CampaignBill:
+    """The figures of a campaign. `usd`: of all its runs, if the campaign had no cap."""
+
+    trials: tuple[PricedTrial, ...]
+    described: CampaignFile
+    usd: Quantiles
+    played: PlayedCampaigns
+    stopped: PlayedCampaigns | None  # with the pruner
+
     def lines(self) -> Iterator[str]:
         """The table and what it comes to."""
-        terms, count = self.terms, len(self.trials)
+        terms, count = self.described, len(self.trials)
+        shown = self.trials[: 1 if terms.draw else SHOWN]
         name, p10, *columns = QUANTILES
         head = Column("limit", "limit", "USD", 2)
-        rows = [(*figures(each.label, each.bill.usd, 2), f"{each.max_usd:.2f}") for each in self.trials[:SHOWN]]
+        rows = [(*figures(each.label, each.bill.usd, 2), f"{each.max_usd:.2f}") for each in shown]
         rows.append((*figures(f"all {count}, speed and prices alike", self.usd, 2), ""))
         yield from Sheet((name, p10._replace(head="USD p10"), *columns, head), rows).text()
-        if count > SHOWN:
+        if terms.draw:
+            yield "Its values are drawn as the campaign goes on; each run is priced as the file is."
+        elif count > SHOWN:
             yield f"The table has the first {SHOWN} of {counted(count, 'run')}."
         yield ""
         hours = f", {terms.max_hours:f} hours" if terms.max_hours is not None else ""
         yield from text.wrap(
-            f"Under {terms.max_usd:f} USD{hours}, {terms.at_once} at once: {_range(self.begun, 0)} of {count} begin in"
-            f" eight campaigns of ten, cost {_range(self.spent, 2)} USD, and take {_range(self.hours, 1)} h by the"
-            " wall. A run begins only while its own limit fits what is left, so the cap holds whatever each costs."
+            f"Under {terms.max_usd:f} USD{hours}, {terms.at_once} at once: {self.played.text(count)}. A run begins only"
+            " while its own limit fits what is left, so the cap holds whatever each costs. Where less is left, but"
+            " enough for nine runs in ten, the limit becomes that."
         )
-        if too_dear := [each for each in self.trials if each.max_usd > terms.max_usd]:
+        yield from text.wrap(self._worth()) if terms.pruner else ()
+        if too_dear := [each for each in self.trials if each.least_usd > terms.max_usd]:
             least = max(each.bill.usd.p90 for each in too_dear)
             yield from text.wrap(
                 f"{counted(len(too_dear), 'run')} can never begin, as limits.max_usd is above the cap. Nine in ten of"
                 f" the dearest cost at most {least:.2f} USD."
             )
 
+    def _worth(self) -> str:
+        """What the pruner is worth, with what that assumes."""
+        of = self.described
+        if self.stopped is None:
+            return f"What {of.pruner} is worth is not known, as a run does not say how many steps it has."
+        return (
+            f"With {of.pruner}, which judges {of.metric} every {counted(of.every or 1, 'step')}:"
+            f" {self.stopped.text(len(self.trials))}. Assumed is that good and bad runs come in any order, that each"
+            " keeps its rank from its first figure on, and that what loses stops at once. Where each run is better"
+            " than all before it, nothing is stopped."
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Keys as documented in docs/bill.md."""
         return {
             "schema": 1,
             "trials": [{"trial": each.label, "usd": plain(each.bill.usd)} for each in self.trials],
-            "max_usd": str(self.terms.max_usd),
-            **{name: plain(getattr(self, name)) for name in ("usd", "spent", "begun", "hours")},
+            "max_usd": str(self.described.max_usd),
+            "usd": plain(self.usd),
+            **{name: plain(figure) for name, figure in self.played._asdict().items()},
+            "stopped_early": self.stopped and {name: plain(each) for name, each in self.stopped._asdict().items()},
         }
 
 
-def price(trials: Sequence[PricedTrial], terms: CampaignTerms) -> CampaignBill:
-    """The bill of a campaign whose runs begin in this order."""
+def price(trials: Sequence[PricedTrial], described: CampaignFile) -> CampaignBill:
+    """The bill of a campaign whose runs begin in this order. With `draw` the only trial is the file whose values are
+    drawn.
+    """
+    trials = [*trials] * (described.trials or 1)
     cases = max(100, min(FEW, PLAYED // max(1, len(trials))))
     chosen = [each.bill.chosen for each in trials]
     simulated = simulation.simulate_together([each.exposure for each in chosen], runs=cases)
     usd = np.array([each.usd + side.unsimulated_usd for each, side in zip(simulated, chosen, strict=True)])
     hours = np.array([each.wall_hours for each in simulated])
-    limits = [(float(each.max_usd), float(each.max_hours)) for each in trials]
-    played = np.array([play(limits, usd[:, case].tolist(), hours[:, case].tolist(), terms) for case in range(cases)])
-    spent, begun, ended = (quantiles_of(played[:, at]) for at in range(3))
+    stopped = None
+    if described.pruner and all(each.steps for each in trials):
+        share = _shares(trials, described, cases)
+        stopped = _played(trials, described, usd * share, hours * share)
     return CampaignBill(
-        trials=tuple(trials), terms=terms, usd=quantiles_of(usd.sum(axis=0)), spent=spent, begun=begun, hours=ended
+        trials=tuple(trials),
+        described=described,
+        usd=quantiles_of(usd.sum(axis=0)),
+        played=_played(trials, described, usd, hours),
+        stopped=stopped,
     )
 
 
+def _shares(trials: Sequence[PricedTrial], described: CampaignFile, cases: int) -> Floats:
+    """The share of its dollars and hours at which the pruner stops each run in each case: set-up, then work."""
+    judgements = [max(1, (each.steps or 0) // (described.every or 1)) for each in trials]
+    orders = search.simulate_shares(described, judgements, max(3, min(20, ORDERED // len(trials))))
+    work = np.array([orders[case % len(orders)] for case in range(cases)]).T
+    setup = np.array([each.bill.chosen.exposure.setup_share for each in trials])[:, None]
+    share: Floats = setup + (1 - setup) * work
+    return share
+
+
+def _played(trials: Sequence[PricedTrial], described: CampaignFile, usd: Floats, hours: Floats) -> PlayedCampaigns:
+    limits = [(float(each.least_usd), float(each.max_usd), float(each.max_hours)) for each in trials]
+    played = [play(limits, usd[:, case].tolist(), hours[:, case].tolist(), described) for case in range(usd.shape[1])]
+    spent, begun, ended = (quantiles_of(column) for column in np.array(played).T)
+    return PlayedCampaigns(spent, begun, ended)
+
+
 def play(
-    limits: Sequence[tuple[float, float]], usd: Sequence[float], hours: Sequence[float], terms: CampaignTerms
+    limits: Sequence[tuple[float, float, float]], usd: Sequence[float], hours: Sequence[float], terms: CampaignFile
 ) -> tuple[float, int, float]:
-    """One campaign: dollars spent, runs begun, hours until the last one's end. `limits` has max_usd and max_hours of
-    each run, `usd` and `hours` what it costs and how long it takes.
+    """One campaign: dollars spent, runs begun, hours until the last one's end. `limits` has for each run the lowest
+    limit with which it begins, max_usd and max_hours; `usd` and `hours` what it costs and how long it takes.
     """
-    rest, now, waiting, running = float(terms.max_usd), 0.0, list(range(len(limits))), list[tuple[float, int]]()
+    rest, now, waiting, running = float(terms.max_usd), 0.0, list(range(len(limits))), list[tuple[float, int, float]]()
     last = math.inf if terms.max_hours is None else float(terms.max_hours)
     spent, begun = 0.0, 0
     while True:
-        fits = (at for at in waiting if limits[at][0] <= rest + 1e-9 and now + limits[at][1] <= last)
+        fits = (at for at in waiting if limits[at][0] <= rest + 1e-9 and now + limits[at][2] <= last)
         at = next(fits, None) if len(running) < terms.at_once else None
         if at is not None:
             waiting.remove(at)
-            rest -= limits[at][0]
+            reserved = min(limits[at][1], rest)
+            rest -= reserved
             begun += 1
-            heapq.heappush(running, (now + float(hours[at]), at))
+            heapq.heappush(running, (now + float(hours[at]), at, reserved))
         elif running:
-            now, at = heapq.heappop(running)
-            rest += limits[at][0] - float(usd[at])
-            spent += float(usd[at])
+            now, at, reserved = heapq.heappop(running)
+            cost = min(float(usd[at]), reserved)
+            rest += reserved - cost
+            spent += cost
         else:
             return spent, begun, now
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta
 from decimal import ROUND_CEILING, Decimal
 
@@ -165,6 +166,18 @@ def expiry_warning(bill: Bill) -> str:
 def enough(needed: Decimal) -> Decimal:
     """`needed`, rounded up to a hundredth, so that it is accepted as a limit."""
     return needed.quantize(Decimal("0.01"), rounding=ROUND_CEILING)
+
+
+def least_usd(definition: StackDefinition, bill: Bill) -> Decimal:
+    """The limits.max_usd within which nine simulated runs in ten end by themselves; the definition's own one where that
+    is lower, or where the run needs it.
+    """
+    own = definition.limits.max_usd
+    least = enough(bill.chosen.metered_usd.p90 + bill.chosen.reserve[0])
+    lower = replace(definition, limits=replace(definition.limits, max_usd=least))
+    if least >= own or batch.is_endless(definition.job.parameters) or any(problems(lower, bill)):
+        return own
+    return least
 
 
 def slowest(side: Side, by_h: float) -> float:

@@ -2,9 +2,9 @@
 `gpufleet run`.
 
 A run begins only once its own limits.max_usd is reserved in the campaign's ledger, and its receipt gives back what it
-did not use. So the cap holds by the limits of runs, which hold without this command, also where several of it are
-started at a time. Killed and started again it goes on. A reservation of a driver that is gone for good stays, until
-another one takes it over.
+did not use. Where less is left than that, but enough for nine runs in ten, its limit becomes what is left. So the cap
+holds by the limits of runs, which hold without this command, also where several of it are started at a time. Killed and
+started again it goes on. A reservation of a driver that is gone for good stays, until another one takes it over.
 """
 
 from __future__ import annotations
@@ -14,51 +14,41 @@ import fcntl
 import math
 import os
 import platform
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Protocol
 
+from gpufleet.infra import search
 from gpufleet.infra.account import aws, campaign_bucket, month
-from gpufleet.infra.account.results import earlier_receipt
-from gpufleet.infra.bill.campaign import CampaignTerms, PricedTrial, price
+from gpufleet.infra.account.campaign_records import CampaignRecords
+from gpufleet.infra.bill.campaign import price
 from gpufleet.infra.commands import run as run_command
-from gpufleet.infra.commands import stack
+from gpufleet.infra.commands.trials import (
+    CampaignSearch,
+    CampaignTrial,
+    LaterTrials,
+    LimitTooLowError,
+    StackTrial,
+    earlier_trials,
+    results_folder,
+    whole_run,
+)
 from gpufleet.infra.definition import campaign as campaigns
-from gpufleet.infra.definition.campaign import CampaignFile, DefinedTrial
-from gpufleet.infra.definition.loader import TRIALS, project_root
+from gpufleet.infra.definition.campaign import CampaignFile
+from gpufleet.infra.definition.loader import project_root
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.envelope import tell
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.program import approval, pulumi_cli
-from gpufleet.infra.program.plan import Plan
+from gpufleet.infra.program import approval
 from gpufleet.infra.review import policy
-from gpufleet.job.contract.workdir import RECEIPT
 from gpufleet.job.supervisor.campaign_ledger import CampaignLedger, LedgerLostError, LedgerObject, NotReservedError
 from gpufleet.job.text import counted
 
 LOOK_S = 60.0  # between two looks at all runs
-
-
-class CampaignTrial(Protocol):
-    """One of the runs."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def most(self) -> Decimal: ...  # limits.max_usd
-    @property
-    def most_hours(self) -> Decimal: ...  # limits.max_hours
-    def is_over(self) -> bool: ...
-    def has_begun(self) -> bool: ...
-    def cost(self) -> Decimal | None: ...  # by its receipt; None: there is none here
-    def begin(self) -> None: ...
-    def finish(self) -> int: ...  # results, destroy, sweep; not 0: something is missing or left
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,59 +80,45 @@ def _carried_out(args: argparse.Namespace) -> int:
     wholes = [whole_run(each.name, root) for each in listed]
     region = wholes[0].definition.fleet.region
     if args.forget:
-        return _forget(described, region)
+        return _forget(described, root, region)
     if args.look:
         return _look(described, region)
     if len(owners := sorted({each.definition.run.owner for each in wholes})) > 1:
         raise GpufleetError(f"the campaign's runs have the owners {', '.join(owners)}; allowed is one")
-    begins = [(trial, whole, _planned(trial, whole)) for trial, whole in zip(listed, wholes, strict=True)]
+    if described.pruner or described.sampler:
+        search.require_optuna()
+    trials = [StackTrial.plan(trial, whole) for trial, whole in zip(listed, wholes, strict=True)]
     if described.order == "cheapest":
-        begins.sort(key=lambda each: each[2].bill.usd.p90)
-    plans = [made for *_, made in begins]
-    approved = approval.of_campaign(plans, described)
+        trials.sort(key=lambda each: each.priced.bill.usd.p90 if each.priced else 0)
+    approved = approval.of_campaign([each.made for each in trials if each.made], described)
     if args.approve != approved:
-        bills = [PricedTrial.build(str(trial), made.definition, made.bill) for trial, _, made in begins]
-        found = price(bills, CampaignTerms(described.max_usd, described.max_hours, described.at_once))
-        print("\n".join(found.lines()))
+        print("\n".join(price([each.priced for each in trials if each.priced], described).lines()))
         if described.open:
             print(f"It also takes what is put into {campaigns.FOLDER}/{described.name}/, under the same cap.")
         print("This is not the approved campaign." if args.approve else f"Hash of this campaign: {approved}.")
         if not run_command.agreed():
             return 1
-    trials = [StackTrial(whole=whole, approved=approval.begins_with(made)) for _, whole, made in begins]
     with only_driver(root, described.name) as driver:
         _require_month(described, root, [each.whole.definition for each in trials])
-        ledger = opened_ledger(described, trials, approved, region, owners[0])
+        ledger = opened_ledger(described, [*trials, *earlier_trials(described, root)], approved, region, owners[0])
         if args.take_over:
             ledger.change(lambda was: was.taken_over(args.take_over, driver))
-        later = LaterTrials(described=described, root=root, owner=owners[0])
+        records = CampaignRecords(store=ledger.store)
+        looks = CampaignSearch(described=described, records=records, root=root)
+        for each in trials:
+            each.records = records
+        later = LaterTrials(described=described, root=root, owner=owners[0], search=looks, base=trials[0])
         return Campaign(
             name=described.name,
-            trials=list(trials),
+            trials=[] if described.draw else [*trials],
             ledger=ledger,
             driver=driver,
             approved=approved,
             max_hours=described.max_hours,
             is_open=described.open,
             find_more=later.find,
+            find_losers=looks.find_losers,
         ).carry_out()
-
-
-def whole_run(name: str, root: Path) -> run_command.WholeRun:
-    """The run of a trial. Its Pulumi stack is made when it begins."""
-    args = argparse.Namespace(stack=name, approve=None, begin=False)
-    engine = pulumi_cli.PulumiStack(root=root, name=name)
-    return run_command.WholeRun(args=args, definition=stack.definition_of(args), root=root, engine=engine)
-
-
-def _planned(trial: DefinedTrial, whole: run_command.WholeRun) -> Plan:
-    """What the trial would begin with. Raises GpufleetError, which names the file to mend."""
-    try:
-        return whole.plan()
-    except GpufleetError as error:
-        if trial.text is None:
-            raise
-        raise GpufleetError(f"{error}\nThis file is made from {trial.file}: mend that one, or the campaign.") from None
 
 
 def opened_ledger(
@@ -232,96 +208,17 @@ def _require_month(described: CampaignFile, root: Path, definitions: Sequence[St
     month.require(policy.find_policy(root), look_around, described.max_usd, f"campaign {described.name}")
 
 
-def _forget(described: CampaignFile, region: str) -> int:
+def _forget(described: CampaignFile, root: Path, region: str) -> int:
     ledger = campaign_bucket.find_ledger(aws.client, described.name, region)
     if ledger is None:
         print(f"{described.name} has no ledger.")
         return 0
     if ledger.is_there() and (goes_on := ledger.read().open_runs()):
         raise GpufleetError(f"{', '.join(goes_on)}: not ended by the ledger, which stays. Let the campaign end first.")
+    CampaignRecords(store=ledger.store).bring(results_folder(described, root))
     campaign_bucket.delete_bucket(aws.client, described.name, region)
     print(f"The ledger of {described.name} is deleted. A new campaign of that name has its whole cap.")
     return 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StackTrial:
-    """A trial that is a whole run."""
-
-    whole: run_command.WholeRun
-    approved: str | None  # what it begins with, as digits; None: it came later, and is approved by the cap
-
-    @property
-    def name(self) -> str:
-        return self.whole.definition.name
-
-    @property
-    def most(self) -> Decimal:
-        return self.whole.definition.limits.max_usd
-
-    @property
-    def most_hours(self) -> Decimal:
-        return self.whole.definition.limits.max_hours
-
-    def is_over(self) -> bool:
-        return self.whole.is_over()
-
-    def has_begun(self) -> bool:
-        return self.whole.has_begun()
-
-    def cost(self) -> Decimal | None:
-        definition = self.whole.definition
-        found = earlier_receipt(self.whole.root / "results" / definition.name / definition.run.id / RECEIPT)
-        return found.actual if found else None
-
-    def begin(self) -> None:
-        """Begins the run. Raises GpufleetError if it is not as it was when the campaign was approved."""
-        made = self.whole.plan()
-        if self.approved not in (None, approval.begins_with(made)):
-            raise GpufleetError(f"{self.name}: a file or data has changed since the campaign was approved")
-        self.whole.engine.select()
-        self.whole.engine.up(approval.approval(made))
-
-    def finish(self) -> int:
-        return self.whole.finish()
-
-
-@dataclass(kw_only=True, slots=True)
-class LaterTrials:
-    """Trials that the campaign's file does not name: those in the folder of an open campaign, and those that go on by
-    the ledger, which the file named before.
-    """
-
-    described: CampaignFile
-    root: Path
-    owner: str
-    refused: dict[str, str] = field(default_factory=dict)  # texts of files that can be no trial
-
-    def find(self, known: set[str], ledger: CampaignLedger) -> list[CampaignTrial]:
-        """The trials beside the `known` ones. It says why a file can be no trial."""
-        offered = [each for each in campaigns.offered(self.described, self.root) if each.name not in known]
-        earlier = [DefinedTrial(name=name) for name in ledger.open_runs() if name not in known]
-        named = {each.name: each for each in (*offered, *earlier)}  # what has a reservation stays as it was
-        return [found for each in named.values() if (found := self._trial(each))]
-
-    def _trial(self, trial: DefinedTrial) -> StackTrial | None:
-        if self.refused.get(trial.name) == (trial.text or ""):
-            return None
-        try:
-            campaigns.write([trial], self.root)
-            whole = whole_run(trial.name, self.root)
-            if trial.text is None:
-                return StackTrial(whole=whole, approved=None)
-            if whole.definition.source.parent != (self.root / TRIALS):
-                raise GpufleetError(f"stacks/ has {trial.name} too: give the file another name")
-            if whole.definition.run.owner != self.owner:
-                raise GpufleetError(f"run.owner is {whole.definition.run.owner}; allowed is {self.owner}")
-            whole.plan()
-        except GpufleetError as error:
-            self.refused[trial.name] = trial.text or ""
-            print(f"gpufleet: {trial.name} is left out: {error}", file=sys.stderr)
-            return None
-        return StackTrial(whole=whole, approved=None)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -335,10 +232,13 @@ class Campaign:
     approved: str
     max_hours: Decimal | None = None
     is_open: bool = False  # more trials may come until max_hours
-    find_more: Callable[[set[str], CampaignLedger], list[CampaignTrial]] = lambda known, ledger: []
+    find_more: Callable[[Sequence[CampaignTrial], CampaignLedger, float], list[CampaignTrial]] = lambda *_: []
+    find_losers: Callable[[Sequence[CampaignTrial], CampaignLedger], Collection[str]] = lambda *_: ()
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.time
     finished: dict[str, int] = field(default_factory=dict)  # exit codes by name
+    stopped: set[str] = field(default_factory=set)  # asked to end, as they lose
+    too_dear: set[str] = field(default_factory=set)  # whose bill has moved, so that they want their own limit
 
     def carry_out(self) -> int:
         """The exit code, as of `run`. Raises GpufleetError, also if the ledger is lost."""
@@ -350,16 +250,24 @@ class Campaign:
     def _step(self) -> bool:
         """Brings home what has ended, and begins one run or waits. False: nothing is left for this driver to do."""
         ledger = self.ledger.read()
-        self.trials += self.find_more({each.name for each in self.trials}, ledger)
+        self.trials += self.find_more(self.trials, ledger, self._hours_left(ledger))
         own = [each for each in self.trials if each.name in ledger.open_runs(self.driver)]
         over = [each for each in own if each.is_over()]
         for each in over:
             self.finished[each.name] = each.finish()
-            ledger = self.ledger.change(lambda was, each=each: was.settled(each.name, each.cost()))  # type: ignore[misc]
-        going_on = [each for each in own if each not in over]
+            self.ledger.change(lambda was, each=each: was.settled(each.name, each.cost()))  # type: ignore[misc]
+        if over:
+            return True
+        going_on = own
         for each in going_on:
             if not each.has_begun():  # a kill came between its reservation and its beginning
-                each.begin()
+                each.begin(ledger.runs[each.name].usd)
+        lost = self.find_losers(self.trials, ledger) if going_on else ()
+        for each in going_on:
+            if each.name in lost and each.name not in self.stopped:
+                print(f"{each.name} loses, and is asked to end: it saves, and what it does not use comes back.")
+                each.stop()
+                self.stopped.add(each.name)
         if begins := self._next(ledger):
             self._begin(begins)
             return True
@@ -374,7 +282,10 @@ class Campaign:
             return None
         ready = [each for each in self.trials if each.name not in ledger.runs]
         hours = self._hours_left(ledger)
-        return next((each for each in ready if each.most <= ledger.rest and each.most_hours <= hours), None)
+        return next((each for each in ready if self._least(each) <= ledger.rest and each.most_hours <= hours), None)
+
+    def _least(self, trial: CampaignTrial) -> Decimal:
+        return trial.most if trial.name in self.too_dear else trial.least
 
     def _begin(self, trial: CampaignTrial) -> None:
         if trial.has_begun() or trial.is_over():
@@ -383,16 +294,25 @@ class Campaign:
             raise GpufleetError(
                 f"{trial.name} was begun without a reservation of this campaign. Take it out, or give it a new run.id."
             )
+
+        def reserve(was: CampaignLedger) -> CampaignLedger:
+            usd = max(self._least(trial), min(trial.most, was.rest))
+            return was.reserved(trial.name, usd, by=self.driver, approved=self.approved)
+
         try:
-            ledger = self.ledger.change(
-                lambda was: was.reserved(trial.name, trial.most, by=self.driver, approved=self.approved)
-            )
+            ledger = self.ledger.change(reserve)
         except NotReservedError as error:
             if self.ledger.read().approved != self.approved:
                 raise GpufleetError(f"{error}: nothing more begins here") from None
             return  # here too
-        print(f"{trial.name} begins: {ledger.rest:.2f} USD are left, and it stops before {trial.most:f}.")
-        trial.begin()
+        usd = ledger.runs[trial.name].usd
+        print(f"{trial.name} begins: {ledger.rest:.2f} USD are left, and it stops before {usd:f}.")
+        try:
+            trial.begin(usd)
+        except LimitTooLowError as error:
+            print(f"{trial.name} does not begin after all: {error}")
+            self.too_dear.add(trial.name)
+            self.ledger.change(lambda was: was.released(trial.name))
 
     def _hours_left(self, ledger: CampaignLedger) -> float:
         return math.inf if self.max_hours is None else float(self.max_hours) - (self.clock() - ledger.began) / 3600

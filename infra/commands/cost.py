@@ -150,7 +150,7 @@ def _stages(definition: StackDefinition, root: Path, now: datetime, *, as_json: 
 
 def _campaign(args: argparse.Namespace, root: Path, now: datetime) -> int:
     """Prints what a campaign comes to."""
-    from gpufleet.infra.bill.campaign import CampaignTerms, PricedTrial, price
+    from gpufleet.infra.bill.campaign import PricedTrial, price
     from gpufleet.infra.bill.project import bill_of
     from gpufleet.infra.evidence.observations import observations
     from gpufleet.infra.risk.hazard import learn
@@ -164,10 +164,10 @@ def _campaign(args: argparse.Namespace, root: Path, now: datetime) -> int:
     for each in trials:
         definition = stack.definition_of(argparse.Namespace(stack=each.name), past_deadline=False)
         bill = bill_of(definition, root, catalog, today=now.date(), hazards=hazards)
-        priced.append(PricedTrial.build(str(each), definition, bill))
+        priced.append(PricedTrial.build(str(each), definition, bill, is_made=each.is_made))
     if described.order == "cheapest":
         priced.sort(key=lambda each: each.bill.usd.p90)
-    found = price(priced, CampaignTerms(described.max_usd, described.max_hours, described.at_once))
+    found = price(priced, described)
     sys.stdout.write(json.dumps(found.to_json(), indent=2) + "\n" if args.json else "\n".join(found.lines()) + "\n")
     return 0
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from gpufleet.infra.account import aws
 from gpufleet.infra.account.fleet import GONE, fleets_of, is_over, nodes_of
 from gpufleet.infra.account.results import cut_off
-from gpufleet.infra.account.run_folder import find_folder
+from gpufleet.infra.account.run_folder import RunFolder, find_folder
 from gpufleet.infra.account.status import headline, report
 from gpufleet.infra.account.wait import WaitLoop
 from gpufleet.infra.commands import results, stack, sweep
@@ -105,7 +105,7 @@ class WholeRun:
 
     def finish(self) -> int:
         """Brings the results of a run that is over, destroys and sweeps; the exit code, as of `run`."""
-        if self._folder() is not None:
+        if self.folder() is not None:
             asked = argparse.Namespace(stack=self.args.stack, run_id=None, to=None, light=False, exports=False)
             asked.quiet = False
             if code := results.run(asked):
@@ -126,14 +126,14 @@ class WholeRun:
     def _client(self, service: str) -> Any:
         return aws.client(service, self.definition.fleet.region)
 
-    def _folder(self) -> Any:
+    def folder(self) -> RunFolder | None:
         """The run's folder in the bucket; None without one of this owner."""
         folder = find_folder(self._client("s3"), self.definition)
         return folder if folder and folder.is_of(self.definition.run.owner) else None
 
     def is_over(self) -> bool:
         """Whether the run has come to an end: by its bucket, or where that is gone, by its receipt on this machine."""
-        folder = self._folder()
+        folder = self.folder()
         if folder is None:
             receipt = self.root / "results" / self.definition.name / self.definition.run.id / RECEIPT
             return receipt.is_file() and not self._fleets()

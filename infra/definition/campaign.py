@@ -2,14 +2,16 @@
 
 A trial is a plain definition. It is one of `stacks/`, or one of those with other values, which is written into
 `.gpufleet/trials/`, where every command and the program find it by its name. That name is made from the file's name and
-the values, so it stays as other values are added. A campaign that is `open` also takes each definition in
-`campaigns/NAME/`, which somebody, or an agent, may put there while it runs.
+the values, so it stays as other values are added. In place of values the file may have ranges, from which a sampler
+draws the values of each trial as the campaign goes on (infra/search.py). A campaign that is `open` also takes each
+definition in `campaigns/NAME/`, which somebody, or an agent, may put there while it runs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import re
 from collections.abc import Iterator
 from collections.abc import Mapping as Named
@@ -24,15 +26,45 @@ from gpufleet.infra.definition.schema import Findings, build, check_keys, entrie
 from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, dump, find_node, merge, open_file
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.job import atomic
+from gpufleet.job.contract import reading
+from gpufleet.job.contract.reading import DoubtError, Fields
 from gpufleet.job.text import counted
 
 FOLDER = "campaigns"
+VALUES = "values.json"  # what was varied in a trial, kept with its results
 SCHEMA_FILE = Path(__file__).with_name("campaign.schema.json")
 NAME = re.compile(r"[a-z][a-z0-9-]{0,29}[a-z0-9]")  # a trial's name, which has 40 characters, begins with it
 DIGITS = 8  # of a trial's name
 MOST = 1000  # trials: a bound of ours, as each is a bill
 SCENARIOS = "scenarios"
+NEEDED = {  # the keys that a key needs
+    "metric": ("direction",),
+    "direction": ("metric",),
+    "pruner": ("metric", "every"),
+    "every": ("pruner",),
+    "reduction": ("pruner",),
+    "sampler": ("metric", "draw"),
+    "draw": ("sampler", "trials"),
+    "trials": ("draw",),
+}
 _ARGUMENT = re.compile(r"--?[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawnRange:
+    """What a sampler may draw for a key: one of `choices`, or without any a number from `low` to `high`."""
+
+    low: Decimal = Decimal(0)
+    high: Decimal = Decimal(0)
+    step: Decimal | None = field(default=None, metadata={"minimum": 1e-12, "maximum": 1e12})
+    log: bool = False  # as likely from 1e-5 to 1e-4 as from 1e-4 to 1e-3
+    choices: tuple[str, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether only whole numbers are drawn: if all of them are written without a point."""
+        numbers = (self.low, self.high, self.step or Decimal(1))
+        return all(int(number.as_tuple().exponent) >= 0 for number in numbers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +78,22 @@ class CampaignFile:
     at_once: int = field(default=1, metadata={"minimum": 1, "maximum": 100})
     order: Literal["listed", "cheapest"] = "listed"
     open: bool = False
+    metric: str | None = None  # a figure of metrics.jsonl, by which trials are compared
+    direction: Literal["minimize", "maximize"] | None = None
+    pruner: Literal["asha", "median"] | None = None  # stops what loses
+    every: int | None = field(default=None, metadata={"minimum": 1, "maximum": 1_000_000_000})  # steps; asha's first
+    reduction: int = field(default=4, metadata={"minimum": 2, "maximum": 100})  # of so many, asha lets one go on
+    sampler: Literal["tpe", "random"] | None = None
+    trials: int | None = field(default=None, metadata={"minimum": 1, "maximum": MOST})  # the most that it draws
     grid: Named[str, tuple[Node, ...]] = field(default_factory=dict)  # every combination of the keys' values
     list: tuple[Named[str, Node], ...] = ()  # one trial for each
+    draw: Named[str, DrawnRange] = field(default_factory=dict)  # in place of grid and list
+
+    @property
+    def allowed(self) -> dict[str, str]:
+        """What the campaign may do beyond its listed trials, as text by key."""
+        but = ("files", "grid", "list")
+        return {key.name: str(getattr(self, key.name)) for key in fields(self) if key.name not in but}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +104,15 @@ class DefinedTrial:
     file: str = ""  # the stack that it is made from
     values: Named[str, str] = field(default_factory=dict)
     text: str | None = None  # of its definition; None: that is a file of stacks/
+    is_made: bool = False  # whether the campaign writes the definition of what it begins
 
     def __str__(self) -> str:
-        return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in self.values.items()) or self.name
+        return show_values(self.values) or self.name
+
+
+def show_values(values: Named[str, str]) -> str:
+    """The values on one line, for people."""
+    return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items())
 
 
 def path_of(name: str, root: Path) -> Path | None:
@@ -80,24 +132,29 @@ def load(name: str, root: Path) -> CampaignFile:
     findings = Findings(tree=tree)
     keys = [each.name for each in fields(CampaignFile) if each.name != "name"]
     check_keys(tree.entries, keys, "", findings)
-    grid, rows = _grid(tree, findings), _rows(tree, findings)
-    own = {key: node for key, node in tree.entries.items() if key in keys and key not in ("grid", "list")}
+    grid, rows, draw = _grid(tree, findings), _rows(tree, findings), _read_ranges(tree, findings)
+    own = {key: node for key, node in tree.entries.items() if key in keys and key not in ("grid", "list", "draw")}
     named = Scalar(path="name", line=0, text=name)
     found: CampaignFile = build(CampaignFile, replace(tree, entries={**own, "name": named}), "", findings)
     if not found.files and ".files" not in findings.bad:
         findings.add(".files", "at least one stack", value="an empty list")
     if found.open and found.max_hours is None:
         findings.add(".max_hours", "hours, after which an open campaign ends")
+    for key in (key for key in NEEDED if key in tree.entries):
+        for other in (other for other in NEEDED[key] if other not in tree.entries):
+            findings.add(f".{other}", f"a value, as {key} needs it")
+    if "draw" in tree.entries and (grid or rows or len(found.files) > 1):
+        findings.add("draw", "a file alone, without grid and list", value="beside other values")
     if findings.problems:
         raise DefinitionError(str(path), findings.problems)
-    return replace(found, grid=grid, list=rows)
+    return replace(found, grid=grid, list=rows, draw=draw)
 
 
 def trials(campaign: CampaignFile, root: Path) -> list[DefinedTrial]:
     """The trials that the file names, in its order. Raises GpufleetError."""
     names = campaign.files
-    if not campaign.grid and not campaign.list:
-        made = [DefinedTrial(name=find(each, root).stem) for each in names]
+    if not campaign.grid and not campaign.list:  # with draw: the file whose values are drawn
+        made = [DefinedTrial(name=find(each, root).stem, is_made=bool(campaign.draw)) for each in names]
     else:
         count = len(names) * len(campaign.list or (1,))
         for values in campaign.grid.values():
@@ -109,6 +166,35 @@ def trials(campaign: CampaignFile, root: Path) -> list[DefinedTrial]:
         shown = next(str(each) for each in made if each.name == twice[0])
         raise GpufleetError(f"{FOLDER}/{campaign.name}.yaml: {shown} twice: each trial once; another seed is another")
     return made
+
+
+def define_drawn(campaign: CampaignFile, values: Named[str, str], root: Path) -> DefinedTrial:
+    """The trial of the values that a sampler has drawn. Raises GpufleetError."""
+    nodes: dict[str, Node] = {key: Scalar(path=key, line=0, text=text) for key, text in values.items()}
+    return _trial(campaign, campaign.files[0], nodes, root)
+
+
+def write_values(values: Named[str, str]) -> bytes:
+    """The content of values.json."""
+    return json.dumps({"schema": 1, "values": dict(values)}).encode()
+
+
+def read_values(content: bytes) -> dict[str, str]:
+    """The values in the bytes of values.json; empty if they cannot be read."""
+    try:
+        return dict(Fields(reading.parse(content)).take("values", reading.mapping(reading.text), {}))
+    except DoubtError:
+        return {}
+
+
+def lower_limit(name: str, usd: Decimal, root: Path) -> None:
+    """Writes limits.max_usd of a trial whose definition the campaign has made. Raises GpufleetError."""
+    path = root / TRIALS / f"{name}.yaml"
+    _, tree = open_file(path)
+    limits = Mapping(path="", line=0, entries={"max_usd": Scalar(path="", line=0, text=f"{usd:f}")})
+    laid = merge(tree, Mapping(path="", line=0, entries={"limits": limits}))
+    assert isinstance(laid, Mapping)
+    atomic.write_bytes(path, f"# With what is left of its campaign's dollars.\n\n{dump(laid)}".encode())
 
 
 def write(made: list[DefinedTrial], root: Path) -> None:
@@ -127,7 +213,7 @@ def offered(campaign: CampaignFile, root: Path) -> list[DefinedTrial]:
     paths = sorted((root / FOLDER / campaign.name).glob("[!.]*.yaml"))
     named = [(f"{campaign.name}-{path.stem}", path) for path in paths]
     return [
-        DefinedTrial(name=name, text=path.read_text(encoding="utf-8", errors="replace"))
+        DefinedTrial(name=name, text=path.read_text(encoding="utf-8", errors="replace"), is_made=True)
         for name, path in named
         if STACK_NAME.fullmatch(name) and path.is_file()
     ]
@@ -162,6 +248,28 @@ def _rows(tree: Mapping, findings: Findings) -> tuple[dict[str, Node], ...]:
     return tuple(rows)
 
 
+def _read_ranges(tree: Mapping, findings: Findings) -> dict[str, DrawnRange]:
+    allowed = "a section with {low: A, high: B} or a list of choices for each key"
+    entries = entries_of(tree.entries.get("draw"), "draw", allowed, findings)
+    if "draw" in tree.entries and not entries:
+        findings.add("draw", allowed)
+    ranges = {}
+    for key, node in entries.items():
+        _check_key(key, f"draw.{key}", node, findings)
+        if isinstance(node, Items) and node.items and all(isinstance(choice, Scalar) for choice in node.items):
+            ranges[key] = DrawnRange(choices=tuple(map(_as_text, node.items)))
+            continue
+        drawn = ranges[key] = build(DrawnRange, node, f"draw.{key}", findings)
+        if not isinstance(node, Mapping) or not {"low", "high"} <= node.entries.keys() or "choices" in node.entries:
+            findings.add(f"draw.{key}", "{low: A, high: B}, or a list of choices", value=_as_text(node), node=node)
+        elif not drawn.low < drawn.high or (drawn.log and (drawn.low <= 0 or drawn.step)):
+            least = "low above 0 and no step with log, and " if drawn.log else ""
+            findings.add(f"draw.{key}", f"{least}high above low", value=_as_text(node), node=node)
+        elif drawn.step and (drawn.high - drawn.low) % drawn.step:
+            findings.add(f"draw.{key}", "high a multiple of step above low", value=_as_text(node), node=node)
+    return ranges
+
+
 def _check_key(key: str, where: str, node: Node, findings: Findings) -> None:
     section, dot, _ = key.partition(".")
     if not _ARGUMENT.fullmatch(key) and not (dot and section in OVERLAID):
@@ -191,7 +299,7 @@ def _trial(campaign: CampaignFile, file: str, values: dict[str, Node], root: Pat
         laid = merge(laid, node)
     assert isinstance(laid, Mapping)
     digest = hashlib.sha256("\n".join([path.stem, *(f"{key}={shown[key]}" for key in sorted(shown))]).encode())
-    made = DefinedTrial(name=f"{campaign.name}-{digest.hexdigest()[:DIGITS]}", file=file, values=shown)
+    made = DefinedTrial(name=f"{campaign.name}-{digest.hexdigest()[:DIGITS]}", file=file, values=shown, is_made=True)
     return replace(made, text=f"# Trial of {FOLDER}/{campaign.name}.yaml, from {file}: {made}\n\n{dump(laid)}")
 
 

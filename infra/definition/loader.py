@@ -149,8 +149,10 @@ def of_project(root: Path) -> re.Pattern[str]:
     commands wrote. They are not part of the training code, even if that is in the same folder.
     """
     stacks = "|".join(map(re.escape, names_of(root))) or "(?!)"
+    campaigns = "|".join(re.escape(path.stem) for path in (root / "campaigns").glob("*.yaml")) or "(?!)"
     return re.compile(
-        rf"(\.gpufleet|rehearsals|prices/\d{{4}}-[\d-]+|{PROGRAM}|{CANARY}|(calibrations|receipts|results)/({stacks}))/"
+        rf"(campaigns/({campaigns})(\.yaml$|/)|(receipts|results)/({campaigns})(-[0-9a-z-]+)?/)"
+        rf"|(\.gpufleet|rehearsals|prices/\d{{4}}-[\d-]+|{PROGRAM}|{CANARY}|(calibrations|receipts|results)/({stacks}))/"
         rf"|stacks/({stacks})\.yaml$|{re.escape(SCHEMA)}$|traces/[^/]+\.(csv|json)$|policy\.yaml$"
         r"|Pulumi(\.[^/]+)?\.yaml$|\.github/workflows/gpufleet-"
     )

@@ -32,8 +32,7 @@ def of_campaign(plans: Iterable[Plan], described: CampaignFile) -> str:
     """The hash of runs under one cap: over everything that each run begins with, whatever their order, and over what
     the file allows. Their bills are not in it: they move with each receipt of the campaign, and the cap does not.
     """
-    allowed = [str(each) for each in (described.max_usd, described.max_hours, described.at_once, described.open)]
-    return _digits([sorted(begins_with(each) for each in plans), described.name, allowed])
+    return _digits([sorted(begins_with(each) for each in plans), described.allowed])
 
 
 def begins_with(plan: Plan) -> str:

@@ -5,8 +5,9 @@ the page. A chart is small on purpose, so that its text is readable at the width
 from __future__ import annotations
 
 import io
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from html import escape
@@ -27,7 +28,9 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """A line of a chart; with `dots` it is only points. The caller omits points without a figure."""
+    """A line of a chart; with `dots` it is only points. The caller omits points without a figure. A line among others
+    may have no name.
+    """
 
     name: str
     points: Sequence[Point]
@@ -77,7 +80,7 @@ def lines(
             xs, ys = zip(*thinned(line.points), strict=True)
             shape = {"ls": "", "marker": "o", "ms": 4} if line.dots or len(xs) == 1 else {"lw": 1.6}
             axes.plot(xs, ys, color=SENTINELS[line.colour], **shape)
-            if len(series) > 1:
+            if len(series) > 1 and line.name:
                 ends.append((ys[-1], line.name, line.colour))
         if from_zero:
             axes.set_ylim(bottom=0)
@@ -108,6 +111,57 @@ def steady(series: Iterable[Series]) -> float | None:
     if not heights or max(heights) - min(heights) > 0.01 * max(map(abs, heights)):
         return None
     return heights[len(heights) // 2]
+
+
+def parallel(axes: Mapping[str, Sequence[str | None]], colours: Sequence[str]) -> str:
+    """A line for each run over upright axes: `axes` has each axis's value of each run, and `colours` the runs' colours.
+    An axis of numbers goes from the lowest to the highest, by their logarithms if that is a hundredfold; an axis of
+    texts has them one above the other. A line has a gap where a run has no value. Returns '' for fewer than two axes,
+    or without matplotlib.
+    """
+    if len(axes) < 2 or not colours or not drawable():
+        return ""
+    with style():
+        drawn = figure()
+        plot = drawn.subplots()
+        heights = []
+        for at, values in enumerate(axes.values()):
+            own, marked = _axis(values)
+            heights.append(own)
+            plot.axvline(at, color=SENTINELS["line"], lw=1)
+            for height, text in marked.items():
+                place = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
+                plot.annotate(text, (at, height), fontsize=8, color=SENTINELS["faint"], zorder=3, **place)
+        for run, colour in enumerate(colours):
+            line = [own[run] for own in heights]
+            width = {"lw": 2.0, "zorder": 2} if colour == "blue" else {"lw": 0.9}
+            plot.plot(range(len(axes)), line, color=SENTINELS[colour], **width)
+        plot.set_xticks(range(len(axes)), [*axes])
+        plot.set_yticks([])
+        plot.set_ylim(-0.05, 1.05)
+        plot.set_xlim(-0.1, len(axes) - 0.7)
+        plot.grid(visible=False)
+        return svg(drawn, f"runs over {', '.join(axes)}")
+
+
+def _axis(values: Sequence[str | None]) -> tuple[list[float], dict[float, str]]:
+    """The height of each value from 0 to 1 (NaN: none), and the texts to write at heights."""
+    known = [each for each in values if each is not None]
+    try:
+        numbers = {each: float(each) for each in known}
+    except ValueError:
+        numbers = {}
+    if not numbers:
+        names = sorted({*known})
+        at = {name: index / max(1, len(names) - 1) for index, name in enumerate(names)}
+        return [math.nan if each is None else at[each] for each in values], {at[name]: name for name in names}
+    low, high = (of(numbers, key=numbers.__getitem__) for of in (min, max))
+    is_wide = numbers[low] > 0 and numbers[high] >= 100 * numbers[low]
+    scale: Callable[[float], float] = math.log if is_wide else float
+    first, last = scale(numbers[low]), scale(numbers[high])
+    ratio = 1 / (last - first) if last > first else 0.0
+    heights = [math.nan if each is None else (scale(numbers[each]) - first) * ratio for each in values]
+    return heights, {0.0: low, **({1.0: high} if ratio else {})}
 
 
 def unit_of(seconds: float) -> tuple[str, float]:

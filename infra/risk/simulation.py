@@ -132,6 +132,11 @@ class Exposure:
         return np.where(without, since * self.wait_h * np.exp(variance + self.wait_sigma * normals), 0.0)
 
     @property
+    def setup_share(self) -> float:
+        """The share of an undisturbed run's hours that its set-up takes."""
+        return self.setup_h / (self.setup_h + self.phase_ends_h[-1])
+
+    @property
     def is_drawn(self) -> bool:
         """Whether anything is random, so that two simulated runs can differ."""
         return bool(self.chance.median) or self.unknown.is_drawn

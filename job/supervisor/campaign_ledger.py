@@ -84,6 +84,10 @@ class CampaignLedger:
             raise NotReservedError(f"{self.at_once} runs go on")
         return replace(self, runs={**self.runs, run: CampaignReservation(usd=usd, by=by)})
 
+    def released(self, run: str) -> CampaignLedger:
+        """The ledger without the reservation of a run that has certainly not begun."""
+        return replace(self, runs={name: held for name, held in self.runs.items() if name != run})
+
     def settled(self, run: str, usd: Decimal | None) -> CampaignLedger:
         """The ledger after the run has ended with a receipt of `usd`; None: it left no receipt."""
         held = self.runs[run]

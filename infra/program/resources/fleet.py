@@ -182,7 +182,7 @@ def interfaces(
     definition: StackDefinition, group: pulumi.Input[str], subnet: pulumi.Input[str] | None = None
 ) -> list[aws.ec2.LaunchTemplateNetworkInterfaceArgs]:
     """The network interfaces of each of several nodes: its first card, with a public address, or all cards without one.
-    Each names the `subnet`, because AWS takes none from elsewhere for a launch with interfaces (RunInstances, SubnetId).
+    Each names the `subnet`: a launch with interfaces takes none from elsewhere (RunInstances, SubnetId).
     They follow AWS's layout since 2026 (EC2 User Guide, efa-acc-inst-types): device 0 of the first card is a plain
     interface and device 1 its EFA, each further card has its EFA as device 0. Only a single interface can have an
     address: with one card it is both.

@@ -12,7 +12,9 @@ from decimal import Decimal
 
 import pytest
 
-from gpufleet.infra.commands.campaign import Campaign, CampaignTrial, StackTrial, only_driver
+from gpufleet.infra.commands.campaign import Campaign, only_driver
+from gpufleet.infra.commands.trials import CampaignTrial, LimitTooLowError, StackTrial
+from gpufleet.infra.definition.campaign import DefinedTrial
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.supervisor.campaign_ledger import (
     CampaignLedger,
@@ -41,6 +43,7 @@ class DrawnAccount:
     draw: random.Random
     max_usd: Decimal = Decimal(100)
     at_once: int = 3
+    losing: float = 0.0  # chance that a run loses, at each look
     kills: int = 0
     lost_answers: int = 0
     trials: list[DrawnTrial] = field(default_factory=list)
@@ -54,8 +57,8 @@ class DrawnAccount:
     def pass_time(self, _: float = 0) -> None:
         """Ends some of the runs. A run spends up to its limit; some runs pass it, and some lose their receipt."""
         for each in self.trials:
-            if each.begun and each.spent is None and self.draw.random() < 0.5:
-                each.spent = each.most * Decimal(self.draw.choice(("0", "0.2", "0.5", "1")))
+            if each.begun and each.spent is None and (each.stops or self.draw.random() < 0.5):
+                each.spent = each.most * Decimal(self.draw.choice(("0", "0.2") if each.stops else ("0", "0.5", "1")))
                 each.spent += CHECKPOINT if self.draw.random() < 0.1 else 0
                 each.has_receipt = self.draw.random() < 0.9
 
@@ -117,6 +120,7 @@ class DrawnAccount:
             ledger=LedgerObject(store=self),
             driver=driver,
             approved=APPROVED,
+            find_losers=lambda known, _: [each.name for each in known if self.draw.random() < self.losing],
             sleep=self.pass_time,
         )
 
@@ -139,12 +143,23 @@ class DrawnTrial:
 
     account: DrawnAccount
     name: str
-    most: Decimal
+    own: Decimal  # the limit of its definition
+    lowest: Decimal | None = None  # limit with which it begins; None: its own
     most_hours: Decimal = Decimal(1)
+    limit: Decimal | None = None  # with which it began
+    stops: int = 0  # how often it was asked to end
     begun: int = 0
     spent: Decimal | None = None
     has_receipt: bool = True
     brought: bool = False
+
+    @property
+    def least(self) -> Decimal:
+        return self.own if self.lowest is None else self.lowest
+
+    @property
+    def most(self) -> Decimal:
+        return self.own if self.limit is None else self.limit
 
     def is_over(self) -> bool:
         self.account.disturb()
@@ -157,13 +172,19 @@ class DrawnTrial:
     def cost(self) -> Decimal | None:
         return self.spent if self.brought and self.has_receipt else None
 
-    def begin(self) -> None:
+    def begin(self, usd: Decimal) -> None:
         self.account.disturb()
+        assert self.least <= usd <= self.own
         self.begun += 1
+        self.limit = usd
         going_on = sum(each.begun > 0 and each.spent is None for each in self.account.trials)
         self.account.worst_seen = max(self.account.worst_seen, self.account.worst() - self.account.passed)
         self.account.most_at_once = max(self.account.most_at_once, going_on)
         self.account.disturb()
+
+    def stop(self) -> None:
+        self.account.disturb()
+        self.stops += 1
 
     def finish(self) -> int:
         self.brought = True
@@ -176,8 +197,10 @@ def drawn(seed: int) -> DrawnAccount:
     draw = random.Random(seed)
     account = DrawnAccount(draw, kills=draw.randint(0, 6), lost_answers=draw.randint(0, 2))
     account.max_usd, account.at_once = Decimal(draw.randint(1, 20)), draw.randint(1, 4)
+    account.losing = draw.choice((0.0, 0.2))
     for number in range(draw.randint(1, 12)):
-        account.trials.append(DrawnTrial(account, f"t{number}", Decimal(draw.choice(("0.5", "1", "3", "10")))))
+        own = Decimal(draw.choice(("0.5", "1", "3", "10")))
+        account.trials.append(DrawnTrial(account, f"t{number}", own, own * Decimal(draw.choice(("0.4", "1")))))
     account.create()
     return account
 
@@ -234,7 +257,7 @@ class Drivers:
 )
 def test_a_thousand_drawn_campaigns_never_pass_their_cap(campaigns: int, drivers: str) -> None:
     """Whenever a run begins, all runs that have begun may spend their whole limits within the cap."""
-    skipped = killed = refused = 0
+    skipped = killed = refused = stopped = lowered = 0
     for seed in range(campaigns):
         account = drawn(seed)
         kills = account.kills
@@ -247,10 +270,13 @@ def test_a_thousand_drawn_campaigns_never_pass_their_cap(campaigns: int, drivers
         ledger = account.ledger()
         assert not ledger.open_runs(), seed
         waiting = [each for each in account.trials if not each.begun]
-        assert all(each.most > ledger.rest for each in waiting), seed  # else it would have fitted
+        assert all(each.least > ledger.rest for each in waiting), seed  # else it would have fitted
         held = [each.spent if each.has_receipt else each.most for each in account.trials if each.begun]
         assert ledger.rest == account.max_usd - sum((each for each in held if each is not None), Decimal(0)), seed
         skipped += bool(waiting)
+        stopped += any(each.stops for each in account.trials)
+        lowered += any(each.limit is not None and each.limit < each.own for each in account.trials)
+    assert min(stopped, lowered) > campaigns / 10
     assert skipped > campaigns / 10  # campaigns in which the cap left something out
     assert killed > campaigns / 10
     assert (refused > campaigns / 10) == (len(drivers) > 1)  # puts that another driver's came before
@@ -331,9 +357,75 @@ def test_what_a_run_did_not_use_begins_another() -> None:
     assert account.worst() == 2
 
 
+def test_the_last_dollars_begin_a_run_with_a_lower_limit_that_is_enough_for_nine_in_ten() -> None:
+    account = DrawnAccount(random.Random(50), max_usd=Decimal("2.5"), at_once=4)
+    account.trials += [DrawnTrial(account, f"t{number}", Decimal("1"), Decimal("0.4")) for number in range(4)]
+    account.create()
+
+    def all_end(_: float) -> None:
+        for each in account.trials:
+            each.spent = each.most if each.begun else None
+
+    campaign = account.campaign("a")
+    campaign.sleep = all_end
+    assert campaign.carry_out() == 1
+    assert [each.limit for each in account.trials] == [1, 1, Decimal("0.5"), None]
+    assert account.worst_seen == account.max_usd
+
+
+def test_a_run_whose_bill_has_moved_gives_its_reservation_back_and_waits_for_its_own_limit() -> None:
+    account = DrawnAccount(random.Random(50), max_usd=Decimal("1.5"), at_once=2)
+    dear = DearTrial(account, "dear", Decimal("2"), Decimal("0.4"))
+    account.trials += [dear, DrawnTrial(account, "plain", Decimal("1"))]
+    account.create()
+
+    def all_end(_: float) -> None:
+        for each in account.trials:
+            each.spent = Decimal(0) if each.begun else None
+
+    campaign = account.campaign("a")
+    campaign.sleep = all_end
+    assert campaign.carry_out() == 1
+    assert [each.begun for each in account.trials] == [0, 1]
+    assert account.ledger().rest == Decimal("1.5")
+    assert dear.asked == [Decimal("1.5")]
+
+
+@dataclass(eq=False)
+class DearTrial(DrawnTrial):
+    """A run that begins with no lower limit than its own."""
+
+    asked: list[Decimal] = field(default_factory=list)
+
+    def begin(self, usd: Decimal) -> None:
+        self.asked.append(usd)
+        raise LimitTooLowError("half of the simulated runs need more")
+
+
+def test_a_run_that_loses_is_asked_once_and_its_rest_begins_another(capsys: pytest.CaptureFixture[str]) -> None:
+    account = DrawnAccount(random.Random(50), max_usd=Decimal("1.5"), at_once=1)
+    account.trials += [DrawnTrial(account, f"t{number}", Decimal("1")) for number in range(2)]
+    account.create()
+    looks = 0
+
+    def end_on_the_third_look(_: float) -> None:
+        nonlocal looks
+        looks += 1
+        for each in account.trials:
+            each.spent = Decimal("0.25") if each.stops and looks % 3 == 0 else each.spent
+
+    campaign = account.campaign("a")
+    campaign.sleep, campaign.find_losers = end_on_the_third_look, lambda known, _: [each.name for each in known]
+    assert campaign.carry_out() == 0
+    assert [each.stops for each in account.trials] == [1, 1]
+    assert account.ledger().rest == 1
+    assert capsys.readouterr().out.count("loses, and is asked to end") == 2
+
+
 def test_a_run_begins_only_while_its_own_hours_fit() -> None:
     account = DrawnAccount(random.Random(50))
-    account.trials += [DrawnTrial(account, "long", Decimal(1), Decimal(3)), DrawnTrial(account, "short", Decimal(1))]
+    long = DrawnTrial(account, "long", Decimal(1), None, Decimal(3))
+    account.trials += [long, DrawnTrial(account, "short", Decimal(1))]
     account.create()
     campaign = account.campaign("a")
     campaign.max_hours, campaign.clock = Decimal(5), lambda: 2.5 * 3600
@@ -350,7 +442,7 @@ def test_a_trial_that_comes_while_the_campaign_runs_begins_under_the_same_cap() 
     campaign = account.campaign("a")
     first, *later = account.trials
     campaign.trials = [first]
-    campaign.find_more = lambda known, ledger: [each for each in later if each.name not in known and first.spent]
+    campaign.find_more = lambda known, *_: [each for each in later if each not in known and first.spent]
 
     def hour(_: float) -> None:
         for each in account.trials:
@@ -396,8 +488,9 @@ def test_a_run_that_changed_since_the_approval_does_not_begin(monkeypatch: pytes
         def plan(self) -> None: ...
 
     monkeypatch.setattr("gpufleet.infra.program.approval.begins_with", lambda _: "1" * 16)
+    whole, trial = Whole(), DefinedTrial(name="t0")
     with pytest.raises(GpufleetError, match="t0: a file or data has changed since the campaign was approved"):
-        StackTrial(whole=Whole(), approved="0" * 16).begin()  # type: ignore[arg-type]
+        StackTrial(trial=trial, whole=whole, compared=whole, approved="0" * 16).begin(Decimal(1))  # type: ignore[arg-type]
 
 
 def test_a_ledger_is_read_as_it_was_written() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,9 +18,12 @@ import pytest
 
 from gpufleet.infra.account import aws, campaign_bucket
 from gpufleet.infra.commands import campaign as command
-from gpufleet.infra.commands import cost
+from gpufleet.infra.commands import cost, report
+from gpufleet.infra.definition.loader import find, load
+from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program import approval, pulumi_cli
+from gpufleet.job.contract import metrics
 from gpufleet.job.supervisor.campaign_ledger import NAME, CampaignLedger
 from gpufleet.job.text import stamp
 from gpufleet.rehearsal.clock import ManualClock
@@ -52,6 +56,8 @@ class NightWorld:
     usd: str = "3.0000"  # what each run costs
     runs: dict[str, InProcessRun] = field(default_factory=dict)
     kill_at: int = 0  # the number of the beginning after which the driver is killed
+    curve: Callable[[StackDefinition], float] | None = None  # a run's loss; it then trains 100 steps at each look
+    trained: dict[str, int] = field(default_factory=dict)  # steps by stack
 
     def up(self, name: str, approved: str) -> None:
         run = InProcessRun(self.root, {**self.cloud.environment(), approval.VARIABLE: approved}, name)
@@ -72,12 +78,28 @@ class NightWorld:
         for name in self.runs:
             if not (outputs := self.outputs(name)):
                 continue
-            done = {"schema": 1, "reason": "finished", "detail": "", "instance": "i-1", "at": stamp(datetime.now(UTC))}
+            if (reason := self._train(name, outputs["bucket"])) is None:
+                continue
+            done = {"schema": 1, "reason": reason, "detail": "", "instance": "i-1", "at": stamp(datetime.now(UTC))}
             documents = {"results.json": {}, "receipt.json": receipt(self.usd, stack=name), "done.json": done}
             for key, tree in documents.items():
                 s3.put_object(Bucket=outputs["bucket"], Key=f"r1/{key}", Body=json.dumps(tree).encode())
             self.cloud.client("ec2").delete_fleets(FleetIds=[outputs["fleet_id"]], TerminateInstances=True)
         self.cloud.tick()
+
+    def _train(self, name: str, bucket: str) -> str | None:
+        """Trains 100 of 400 steps, and tells the loss; the reason of the end, None before it."""
+        if self.curve is None:
+            return "finished"
+        s3, step = self.cloud.client("s3"), self.trained.get(name, 0) + 100
+        loss = self.curve(load(find(name, self.root), now=datetime.now(UTC)))
+        steps, order = range(100, step + 1, 100), len(self.trained)
+        records = [{"ts": at + order, "phase": "p", "step": at, "loss": loss} for at in steps]
+        self.trained[name] = step
+        s3.put_object(Bucket=bucket, Key="r1/metrics.jsonl", Body=b"".join(map(metrics.write, records)))
+        if any(each["Key"] == "r1/stop.json" for each in s3.list_objects_v2(Bucket=bucket).get("Contents", ())):
+            return "stopped"
+        return "finished" if step >= 400 else None
 
     def ledger(self) -> CampaignLedger:
         found = campaign_bucket.find_ledger(aws.client, "night", "us-east-2")
@@ -171,6 +193,82 @@ def test_what_was_shown_begins_and_nothing_else(night: NightWorld, capsys: pytes
         carried_out(approve=hash_)
 
 
+def seed_of(definition: StackDefinition) -> float:
+    """The seed as the loss, so that a lower seed is better."""
+    return float(definition.job.parameters.seed)  # type: ignore[attr-defined]
+
+
+SEARCH = "metric: loss\ndirection: minimize\npruner: asha\nevery: 100\nreduction: 2\n"
+
+
+def test_a_run_that_loses_is_stopped_with_a_receipt_and_its_rest_comes_back(
+    night: NightWorld, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two at a time; the driver is killed after its third beginning, and all that it had on its disk is lost."""
+    written(night, f"grid: {{job.parameters.seed: [1, 5, 6]}}\nmax_usd: 13\nat_once: 2\n{SEARCH}")
+    night.usd, night.curve, night.kill_at = "0.2500", seed_of, 3
+    with pytest.raises(DriverKilledError):
+        carried_out()
+    for folder in (".gpufleet/trials", "results"):
+        shutil.rmtree(night.root / folder, ignore_errors=True)
+    assert carried_out() == 0
+    assert len(night.runs) == 3
+    ledger = night.ledger()
+    assert (ledger.rest, ledger.open_runs()) == (Decimal("12.25"), [])
+    ends, seeds = documents(night, "done.json", "reason"), documents(night, "values.json", "values")
+    by_seed = {seeds[name]["job.parameters.seed"]: reason for name, reason in ends.items()}
+    assert by_seed == {"1": "finished", "5": "stopped", "6": "stopped"}
+    assert set(documents(night, "receipt.json", "stack")) == set(ends)
+    shutil.rmtree(night.root / "results")
+    assert report.run(argparse.Namespace(stack="night", of=None, to=None)) == 0
+    figures = json.loads((night.root / "results" / "night" / "campaign.json").read_bytes())
+    assert seeds[figures["best"]] == {"job.parameters.seed": "1"}
+    assert figures["usd"]["actual"] == "0.7500"
+    assert (night.root / "results" / "night" / "report.html").is_file()
+    assert "loses, and is asked to end" in capsys.readouterr().out
+
+
+def documents(world: NightWorld, name: str, key: str) -> dict[str, Any]:
+    """A key of a kept document, by trial."""
+    found = campaign_bucket.find_ledger(aws.client, "night", "us-east-2")
+    assert found is not None
+    keys = [each.key for each in found.store.entries("trials/") if each.key.endswith(f"/{name}")]
+    return {each.split("/")[1]: json.loads(found.store.get_bytes(each) or b"{}")[key] for each in keys}
+
+
+def test_a_sampler_draws_as_long_as_a_run_fits_and_another_driver_goes_on(
+    night: NightWorld, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first driver is killed between two draws, and its disk is lost; the second one draws the rest."""
+    draws = "sampler: tpe\ntrials: 4\ndraw: {job.parameters.seed: {low: 1, high: 99}}\n"
+    written(night, f"max_usd: 13\nat_once: 2\n{SEARCH}{draws}")
+    night.usd, night.curve, night.kill_at = "0.2500", seed_of, 3
+    with pytest.raises(DriverKilledError):
+        carried_out()
+    before = {*night.runs}
+    shutil.rmtree(night.root / ".gpufleet" / "trials")
+    assert carried_out() == 0
+    assert len(night.runs) == 4
+    assert before < {*night.runs}
+    assert STACK not in night.runs
+    seeds = [int(each["job.parameters.seed"]) for each in documents(night, "values.json", "values").values()]
+    assert len(set(seeds)) == 4
+    assert set(documents(night, "done.json", "reason").values()) == {"finished", "stopped"}
+    assert night.ledger().rest == 12
+    assert "Its values are drawn as the campaign goes on" in capsys.readouterr().out
+    assert carried_out(forget=True) == 0
+    assert len([*(night.root / "results" / "night").glob("night-*/receipt.json")]) == 4
+    assert campaign_bucket.find_ledger(aws.client, "night", "us-east-2") is None
+
+
+def test_the_last_dollars_begin_a_run_that_stops_before_them(night: NightWorld) -> None:
+    written(night, "grid: {job.parameters.seed: [1, 2]}\nmax_usd: 4\nat_once: 2\n")
+    night.usd = "0.2500"
+    assert carried_out() == 0
+    runs = [json.loads((night.root / "results" / name / "r1" / "run.json").read_bytes()) for name in night.runs]
+    assert [each["limits"]["max_usd"] for each in runs] == ["3.00", "1.00"]
+
+
 def test_an_agent_s_definition_joins_an_open_campaign(night: NightWorld, capsys: pytest.CaptureFixture[str]) -> None:
     """One that breaks a rule, or is another owner's, is left out, with the reason; so is half a file."""
     written(night, "max_usd: 7\nmax_hours: 5\nopen: true\n")
@@ -182,10 +280,10 @@ def test_an_agent_s_definition_joins_an_open_campaign(night: NightWorld, capsys:
         (folder / "second.yaml").write_text(text)
         (folder / "stranger.yaml").write_text(text.replace("owner: you", "owner: somebody-else"))
         (folder / "half.yaml").write_text(text[:200])
-        (folder / "greedy.yaml").write_text(text.replace("max_usd: 3", "max_usd: 30"))
+        (folder / "long.yaml").write_text(text.replace("max_hours: 2", "max_hours: 9"))
         night.pass_time()
 
-    hours = iter([0.0] * 12 + [6.0] * 1000)
+    hours = iter([0.0] * 30 + [6.0] * 1000)
     began = datetime.now(UTC).timestamp()
     campaign = partial(command.Campaign, sleep=put, clock=lambda: began + next(hours) * 3600)
     with pytest.MonkeyPatch.context() as patch:
@@ -195,7 +293,7 @@ def test_an_agent_s_definition_joins_an_open_campaign(night: NightWorld, capsys:
     assert sorted(night.runs) == ["night-second", STACK]
     assert "night-stranger is left out: run.owner is somebody-else; allowed is you" in said.err
     assert "night-half is left out" in said.err
-    assert "Not begun, since their limits do not fit: night-greedy." in said.out
+    assert "Not begun, since their limits do not fit: night-long." in said.out
 
 
 def test_cost_prices_the_campaign_without_an_account(

@@ -20,9 +20,10 @@ import pytest
 
 from gpufleet.infra.commands import results, stack, sweep
 from gpufleet.infra.commands import run as command
-from gpufleet.infra.commands.campaign import Campaign, StackTrial, opened_ledger
+from gpufleet.infra.commands.campaign import Campaign, opened_ledger
+from gpufleet.infra.commands.trials import StackTrial
 from gpufleet.infra.compare import cheaper
-from gpufleet.infra.definition.campaign import CampaignFile
+from gpufleet.infra.definition.campaign import CampaignFile, DefinedTrial
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program import approval, plan, pulumi_cli
 from gpufleet.infra.program.run_guard import Previous
@@ -305,7 +306,7 @@ def test_a_campaign_begins_what_fits_its_cap_and_counts_the_receipt(
 ) -> None:
     def campaign(max_usd: str) -> int:
         described = CampaignFile(name="night", files=(STACK,), max_usd=Decimal(max_usd))
-        trial = StackTrial(whole=world.whole_run(), approved=None)
+        trial = StackTrial(trial=DefinedTrial(name=STACK), whole=world.whole_run())
         ledger = opened_ledger(described, [trial], max_usd, "us-east-2", "you")
         made = Campaign(name="night", trials=[trial], ledger=ledger, driver="a", approved=max_usd)
         made.sleep = lambda _: world.pass_time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 from jsonschema import Draft7Validator
 
 from gpufleet.infra.definition import campaign
-from gpufleet.infra.definition.loader import TRIALS, find, load
+from gpufleet.infra.definition.loader import TRIALS, find, load, of_project
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
 from tests.infra.command_files import command_file
@@ -30,6 +31,14 @@ max_hours: 12
 at_once: 2
 order: cheapest
 open: true
+"""
+SEARCH = "files: [mine]\nmax_usd: 1\n"
+DRAWS = """\
+metric: val_loss
+direction: minimize
+sampler: tpe
+trials: 9
+draw: {--lr: {low: 1e-5, high: 1e-2, log: true}, job.workdir: [a, b]}
 """
 
 
@@ -110,6 +119,13 @@ def test_a_value_may_be_a_list_or_a_section(tmp_path: Path) -> None:
             "files: [mine]\nmax_usd: 1\nopen: true\n",
             "max_hours: missing; allowed: hours, after which an open campaign ends",
         ),
+        (f"{SEARCH}pruner: asha\nmetric: loss\ndirection: minimize\n", "every: missing; allowed: a value, as pruner"),
+        (f"{SEARCH}metric: loss\n", "direction: missing; allowed: a value, as metric needs it"),
+        (f"{SEARCH}direction: down\nmetric: loss\n", "allowed: one of minimize, maximize"),
+        (f"{SEARCH}{DRAWS}grid: {{--seed: [1]}}\n", "allowed: a file alone, without grid and list"),
+        (f"{SEARCH}{DRAWS}".replace("low: 1e-5, ", ""), "allowed: {low: A, high: B}, or a list of choices"),
+        (f"{SEARCH}{DRAWS}".replace("{--lr", "{lr"), "'lr' is not accepted; allowed: a key below one of"),
+        (f"{SEARCH}{DRAWS}".replace("trials: 9\n", ""), "trials: missing; allowed: a value, as draw needs it"),
     ],
 )
 def test_a_wrong_file_is_refused_by_reader_and_schema(tmp_path: Path, text: str, message: str) -> None:
@@ -165,3 +181,47 @@ def test_a_name_that_leaves_its_folder_is_no_campaign(tmp_path: Path) -> None:
     for name in ("../night", "/etc/passwd", "", "Night", "n" * 40):
         with pytest.raises(GpufleetError, match=r"there is no campaign .*: campaigns/ has night"):
             campaign.load(name, tmp_path)
+
+
+def test_what_a_sampler_draws_becomes_a_plain_definition(tmp_path: Path) -> None:
+    found = written(tmp_path, f"{SEARCH}{DRAWS}")
+    assert SCHEMA.is_valid(yaml.safe_load(f"{SEARCH}{DRAWS}"))
+    assert [each.name for each in campaign.trials(found, tmp_path)] == ["mine"]
+    assert (found.draw["--lr"].is_whole, found.draw["job.workdir"].choices) == (False, ("a", "b"))
+    made = campaign.define_drawn(found, {"--lr": "0.00012", "job.workdir": "b"}, tmp_path)
+    (read,) = definitions(tmp_path, [made])
+    assert read.job.parameters.command == "python train.py --lr 0.00012 --out={checkpoints}"  # type: ignore[attr-defined]
+    assert read.job.parameters.workdir == "b"  # type: ignore[attr-defined]
+    campaign.lower_limit(made.name, Decimal("1.25"), tmp_path)
+    again = load(find(made.name, tmp_path), now=datetime(2026, 11, 21, tzinfo=UTC))
+    assert (again.limits, again.job) == (replace(read.limits, max_usd=Decimal("1.25")), read.job)
+
+
+@pytest.mark.parametrize(
+    ("of", "message"),
+    [
+        ("{low: 2, high: 1}", "allowed: high above low"),
+        ("{low: 0, high: 1, log: true}", "allowed: low above 0 and no step with log, and high above low"),
+        ("{low: 1, high: 2, step: 0}", "allowed: a number from"),
+        ("{low: 1, high: 8, step: 2}", "allowed: high a multiple of step above low"),
+    ],
+)
+def test_a_range_that_is_none_is_refused(tmp_path: Path, of: str, message: str) -> None:
+    with pytest.raises(GpufleetError) as refused:
+        written(tmp_path, f"{SEARCH}{DRAWS}".replace("{low: 1e-5, high: 1e-2, log: true}", of))
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(("low", "high", "whole"), [("2", "8", True), ("0.0", "1.0", False), ("1e-3", "1", False)])
+def test_whole_numbers_are_drawn_where_both_bounds_are_written_so(low: str, high: str, whole: bool) -> None:
+    assert campaign.DrawnRange(low=Decimal(low), high=Decimal(high)).is_whole is whole
+
+
+def test_a_campaign_s_files_and_results_are_no_training_code(tmp_path: Path) -> None:
+    """Else what an agent puts there would change the code of all runs, which was approved."""
+    written(tmp_path, SEARCH)
+    own = of_project(tmp_path)
+    for name in ("campaigns/night.yaml", "campaigns/night/wide.yaml", "results/night-0a1b2c3d/r1/x", "results/night/x"):
+        assert own.match(name), name
+    for name in ("campaigns/tool.py", "campaigns/nights/x", "results/nights/x", "src/campaigns/night.yaml"):
+        assert not own.match(name), name

@@ -1,0 +1,293 @@
+"""The runs of a campaign as `gpufleet campaign` begins, stops and ends them: those of its file, those that come later,
+and those whose values a sampler draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Protocol
+
+from gpufleet.infra import search
+from gpufleet.infra.account import aws
+from gpufleet.infra.account.campaign_records import OF_RUN, CampaignRecords
+from gpufleet.infra.account.results import earlier_receipt
+from gpufleet.infra.account.stop import ask
+from gpufleet.infra.bill.campaign import PricedTrial
+from gpufleet.infra.commands import run as run_command
+from gpufleet.infra.commands import stack
+from gpufleet.infra.definition import campaign as campaigns
+from gpufleet.infra.definition.campaign import VALUES, CampaignFile, DefinedTrial, write_values
+from gpufleet.infra.definition.loader import TRIALS
+from gpufleet.infra.errors import AwsRefused, GpufleetError
+from gpufleet.infra.program import approval, pulumi_cli
+from gpufleet.infra.program.plan import Plan
+from gpufleet.infra.search import TrialProgress
+from gpufleet.job.contract import done as ends
+from gpufleet.job.contract.workdir import DONE, METRICS, RECEIPT
+from gpufleet.job.supervisor.campaign_ledger import CampaignLedger
+
+
+class LimitTooLowError(GpufleetError):
+    """By now the run cannot begin with what is left as its limit: receipts have moved its bill. Nothing was begun."""
+
+
+class CampaignTrial(Protocol):
+    """One of the runs."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def least(self) -> Decimal: ...  # the lowest limit with which it begins, in USD
+    @property
+    def most(self) -> Decimal: ...  # limits.max_usd
+    @property
+    def most_hours(self) -> Decimal: ...  # limits.max_hours
+    def is_over(self) -> bool: ...
+    def has_begun(self) -> bool: ...
+    def cost(self) -> Decimal | None: ...  # by its receipt; None: there is none here
+    def begin(self, usd: Decimal) -> None: ...  # with this limit
+    def stop(self) -> None: ...  # as `gpufleet stop`
+    def finish(self) -> int: ...  # results, destroy, sweep; not 0: something is missing or left
+
+
+def whole_run(name: str, root: Path) -> run_command.WholeRun:
+    """The run of a trial. Its Pulumi stack is made when it begins."""
+    args = argparse.Namespace(stack=name, approve=None, begin=False)
+    engine = pulumi_cli.PulumiStack(root=root, name=name)
+    return run_command.WholeRun(args=args, definition=stack.definition_of(args), root=root, engine=engine)
+
+
+def results_folder(described: CampaignFile, root: Path) -> Path:
+    """Where the documents of all runs of the campaign come together on this machine."""
+    return root / "results" / described.name
+
+
+def earlier_trials(described: CampaignFile, root: Path) -> list[StackTrial]:
+    """The trials of drawn values that a driver has made in this folder."""
+    if not described.draw:
+        return []
+    own = re.compile(rf"{described.name}-[0-9a-f]{{{campaigns.DIGITS}}}")
+    names = sorted(path.stem for path in (root / TRIALS).glob("*.yaml") if own.fullmatch(path.stem))
+    return [StackTrial(trial=DefinedTrial(name=name), whole=whole_run(name, root)) for name in names]
+
+
+@dataclass(kw_only=True, slots=True)
+class StackTrial:
+    """A trial that is a whole run."""
+
+    trial: DefinedTrial
+    whole: run_command.WholeRun
+    made: Plan | None = None  # what it would have begun with when it was planned; None: it has begun before
+    priced: PricedTrial | None = None  # with its bill by then
+    approved: str | None = None  # what `compared` begins with, as digits; None: it came later, approved by the cap
+    compared: run_command.WholeRun | None = None  # the run itself, or the file whose values were drawn
+    records: CampaignRecords | None = None  # where its documents are kept, once the ledger is there
+
+    @classmethod
+    def plan(cls, trial: DefinedTrial, whole: run_command.WholeRun) -> StackTrial:
+        """The trial, to begin as it is now. Raises GpufleetError, which names the file to mend."""
+        try:
+            made = whole.plan()
+        except GpufleetError as error:
+            if not trial.file or trial.text is None:
+                raise
+            message = f"{error}\nThis file is made from {trial.file}: mend that one, or the campaign."
+            raise GpufleetError(message) from None
+        priced = PricedTrial.build(str(trial), made.definition, made.bill, is_made=trial.is_made)
+        digits = approval.begins_with(made)
+        return cls(trial=trial, whole=whole, made=made, priced=priced, approved=digits, compared=whole)
+
+    @property
+    def name(self) -> str:
+        return self.whole.definition.name
+
+    @property
+    def least(self) -> Decimal:
+        return self.priced.least_usd if self.priced else self.most
+
+    @property
+    def most(self) -> Decimal:
+        return self.whole.definition.limits.max_usd
+
+    @property
+    def most_hours(self) -> Decimal:
+        return self.whole.definition.limits.max_hours
+
+    def is_over(self) -> bool:
+        return self.whole.is_over()
+
+    def has_begun(self) -> bool:
+        return self.whole.has_begun()
+
+    def cost(self) -> Decimal | None:
+        receipt = earlier_receipt(self._results / RECEIPT)
+        return receipt.actual if receipt else None
+
+    def begin(self, usd: Decimal) -> None:
+        """Begins the run, with `usd` as its limit if that is lower than its own. Raises GpufleetError if it is not as
+        it was when the campaign was approved, LimitTooLowError if `usd` is too low by now.
+        """
+        made = self.compared.plan() if self.compared else None
+        if made is not None and approval.begins_with(made) != self.approved:
+            raise GpufleetError(f"{self.name}: a file or data has changed since the campaign was approved")
+        whole = self.whole
+        if usd < self.most:
+            campaigns.lower_limit(self.name, usd, whole.root)
+            whole = whole_run(self.name, whole.root)
+        if made is None or whole is not self.compared:
+            try:
+                made = whole.plan()
+            except GpufleetError as error:
+                campaigns.write([self.trial], whole.root)  # with its own limit again
+                raise LimitTooLowError(str(error)) if usd < self.most else error from None
+        whole.engine.select()
+        whole.engine.up(approval.approval(made))
+
+    def stop(self) -> None:
+        """Asks the run to end; one that is about to end by itself may have nothing left to ask."""
+        definition = self.whole.definition
+        ec2, s3 = (aws.client(service, definition.fleet.region) for service in ("ec2", "s3"))
+        try:
+            ask(definition, ec2, s3, datetime.now(UTC), say=lambda _: None)
+        except AwsRefused as error:
+            print(f"gpufleet: {self.name}: {error}", file=sys.stderr)
+
+    def finish(self) -> int:
+        """Keeps the run's documents for the campaign, then brings, destroys and sweeps it."""
+        if self.records is not None:
+            documents = self.read_documents(OF_RUN)
+            values = write_values(self.trial.values)
+            self.records.keep(self.name, {**documents, VALUES: values} if documents else {})
+        code = self.whole.finish()
+        if self.records is not None and (self._results / RECEIPT).is_file():  # may have been made here
+            self.records.keep(self.name, {RECEIPT: (self._results / RECEIPT).read_bytes()})
+        return code
+
+    def read_documents(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Those of the documents that are in the run's bucket by now."""
+        folder = self.whole.folder()
+        contents = {name: folder.read(name) for name in names} if folder else {}
+        return {name: content for name, content in contents.items() if content is not None}
+
+    @property
+    def _results(self) -> Path:
+        definition = self.whole.definition
+        return self.whole.root / "results" / definition.name / definition.run.id
+
+
+@dataclass(kw_only=True, slots=True)
+class CampaignSearch:
+    """Which of a campaign's runs lose, and what the sampler draws next, by what all runs have told."""
+
+    described: CampaignFile
+    records: CampaignRecords
+    root: Path
+    drawn: dict[str, DefinedTrial] = field(default_factory=dict)  # by name, in the order of the draws
+    ended: dict[str, TrialProgress] = field(default_factory=dict)  # by name: what is told once and for all
+
+    def find_losers(self, known: Sequence[CampaignTrial], ledger: CampaignLedger) -> list[str]:
+        """The names of the runs that go on and lose."""
+        return search.find_losers(self.described, self._read_all(ledger, known)) if self.described.pruner else []
+
+    def find_drawn(
+        self, known: Sequence[CampaignTrial], ledger: CampaignLedger, refused: Collection[str], *, fits: bool
+    ) -> list[DefinedTrial]:
+        """The trials drawn until now by any driver, and one more if no other waits and `fits` says that it could begin.
+        Values that were `refused` as a definition count as a run that failed.
+        """
+        draws = self.records.draws()
+        made = [campaigns.define_drawn(self.described, values, self.root) for values in draws if values]
+        self.drawn = {trial.name: trial for trial in made}
+        waits = any(name not in ledger.runs and name not in refused for name in self.drawn)
+        is_full = len(draws) >= (self.described.trials or 0) or len(ledger.open_runs()) >= ledger.at_once
+        if fits and not waits and not is_full:
+            failed = [trial for name, trial in self.drawn.items() if name in refused]
+            runs = [TrialProgress(name=trial.name, ended="", values=trial.values) for trial in failed]
+            values = search.draw(self.described, [*self._read_all(ledger, known), *runs])
+            if values is not None and self.records.add_draw(len(draws), values):
+                trial = campaigns.define_drawn(self.described, values, self.root)
+                self.drawn[trial.name] = trial
+        return list(self.drawn.values())
+
+    def _read_all(self, ledger: CampaignLedger, trials: Sequence[CampaignTrial]) -> list[TrialProgress]:
+        """What the runs have told, in the order in which they began."""
+        by_name = {trial.name: trial for trial in trials if isinstance(trial, StackTrial)}
+        return [self._read(name, held.ended, by_name.get(name)) for name, held in ledger.runs.items()]
+
+    def _read(self, name: str, has_ended: bool, trial: StackTrial | None) -> TrialProgress:
+        if name in self.ended:
+            return self.ended[name]
+        documents: dict[str, bytes] = {}
+        if trial is not None and not has_ended:
+            documents = trial.read_documents((METRICS, DONE))
+        if not documents:  # it has ended, and its own bucket may be gone
+            documents = {key: self.records.read(name, key) or b"" for key in (METRICS, DONE)}
+        lines, done = documents.get(METRICS, b""), ends.read(documents.get(DONE) or None)
+        reason = done.reason if done else "" if has_ended else None
+        values = self.drawn[name].values if name in self.drawn else None
+        metric = self.described.metric or ""
+        progress = TrialProgress.read(name, metric, lines, ended=reason, values=values)
+        if has_ended:
+            self.ended[name] = progress
+            if not progress.figures and (others := search.list_metrics(lines)):
+                print(f"gpufleet: {name} told no figure {metric}; it told {', '.join(others)}", file=sys.stderr)
+        return progress
+
+
+@dataclass(kw_only=True, slots=True)
+class LaterTrials:
+    """Trials that the campaign's file does not name: those whose values are drawn from the file's ranges, those in the
+    folder of an open campaign, and those that go on by the ledger, which the file named before.
+    """
+
+    described: CampaignFile
+    root: Path
+    owner: str
+    search: CampaignSearch
+    base: StackTrial  # the first of the file's
+    refused: dict[str, str] = field(default_factory=dict)  # texts of files that can be no trial
+
+    def find(self, known: Sequence[CampaignTrial], ledger: CampaignLedger, hours: float) -> list[CampaignTrial]:
+        """The trials beside the `known` ones, with so many hours left. It says why a file can be no trial."""
+        names = {trial.name for trial in known}
+        fits = self.base.least <= ledger.rest and self.base.most_hours <= hours
+        drawn = self.search.find_drawn(known, ledger, self.refused, fits=fits) if self.described.draw else []
+        offered = campaigns.offered(self.described, self.root)
+        reserved = ledger.open_runs()
+        earlier = [DefinedTrial(name=name) for name in reserved]
+        named = {trial.name: trial for trial in (*offered, *earlier, *drawn)}  # what has a reservation stays as it was
+        later = [self._make(trial, name in reserved) for name, trial in named.items() if name not in names]
+        return [trial for trial in later if trial]
+
+    def _make(self, trial: DefinedTrial, is_reserved: bool) -> StackTrial | None:
+        if self.refused.get(trial.name) == (trial.text or ""):
+            return None
+        try:
+            campaigns.write([trial], self.root)
+            whole = whole_run(trial.name, self.root)
+            if is_reserved:  # whatever has changed since: it goes on
+                return self._as_approved(StackTrial(trial=trial, whole=whole))
+            if whole.definition.source.parent != (self.root / TRIALS):
+                raise GpufleetError(f"stacks/ has {trial.name} too: give the file another name")
+            if whole.definition.run.owner != self.owner:
+                raise GpufleetError(f"run.owner is {whole.definition.run.owner}; allowed is {self.owner}")
+            made = StackTrial.plan(trial, whole)
+        except GpufleetError as error:
+            self.refused[trial.name] = trial.text or ""
+            print(f"gpufleet: {trial.name} is left out: {error}", file=sys.stderr)
+            return None
+        return self._as_approved(made)
+
+    def _as_approved(self, made: StackTrial) -> StackTrial:
+        """The trial, whose file must not have changed if its values were drawn; else it is approved by the cap."""
+        is_drawn, base = bool(made.trial.file), self.base
+        made.approved, made.compared = (base.approved, base.whole) if is_drawn else (None, None)
+        made.records = base.records
+        return made
