@@ -1,12 +1,13 @@
 """The canary's two stacks, as texts of definition files, and the choice of what they run on.
 
-`canary` is interrupted twice and ends by itself; `canary-cap` meets its cap on purpose: its script goes on after the
-steps that its file declares. Both keep nothing.
+`canary` loses two nodes and ends by itself. The script of `canary-cap` goes on after the steps that its file declares:
+the stack flies twice, and is first stopped by hand, then meets its cap on purpose. Both keep nothing.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -27,7 +28,8 @@ from gpufleet.infra.errors import AwsRefused, DefinitionError, GpufleetError, Pr
 
 NAMES = RUN, CAP = "canary", "canary-cap"
 MOST_USD = Decimal("0.50")
-LIMITS = {RUN: Decimal("0.19"), CAP: Decimal("0.06")}  # below MOST_USD with FIS: a node takes minutes to stop
+LIMITS = {RUN: Decimal("0.19"), CAP: Decimal("0.05")}  # below MOST_USD with FIS: a node takes minutes to stop
+FLIGHTS = {RUN: 1, CAP: 2}
 THIRD_H = Decimal("0.15")  # a node ends its run if it boots with five minutes left; four until it knows its price
 FIS_USD = Decimal("0.20")  # two action-minutes at 0.10 USD (AWS Price List of AWSFIS, 2024-10-01)
 TRIED = 8  # number of types to try, the cheapest first
@@ -44,7 +46,8 @@ class Scale:
     steps: int  # steps of the run that is interrupted
     pace_s: float  # seconds per step
     every: int  # steps between two checkpoints
-    cap_hours: str  # max_hours of the other run, boot included
+    fails_at: int  # the step at which the script fails once, long after the first checkpoint, which brings the notice
+    cap_hours: Decimal  # max_hours of the other stack, boot included; more after a slow boot
     heartbeat_s: float
     poll_s: float
     patience_s: float  # how long to wait for any one event, such as a node
@@ -59,12 +62,14 @@ class Scale:
 
 
 AWS = Scale(
-    steps=600, pace_s=0.5, every=20, cap_hours="0.25", heartbeat_s=10, poll_s=5, patience_s=1500, stop_s=150
+    steps=400, pace_s=0.5, every=20, fails_at=320, cap_hours=Decimal("0.25"), heartbeat_s=10, poll_s=5,
+    patience_s=1500, stop_s=150,
 )  # fmt: skip
 EMBEDDED = Scale(
-    steps=1300, pace_s=0.1, every=20, cap_hours="0.04", heartbeat_s=1, poll_s=0.3, patience_s=400, stop_s=20,
-    device="cpu", setup_minutes=0.05,
+    steps=640, pace_s=0.1, every=20, fails_at=600, cap_hours=Decimal("0.036"), heartbeat_s=1, poll_s=0.3,
+    patience_s=400, stop_s=20, device="cpu", setup_minutes=0.05,
 )  # fmt: skip
+CAPPED_S = 90  # seconds that a run needs below its cap: the meter's reserve, an end, and some steps
 
 
 def text(name: str, run: str, region: str, zones: list[str], types: list[str], scale: Scale) -> str:
@@ -72,6 +77,7 @@ def text(name: str, run: str, region: str, zones: list[str], types: list[str], s
     capped = name == CAP
     step_ms = json.dumps({load_catalog().instances[each].gpu.name: scale.pace_s * 1000 for each in types})
     steps, here = scale.every if capped else scale.steps, EMBEDDED
+    fails_at = "" if capped else f" {scale.fails_at}"
     command = "python3 train.py {checkpoints} {outputs}"
     return f"""\
 # {name}: {"a cap, met on purpose" if capped else "the first run on an account"}, of `gpufleet canary`.
@@ -79,10 +85,11 @@ run: {{id: {run}, owner: canary}}
 job:
   image: {PYTHON if capped or not scale.gpus else PYTORCH}
   code: {{folder: {CANARY}}}
-  command: {command} {10**6 if capped else steps} {scale.pace_s} {scale.every}
+  command: {command} {10**6 if capped else steps} {scale.pace_s} {scale.every}{fails_at}
   device: {scale.device}
   checkpoint:
-    each: step-{{step}}.bin
+    each: step-{{step}}/
+    complete: whole
     every: {{steps: {scale.every}}}
     size_gb: 0.064
     keep_on_disk: 3
@@ -145,6 +152,14 @@ def write(project: Path, run: str, region: str, chosen: tuple[list[str], list[st
         (project / "stacks" / f"{name}.yaml").write_text(text(name, run, region, zones, types, scale), encoding="utf-8")
 
 
+def renew_capped(project: Path, scale: Scale, boot_s: float) -> None:
+    """Gives the stack that meets its cap a new run, whose cap leaves time to train where a boot takes `boot_s`."""
+    file = project / "stacks" / f"{CAP}.yaml"
+    hours = max(scale.cap_hours, Decimal(f"{(2 * boot_s + CAPPED_S) / 3600:.3f}"))
+    renewed = re.sub(r"(?m)^(run: \{id: [^,]+)", r"\1-cap", file.read_text(encoding="utf-8"))
+    file.write_text(re.sub(r"(?m)(?<=max_hours: )[\d.]+", str(hours), renewed), encoding="utf-8")
+
+
 def definition(project: Path, name: str) -> StackDefinition:
     """One of the stacks, as its file has it now."""
     return load(project / "stacks" / f"{name}.yaml", now=datetime.now(UTC), past_deadline=True)
@@ -185,8 +200,9 @@ def choose(project: Path, run: str, region: str, client: Callable[[str], Any], s
     _refuse_account(definition(project, RUN), client)
     lines, most = [], Decimal(0)
     for name in NAMES:
-        lines.append(f"{name}: {headline(_bill(project, name))}")
-        most += LIMITS[name]
+        twice = ", twice" if FLIGHTS[name] == 2 else ""
+        lines.append(f"{name}{twice}: {headline(_bill(project, name))}")
+        most += FLIGHTS[name] * LIMITS[name]
     if notice:
         lines.append(f"a notice by AWS Fault Injection Service: {FIS_USD} USD, two action-minutes")
         most += FIS_USD
