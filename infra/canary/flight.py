@@ -128,23 +128,28 @@ class Flight:
             self.command("stop", stack.name)
             asked_at.append(time.time())
 
-        with self.engine(CAP) as engine:
+        with self._renewed("stop") as engine:
             stack = self._up(CAP, engine)
             done = self._watch(stack, stop)
             self.facts.add("stop.reason", done.reason)
             if asked_at:
                 self.facts.add("stop.ended_s", max((epoch(done.at) or time.time()) - asked_at[0], 0.0))
+            self._results(stack)
             self._destroy(stack, engine)
 
     def capped(self) -> None:
         """The run that meets its cap."""
-        renew_capped(self.project, self.scale, max(self.facts.seen.get("node.started_s", [0.0])))
-        with self.engine(CAP) as engine:
+        with self._renewed("cap") as engine:
             stack = self._up(CAP, engine)
             done = self._watch(stack)
             self.facts.add("cap.reason", done.reason)
             self._results(stack)
+            self.facts.add("cap.hours", float(self.receipts[-1].actual_h / stack.limits.max_hours))
             self._destroy(stack, engine)
+
+    def _renewed(self, run: str) -> AbstractContextManager[StackEngine]:
+        renew_capped(self.project, run, self.scale, max(self.facts.seen.get("node.started_s", [0.0])))
+        return self.engine(CAP)
 
     def _prepare(self, name: str) -> None:
         if name not in self.prepared:
@@ -308,8 +313,6 @@ class Flight:
                 add("node.pulled_s", float(each.pulled_s))
             add("price.untold_s", float(each.ceiling_s))
         add("run.usd_of_bill", float(receipt.actual / receipt.p90) if receipt.p90 else 0.0)
-        if name == CAP:
-            add("cap.hours", float(receipt.actual_h / stack.limits.max_hours))
         folder = find_folder(self.asked("s3"), stack)
         assert folder is not None
         traces.of_outputs(self.facts, target, gpu=self.scale.device == "cuda" and name == RUN)

@@ -1,7 +1,7 @@
 """The canary's two stacks, as texts of definition files, and the choice of what they run on.
 
-`canary` loses two nodes and ends by itself. The script of `canary-cap` goes on after the steps that its file declares:
-the stack flies twice, and is first stopped by hand, then meets its cap on purpose. Both keep nothing.
+`canary` loses two nodes and ends by itself. `canary-cap`, whose script has no end, flies twice: it is stopped by hand,
+and then meets its cap on purpose. Both keep nothing.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Scale:
 
 
 AWS = Scale(
-    steps=400, pace_s=0.5, every=20, fails_at=320, cap_hours=Decimal("0.25"), heartbeat_s=10, poll_s=5,
+    steps=300, pace_s=0.5, every=20, fails_at=240, cap_hours=Decimal("0.25"), heartbeat_s=10, poll_s=5,
     patience_s=1500, stop_s=150,
 )  # fmt: skip
 EMBEDDED = Scale(
-    steps=640, pace_s=0.1, every=20, fails_at=600, cap_hours=Decimal("0.036"), heartbeat_s=1, poll_s=0.3,
+    steps=240, pace_s=0.1, every=20, fails_at=200, cap_hours=Decimal("0.025"), heartbeat_s=1, poll_s=0.3,
     patience_s=400, stop_s=20, device="cpu", setup_minutes=0.05,
 )  # fmt: skip
 CAPPED_S = 90  # seconds that a run needs below its cap: the meter's reserve, an end, and some steps
@@ -76,8 +76,12 @@ def text(name: str, run: str, region: str, zones: list[str], types: list[str], s
     """The definition file of one of the stacks."""
     capped = name == CAP
     step_ms = json.dumps({load_catalog().instances[each].gpu.name: scale.pace_s * 1000 for each in types})
-    steps, here = scale.every if capped else scale.steps, EMBEDDED
-    fails_at = "" if capped else f" {scale.fails_at}"
+    here = EMBEDDED
+    if capped:
+        last, fails_at, length, saves = 10**6, "", "", f"minutes: {scale.every * scale.pace_s / 60:.4f}"
+    else:
+        last, fails_at, length = scale.steps, f" {scale.fails_at}", f"steps: {scale.steps}, "
+        saves = f"steps: {scale.every}"
     command = "python3 train.py {checkpoints} {outputs}"
     return f"""\
 # {name}: {"a cap, met on purpose" if capped else "the first run on an account"}, of `gpufleet canary`.
@@ -85,18 +89,19 @@ run: {{id: {run}, owner: canary}}
 job:
   image: {PYTHON if capped or not scale.gpus else PYTORCH}
   code: {{folder: {CANARY}}}
-  command: {command} {10**6 if capped else steps} {scale.pace_s} {scale.every}{fails_at}
+  command: {command} {last} {scale.pace_s} {scale.every}{fails_at}
   device: {scale.device}
   checkpoint:
     each: step-{{step}}/
     complete: whole
-    every: {{steps: {scale.every}}}
+    every: {{{saves}}}
     size_gb: 0.064
     keep_on_disk: 3
     heartbeat_s: {scale.heartbeat_s}
   progress: {{stdout: '^step (?P<step>\\d+) loss (?P<loss>[\\d.]+)'}}
   stop: {{grace_s: 5}}
-  work: {{steps: {steps}, step_ms: {step_ms}}}
+  exit: {{again: [3]}}
+  work: {{{length}step_ms: {step_ms}}}
 fleet:
   region: {region}
   zones: {json.dumps(zones)}
@@ -152,11 +157,11 @@ def write(project: Path, run: str, region: str, chosen: tuple[list[str], list[st
         (project / "stacks" / f"{name}.yaml").write_text(text(name, run, region, zones, types, scale), encoding="utf-8")
 
 
-def renew_capped(project: Path, scale: Scale, boot_s: float) -> None:
-    """Gives the stack that meets its cap a new run, whose cap leaves time to train where a boot takes `boot_s`."""
+def renew_capped(project: Path, run: str, scale: Scale, boot_s: float) -> None:
+    """Gives the stack without an end another run, whose cap leaves time to train where a boot takes `boot_s`."""
     file = project / "stacks" / f"{CAP}.yaml"
     hours = max(scale.cap_hours, Decimal(f"{(2 * boot_s + CAPPED_S) / 3600:.3f}"))
-    renewed = re.sub(r"(?m)^(run: \{id: [^,]+)", r"\1-cap", file.read_text(encoding="utf-8"))
+    renewed = re.sub(r"(?m)^(run: \{id: [^,-]+)[^,]*", rf"\1-{run}", file.read_text(encoding="utf-8"))
     file.write_text(re.sub(r"(?m)(?<=max_hours: )[\d.]+", str(hours), renewed), encoding="utf-8")
 
 

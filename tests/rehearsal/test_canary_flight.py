@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from gpufleet.job.contract.done import Done
 from gpufleet.rehearsal import canary, gate, scratch
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud
-from gpufleet.rehearsal.gate import NODE_KEY, Gate
+from gpufleet.rehearsal.gate import Gate
 from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.launch import Launcher
 from tests import forked
@@ -175,6 +176,17 @@ def test_where_every_type_is_full_the_flight_says_so_and_leaves_nothing(
     assert cloud.leftovers() == {}
 
 
+@pytest.mark.parametrize(("boot_s", "seconds"), [(2, 94), (100, 290)])
+def test_after_a_slow_boot_the_cap_leaves_time_to_train(tmp_path: Path, boot_s: float, seconds: float) -> None:
+    project = scratch.make(tmp_path / "project", {})
+    stacks.write(project, "r1", "us-east-2", ([FIRST], ["us-east-2c"]), stacks.EMBEDDED)
+    stacks.renew_capped(project, "stop", stacks.EMBEDDED, 1)
+    stacks.renew_capped(project, "cap", stacks.EMBEDDED, boot_s)
+    stack = stacks.definition(project, stacks.CAP)
+    assert stack.run.id == "r1-cap"
+    assert float(stack.limits.max_hours) * 3600 == pytest.approx(seconds, abs=4)
+
+
 def test_a_flight_that_breaks_off_leaves_nothing(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
@@ -243,12 +255,10 @@ def test_what_aws_does_otherwise_to_nodes_is_named_and_nothing_else(
         return made
 
     def otherwise(asked: Gate, environ: dict[str, Any], start: Any) -> Any:
-        length = int(environ.get("CONTENT_LENGTH") or 0)
         # the log of this stack is whole: by its lines it is known when a checkpoint was due
-        if NODE_KEY in environ.get("HTTP_AUTHORIZATION", "") and environ["PATH_INFO"].startswith(
-            "/gpufleet-canary-cap-"
-        ):
-            environ["wsgi.input"] = io.BytesIO(b"".join(slowly(environ["wsgi.input"], length)))
+        if re.match("/gpufleet-canary-cap-.*/r1-cap/ckpt/step_00000020/", environ["PATH_INFO"]):
+            body = slowly(environ["wsgi.input"], int(environ.get("CONTENT_LENGTH") or 0))
+            environ["wsgi.input"] = io.BytesIO(b"".join(body))
         drops = str(environ.get("HTTP_X_AMZ_TARGET", "")).endswith("PutLogEvents")
         told = gate._body(environ) if drops else b""
         if b" loss " in told and b"spot notice" not in told and b"gpufleet-canary-cap-" not in told:
