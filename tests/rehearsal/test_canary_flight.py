@@ -83,7 +83,8 @@ def test_without_a_quota_it_is_refused_with_a_sentence(
 def test_a_right_that_is_missing_is_named(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "TYPES", 1)
     cloud.deny("CreateRole")
-    with pytest.raises(AwsRefused, match=r"nothing was made:\n.*lacks: iam:CreateRole"):
+    cloud.deny("CreateFleet")
+    with pytest.raises(AwsRefused, match=r"nothing was made:\n.*lacks: ec2:CreateFleet, iam:CreateRole\b"):
         choose(cloud, tmp_path)
     assert cloud.leftovers() == {}
 
