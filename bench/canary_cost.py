@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -127,19 +128,21 @@ def drawn(among: Sequence[FlightPlace], seed: int) -> CanaryCost:
     rates = place.by_name[stacks.RUN].run.rates
     zone = draw.choice([each for each in place.chosen.zones if rates(type_, each).spot is not None])
     notice = draw.random() < 0.8  # some accounts may not use FIS
-    runs = {}
+    by_run, ended = dict.fromkeys(RUNS, 0.0), dict.fromkeys(RUNS, "left out")
     for name, of in RUNS.items():
+        if name == STOPPED and not stacks.affords_stop(Decimal(by_run[stacks.RUN]), notice=notice):
+            continue
         endless = name == stacks.CAP or (name == stacks.RUN and draw.random() < OVERRUNS)
         usual_s = WORK_S if name == stacks.RUN else 3 * CHECKPOINT_S  # until somebody asks it to stop
         work_s = float("inf") if endless else usual_s * draw.uniform(0.9, 1.5)
         planned = [*(["notice"] if notice else []), "lost"] if name == stacks.RUN else []
         stack = replace(place.by_name[of], type=type_, zone=zone)
-        runs[name] = DrawnCanary(stack, seed, planned=planned, work_s=work_s)
-    with redirect_stdout(io.StringIO()):  # what a node says
-        ended = tuple(each.go().ended_by for each in runs.values())
-    by_run = {name: each.cost()[1] for name, each in runs.items()}
+        run = DrawnCanary(stack, seed, planned=planned, work_s=work_s)
+        with redirect_stdout(io.StringIO()):  # what a node says
+            ended[name] = run.go().ended_by
+        by_run[name] = run.cost()[1]
     usd = sum(by_run.values()) + notice * float(stacks.FIS_USD)
-    return CanaryCost(usd=usd, by_run=by_run, ended_by=ended, type=type_, region=place.region)
+    return CanaryCost(usd=usd, by_run=by_run, ended_by=tuple(ended.values()), type=type_, region=place.region)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from gpufleet.infra.account.run_folder import RunFolder, find_folder
 from gpufleet.infra.account.wait import describe, explain
 from gpufleet.infra.canary import notice, probes, traces
 from gpufleet.infra.canary.facts import LATE, FlightFacts
-from gpufleet.infra.canary.stacks import CAP, NAMES, RUN, Scale, definition, renew_capped
+from gpufleet.infra.canary.stacks import CAP, NAMES, RUN, Scale, affords_stop, definition, renew_capped
 from gpufleet.infra.canary.traces import ObservedNode
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
@@ -128,6 +128,9 @@ class Flight:
             self.command("stop", stack.name)
             asked_at.append(time.time())
 
+        if not affords_stop(self.receipts[0].actual, notice=self.by_notice):
+            self.say(f"{CAP}: gpufleet stop is left out, because {RUN} cost {self.receipts[0].actual:.2f} USD")
+            return
         with self._renewed("stop") as engine:
             stack = self._up(CAP, engine)
             done = self._watch(stack, stop)

@@ -30,6 +30,7 @@ NAMES = RUN, CAP = "canary", "canary-cap"
 MOST_USD = Decimal("0.50")
 LIMITS = {RUN: Decimal("0.19"), CAP: Decimal("0.05")}  # below MOST_USD with FIS: a node takes minutes to stop
 FLIGHTS = {RUN: 1, CAP: 2}
+PAST_USD = Decimal("0.02")  # the most that a node past its limit costs, until its timer has ended it
 THIRD_H = Decimal("0.15")  # a node ends its run if it boots with five minutes left; four until it knows its price
 FIS_USD = Decimal("0.20")  # two action-minutes at 0.10 USD (AWS Price List of AWSFIS, 2024-10-01)
 TRIED = 8  # number of types to try, the cheapest first
@@ -222,6 +223,12 @@ def _interrupted_usd(kind: str, spot: Decimal, region: str, scale: Scale) -> Dec
     """
     two_h = Decimal(2 * scale.setup_minutes + 4) / 60  # each trains for a minute, and AWS announces the end of one
     return two_h * spot + THIRD_H * load_catalog().on_demand(kind, region).amount
+
+
+def affords_stop(spent_usd: Decimal, *, notice: bool) -> bool:
+    """Whether after such a first run `canary-cap` can fly twice, and both go past their limits, within MOST_USD."""
+    both = FLIGHTS[CAP] * (LIMITS[CAP] + PAST_USD)
+    return spent_usd + (FIS_USD if notice else 0) + both <= MOST_USD
 
 
 def _refuse_account(stack: StackDefinition, client: Callable[[str], Any]) -> None:

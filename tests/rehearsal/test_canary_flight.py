@@ -188,6 +188,13 @@ def test_after_a_slow_boot_the_cap_leaves_time_to_train(tmp_path: Path, boot_s: 
     assert float(stack.limits.max_hours) * 3600 == pytest.approx(seconds, abs=4)
 
 
+@pytest.mark.parametrize(
+    ("usd", "notice", "is_flown"), [("0.16", True, True), ("0.17", True, False), ("0.19", False, True)]
+)
+def test_after_a_dear_first_run_nothing_is_stopped_by_hand(usd: str, notice: bool, is_flown: bool) -> None:
+    assert stacks.affords_stop(Decimal(usd), notice=notice) == is_flown
+
+
 def test_a_flight_that_breaks_off_leaves_nothing(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
