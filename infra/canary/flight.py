@@ -30,7 +30,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program.resources.tags import own_tags
 from gpufleet.job.contract.aws import ENDED as TERMINATED
 from gpufleet.job.contract.aws import FLEET_TAG, LAUNCHED
-from gpufleet.job.contract.done import TIMER, Done
+from gpufleet.job.contract.done import LIMITS, TIMER, Done
 from gpufleet.job.contract.reading import epoch
 from gpufleet.job.contract.receipt import Receipt, parse
 from gpufleet.job.contract.workdir import RECEIPT
@@ -134,8 +134,8 @@ class Flight:
         with self._renewed("stop") as engine:
             stack = self._up(CAP, engine)
             done = self._watch(stack, stop)
-            self.facts.add("stop.reason", done.reason)
-            if asked_at:
+            if asked_at and done.reason not in LIMITS:  # else its boot took so long that a limit came first
+                self.facts.add("stop.reason", done.reason)
                 self.facts.add("stop.ended_s", max((epoch(done.at) or time.time()) - asked_at[0], 0.0))
             self._results(stack)
             self._destroy(stack, engine)
