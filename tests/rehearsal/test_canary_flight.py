@@ -264,7 +264,7 @@ def test_what_aws_does_otherwise_to_nodes_is_named_and_nothing_else(
 
     def otherwise(asked: Gate, environ: dict[str, Any], start: Any) -> Any:
         # the log of this stack is whole: by its lines it is known when a checkpoint was due
-        if re.match("/gpufleet-canary-cap-.*/r1-cap/ckpt/step_00000020/", environ["PATH_INFO"]):
+        if re.match("/gpufleet-canary-cap-.*/r1-cap/ckpt/", environ["PATH_INFO"]):
             body = slowly(environ["wsgi.input"], int(environ.get("CONTENT_LENGTH") or 0))
             environ["wsgi.input"] = io.BytesIO(b"".join(body))
         drops = str(environ.get("HTTP_X_AMZ_TARGET", "")).endswith("PutLogEvents")
