@@ -21,7 +21,7 @@ def test_drawn_canaries_cost_at_most_half_a_dollar(tmp_path: Path) -> None:
     assert max(each.usd for each in found) <= stacks.MOST_USD
     interrupted, stopped, capped = zip(*(each.ended_by for each in found), strict=True)
     assert {"script", "meter"} <= {*interrupted}  # some train to their end, and some overrun to the limit
-    assert stopped.count("script") > 10  # it ends when it is asked to
+    assert stopped.count("script") > 5  # it ends when it is asked to
     assert capped.count("meter") > 10
 
 

@@ -439,4 +439,5 @@ def test_the_file_that_a_flight_wrote_is_imitated_and_replayed_without_a_differe
     recorded = file.tree["answers"]
     assert len(recorded) > 25
     assert list(replay.differences(recorded, facts().answers)) == []
-    assert habits.recorded(file) == replace(Habits(), shown_s=file.figure("tags.fleet_s") or -1)
+    launch_s = file.figure("node.launch_s") or 0.0
+    assert habits.recorded(file) == replace(Habits(), launch_s=launch_s, shown_s=file.figure("tags.fleet_s") or -1)
