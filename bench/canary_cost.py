@@ -2,8 +2,8 @@
 
 Each canary draws a region, whether its nodes have a GPU, one of the types and zones that `gpufleet canary` itself
 chooses there, prices that differ from the known ones and rise, the time its nodes boot, train and wait for capacity
-(the command gives up after stacks.AWS.patience_s), the two interruptions that it makes and up to two an hour of AWS's
-own, a script that overruns to the cap, and services that do not answer for a while. What decides are the meter, the
+(the command gives up after stacks.AWS.patience_s), the two losses that it makes and up to two an hour of AWS's own, a
+script that overruns to the cap, and services that do not answer for a while. What decides are the meter, the
 timer and the schedule's hour themselves (bench/stops.py). The cost is counted from what the nodes have lived, at the
 true prices. Writes bench/results/canary.md to standard output.
 """
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -34,6 +35,8 @@ from gpufleet.rehearsal.cloud import Cloud
 CHECKPOINT_S = stacks.AWS.pace_s * stacks.AWS.every
 WORK_S = stacks.AWS.pace_s * stacks.AWS.steps
 OVERRUNS = 0.2  # the share of runs whose script does not end
+STOPPED = f"{stacks.CAP}, stopped"
+RUNS = {stacks.RUN: stacks.RUN, STOPPED: stacks.CAP, stacks.CAP: stacks.CAP}  # in their order, with the stack of each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +96,7 @@ class DrawnCanary(stops.Drawn):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanaryCost:
-    """What one canary cost, in USD, and what ended its two runs."""
+    """What one canary cost, in USD, and what ended its three runs."""
 
     usd: float
     by_run: dict[str, float]
@@ -125,17 +128,21 @@ def drawn(among: Sequence[FlightPlace], seed: int) -> CanaryCost:
     rates = place.by_name[stacks.RUN].run.rates
     zone = draw.choice([each for each in place.chosen.zones if rates(type_, each).spot is not None])
     notice = draw.random() < 0.8  # some accounts may not use FIS
-    runs = {}
-    for name, of in place.by_name.items():
-        endless = name == stacks.CAP or draw.random() < OVERRUNS
-        work_s = float("inf") if endless else WORK_S * draw.uniform(0.9, 1.5)
-        planned = [] if name == stacks.CAP else [*(["notice"] if notice else []), "lost"]
-        runs[name] = DrawnCanary(replace(of, type=type_, zone=zone), seed, planned=planned, work_s=work_s)
-    with redirect_stdout(io.StringIO()):  # what a node says
-        ended = tuple(each.go().ended_by for each in runs.values())
-    by_run = {name: each.cost()[1] for name, each in runs.items()}
+    by_run, ended = dict.fromkeys(RUNS, 0.0), dict.fromkeys(RUNS, "left out")
+    for name, of in RUNS.items():
+        if name == STOPPED and not stacks.affords_stop(Decimal(by_run[stacks.RUN]), notice=notice):
+            continue
+        endless = name == stacks.CAP or (name == stacks.RUN and draw.random() < OVERRUNS)
+        usual_s = WORK_S if name == stacks.RUN else 3 * CHECKPOINT_S  # until somebody asks it to stop
+        work_s = float("inf") if endless else usual_s * draw.uniform(0.9, 1.5)
+        planned = [*(["notice"] if notice else []), "lost"] if name == stacks.RUN else []
+        stack = replace(place.by_name[of], type=type_, zone=zone)
+        run = DrawnCanary(stack, seed, planned=planned, work_s=work_s)
+        with redirect_stdout(io.StringIO()):  # what a node says
+            ended[name] = run.go().ended_by
+        by_run[name] = run.cost()[1]
     usd = sum(by_run.values()) + notice * float(stacks.FIS_USD)
-    return CanaryCost(usd=usd, by_run=by_run, ended_by=ended, type=type_, region=place.region)
+    return CanaryCost(usd=usd, by_run=by_run, ended_by=tuple(ended.values()), type=type_, region=place.region)
 
 
 def main() -> None:
@@ -152,8 +159,8 @@ def main() -> None:
         "| | Median, USD | 95th | Largest | Its limit |\n|---|---|---|---|---|\n"
     )
     rows = {"whole canary, FIS included": ([each.usd for each in found], stacks.MOST_USD)}
-    for name in stacks.NAMES:
-        limit = among[0].by_name[name].run.limits.max_usd
+    for name, of in RUNS.items():
+        limit = among[0].by_name[of].run.limits.max_usd
         rows[name] = (sorted(each.by_run[name] for each in found), limit)
     for name, (usd, limit) in rows.items():
         say(
@@ -161,7 +168,7 @@ def main() -> None:
         )
     say(f"\nThe largest was on {worst.type} in {worst.region}. Above {stacks.MOST_USD} USD: ")
     say(f"{sum(each.usd > stacks.MOST_USD for each in found)}.\n\nEnded by:")
-    for index, name in enumerate(stacks.NAMES):
+    for index, name in enumerate(RUNS):
         by = Counter(each.ended_by[index] for each in found)
         say(f" `{name}` {', '.join(f'{ended} {count}' for ended, count in by.most_common())};")
     say("\n")

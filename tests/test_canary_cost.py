@@ -19,8 +19,9 @@ def costs(folder: Path, regions: list[str], canaries: int) -> list[canary_cost.C
 def test_drawn_canaries_cost_at_most_half_a_dollar(tmp_path: Path) -> None:
     found = costs(tmp_path, ["us-east-2"], 20)
     assert max(each.usd for each in found) <= stacks.MOST_USD
-    interrupted, capped = zip(*(each.ended_by for each in found), strict=True)
+    interrupted, stopped, capped = zip(*(each.ended_by for each in found), strict=True)
     assert {"script", "meter"} <= {*interrupted}  # some train to their end, and some overrun to the limit
+    assert stopped.count("script") > 5  # it ends when it is asked to
     assert capped.count("meter") > 10
 
 

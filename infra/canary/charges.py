@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ def keep(receipts: Sequence[Receipt], proof: Path, root: Path) -> None:
     place = root / FOLDER / proof.stem
     place.mkdir(parents=True, exist_ok=True)
     for each in receipts:
-        atomic.write_bytes(place / f"{each.stack}.json", (json.dumps(each.to_json()) + "\n").encode())
+        atomic.write_bytes(place / f"{each.stack}-{each.run}.json", (json.dumps(each.to_json()) + "\n").encode())
 
 
 def kept_receipts(proof: Proof, root: Path) -> list[Receipt]:
@@ -43,16 +45,16 @@ def judged(proof: Proof, receipts: Sequence[Receipt], ce: Any, today: date) -> I
     """Each receipt's lines beside the charges. They are added to `proof.tree`, with what they say of the assumptions.
     Raises AwsRefused where Cost Explorer has none.
     """
-    facts, usd = FlightFacts(), dict[str, str]()
+    facts, usd = FlightFacts(), defaultdict[str, Decimal](Decimal)  # by stack
     for each in receipts:
         charges = actual_bill.charged(ce, each, today)
         yield from actual_bill.compared(each, charges, today)
         if not charges.usd:
             raise AwsRefused(f"Cost Explorer has no charge of {each.stack} yet: ask again a day after the canary")
         _add(facts, each, charges)
-        usd[each.stack] = str(charges.total)
+        usd[each.stack] += charges.total
     told = {each.assumption.id: each.to_json() for each in judge(facts) if each.assumption.fact.startswith(_FACTS)}
-    proof.tree["charged"] = usd
+    proof.tree["charged"] = {stack: str(total) for stack, total in usd.items()}
     proof.tree["assumptions"] = [told.get(each["id"], each) for each in proof.tree["assumptions"]]
 
 

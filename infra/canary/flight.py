@@ -1,15 +1,13 @@
-"""A canary's flight: the phases of its two runs, by the commands and the engine of any run, and the facts that they
+"""A canary's flight: the phases of its three runs, by the commands and the engine of any run, and the facts that they
 leave. It ends with nothing in the account, whatever happens, and asks AWS whether that is so.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -21,25 +19,24 @@ from botocore.exceptions import ClientError
 from gpufleet.infra.account import aws, leftovers, refusals, sweep
 from gpufleet.infra.account.fleet import ENDED, GONE, fleets_of, nodes_of
 from gpufleet.infra.account.leftovers import Left
-from gpufleet.infra.account.run_folder import RunFolder, find_folder, find_log_groups
-from gpufleet.infra.account.wait import describe
-from gpufleet.infra.canary import notice, probes
+from gpufleet.infra.account.run_folder import RunFolder, find_folder
+from gpufleet.infra.account.wait import describe, explain
+from gpufleet.infra.canary import notice, probes, traces
 from gpufleet.infra.canary.facts import LATE, FlightFacts
-from gpufleet.infra.canary.stacks import CAP, NAMES, RUN, Scale, definition
+from gpufleet.infra.canary.stacks import CAP, NAMES, RUN, Scale, affords_stop, definition, renew_capped
+from gpufleet.infra.canary.traces import ObservedNode
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program.resources.tags import own_tags
-from gpufleet.job.contract import bucket
-from gpufleet.job.contract.attempt import record
 from gpufleet.job.contract.aws import ENDED as TERMINATED
 from gpufleet.job.contract.aws import FLEET_TAG, LAUNCHED
-from gpufleet.job.contract.done import Done
+from gpufleet.job.contract.done import LIMITS, TIMER, Done
 from gpufleet.job.contract.reading import epoch
 from gpufleet.job.contract.receipt import Receipt, parse
-from gpufleet.job.contract.workdir import FINAL, RECEIPT
+from gpufleet.job.contract.workdir import RECEIPT
 from gpufleet.job.supervisor.store import pages
 
-_NOTICE = re.compile(r"spot notice: \w+ in (-?\d+) s")  # written by job/supervisor/metadata.py when it sees the notice
+Act = Callable[[StackDefinition, ObservedNode], None]
 
 
 class EngineResult(Protocol):
@@ -68,18 +65,6 @@ class PhaseError(GpufleetError):
     """A phase did not end as it has to: what comes after it is not met."""
 
 
-@dataclass(kw_only=True, slots=True)
-class ObservedNode:
-    """One node, as it was seen from outside."""
-
-    id: str
-    number: int
-    launched: datetime
-    step: int  # the newest published checkpoint when the interruption came
-    taken: str = ""  # notice or loss
-    gone_at: float = 0.0
-
-
 @dataclass(kw_only=True)
 class Flight:
     """One canary. `client` gives boto3's clients, whose answers are recorded."""
@@ -96,6 +81,7 @@ class Flight:
     facts: FlightFacts = field(default_factory=FlightFacts)
     engine_name: str = ""
     receipts: list[Receipt] = field(default_factory=list)
+    prepared: set[str] = field(default_factory=set)  # names of stacks
 
     def asked(self, service: str) -> Any:
         """A client whose answers are recorded."""
@@ -110,6 +96,7 @@ class Flight:
             probes.account(self.facts, definition(self.project, RUN), self.asked)
             probes.refusals(self.facts, self.asked)
             self.interrupted()
+            self.stopped()
             self.capped()
         except (GpufleetError, ClientError, RuntimeError, OSError, LookupError, ValueError) as error:
             why = str(error) if isinstance(error, GpufleetError) else f"{type(error).__name__}: {error}"
@@ -119,33 +106,65 @@ class Flight:
         return why
 
     def interrupted(self) -> None:
-        """The run that loses a node with notice and one without, goes on, and ends by itself."""
+        """The run that loses a node with notice and one that ends itself, goes on, and ends by itself."""
         with self.engine(RUN) as engine:
             stack = self._up(RUN, engine)
-            done = self._watch(stack, [*(["notice"] if self.by_notice else []), "loss"])
+            done = self._watch(stack, self._interrupt if self.by_notice else None)
             self.facts.add("end.reason", done.reason)
+            # by now no node of it reads the hour any more
+            stops = probes.stops_begin(self.facts, stack, self.asked, self.scale.stop_s)
             folder = self._results(stack)
             probes.bucket(self.facts, self.asked("s3"), folder.bucket)
             probes.role(self.facts, stack, self.asked, folder.bucket)
-            # by then no node of it reads the hour any more
-            stops = probes.stops_begin(self.facts, stack, self.asked, self.scale.stop_s)
             probes.stops_end(self.facts, stops, self.asked, self.sleep, self.scale.patience_s)
+            self._destroy(stack, engine)
+
+    def stopped(self) -> None:
+        """The run that `gpufleet stop` asks to end."""
+        asked_at = list[float]()
+
+        def stop(stack: StackDefinition, node: ObservedNode) -> None:
+            self.say(f"{stack.name}: gpufleet stop")
+            self.command("stop", stack.name)
+            asked_at.append(time.time())
+
+        if not affords_stop(self.receipts[0].actual, notice=self.by_notice):
+            self.say(f"{CAP}: gpufleet stop is left out, because {RUN} cost {self.receipts[0].actual:.2f} USD")
+            return
+        with self._renewed("stop") as engine:
+            stack = self._up(CAP, engine)
+            done = self._watch(stack, stop)
+            if asked_at and done.reason not in LIMITS:  # else its boot took so long that a limit came first
+                self.facts.add("stop.reason", done.reason)
+                self.facts.add("stop.ended_s", max((epoch(done.at) or time.time()) - asked_at[0], 0.0))
+            self._results(stack)
             self._destroy(stack, engine)
 
     def capped(self) -> None:
         """The run that meets its cap."""
-        with self.engine(CAP) as engine:
+        with self._renewed("cap") as engine:
             stack = self._up(CAP, engine)
-            done = self._watch(stack, [])
+            done = self._watch(stack)
             self.facts.add("cap.reason", done.reason)
             self._results(stack)
+            self.facts.add("cap.hours", float(self.receipts[-1].actual_h / stack.limits.max_hours))
             self._destroy(stack, engine)
+
+    def _renewed(self, run: str) -> AbstractContextManager[StackEngine]:
+        renew_capped(self.project, run, self.scale, max(self.facts.seen.get("node.started_s", [0.0])))
+        return self.engine(CAP)
+
+    def _prepare(self, name: str) -> None:
+        if name not in self.prepared:
+            self.say(f"{name}: prepare, doctor --pin")
+            self.command("prepare", name)
+            self.command("doctor", name, "--pin")
+            self.prepared.add(name)
 
     def _up(self, name: str, engine: StackEngine) -> StackDefinition:
         self.engine_name = engine.name
-        self.say(f"{name}: prepare, doctor --pin, preview, up")
-        self.command("prepare", name)
-        self.command("doctor", name, "--pin")
+        self._prepare(name)
+        self.say(f"{name}: preview, up")
         previewed = _ok(engine.preview())
         began = time.monotonic()
         made = _ok(engine.up())
@@ -166,15 +185,15 @@ class Flight:
         self.facts.add(fact, self.clock() - began)
         return found
 
-    def _watch(self, stack: StackDefinition, planned: list[str]) -> Done:
-        """Follows the run to its end, and takes nodes away as planned, each once it has published a checkpoint."""
+    def _watch(self, stack: StackDefinition, act: Act | None = None) -> Done:
+        """Follows the run to its end, and acts once on the first node that has published a checkpoint."""
         ec2, s3 = self.asked("ec2"), self.asked("s3")
         nodes: dict[str, ObservedNode] = {}
-        news, told = time.monotonic(), set[int]()
+        news, told = self.clock(), set[int]()
         before: tuple[frozenset[tuple[str, bool]], frozenset[int]] | None = None
         while True:
             folder = find_folder(s3, stack)
-            steps = _steps(folder) if folder else {}
+            steps = traces.published(folder) if folder else {}
             for described in nodes_of(ec2, stack):
                 self._look(stack, described, nodes, max(steps, default=0))
             for step in steps.keys() - told:
@@ -182,17 +201,19 @@ class Flight:
                 told.add(step)
             now = (frozenset((each.id, each.gone_at > 0) for each in nodes.values()), frozenset(steps))
             if now != before:
-                news, before = time.monotonic(), now
+                news, before = self.clock(), now
             done = folder.read_done() if folder else None
             if done is not None:
                 break
-            for each in nodes.values():
-                if planned and not each.taken and not each.gone_at and max(steps, default=0) > each.step:
-                    self._take(stack, each, planned.pop(0))
-            if time.monotonic() - news > self.scale.patience_s:
+            trains = (each for each in nodes.values() if not each.gone_at and max(steps, default=0) > each.step)
+            if act is not None and (node := next(trains, None)):
+                act(stack, node)
+                act = None
+            if self.clock() - news > self.scale.patience_s:
                 fact = "node.launch_s" if not nodes else "run.silent_s"
                 self.facts.add(fact, LATE.format(self.scale.patience_s))
-                raise PhaseError(f"{stack.name}: nothing new within {self.scale.patience_s:g} s")
+                why = "nothing new" if nodes else f"no node: {self._obstacles(stack)}"
+                raise PhaseError(f"{stack.name}: within {self.scale.patience_s:g} s {why}")
             self.sleep(self.scale.poll_s)
         self._ended(stack, done, nodes)
         return done
@@ -228,19 +249,28 @@ class Flight:
             add("volume.type", volume["VolumeType"])
             add("volume.gib", volume["Size"])
 
-    def _take(self, stack: StackDefinition, node: ObservedNode, how: str) -> None:
-        self.say(f"{stack.name}: node {node.number} is taken away, {'with' if how == 'notice' else 'without'} notice")
-        node.taken = how
-        if how == "loss":
-            self.asked("ec2").terminate_instances(InstanceIds=[node.id])
-            return
+    def _obstacles(self, stack: StackDefinition) -> str:
+        """Why the run has no node, as the history of its fleet says."""
+        ec2 = self.asked("ec2")
+        fleet = fleets_of(ec2, stack)[0]
+        found = [
+            reason.cause
+            for each in _history(ec2, fleet["FleetId"], fleet["CreateTime"])
+            if (reason := explain(*describe(each)[1:], stack)) is not None
+        ]
+        return "; ".join(dict.fromkeys(found)) or "AWS gives no reason"
+
+    def _interrupt(self, stack: StackDefinition, node: ObservedNode) -> None:
+        self.say(f"{stack.name}: node {node.number} is taken away, with notice")
         try:
             experiment = notice.interrupt(stack, node.id, self.asked, self.sleep)
             state = self.asked("fis").get_experiment(id=experiment)["experiment"]["state"]["status"]
             self.facts.add("notice.experiment", state)
+            node.noticed = True
         except ClientError as error:
             self.say(f"{stack.name}: no notice: {refusals.refusal(error)}")
-            node.taken, self.by_notice = "", False
+            self.by_notice = False
+        self._prepare(CAP)  # while AWS takes its two minutes
 
     def _ended(self, stack: StackDefinition, done: Done, nodes: dict[str, ObservedNode]) -> None:
         """What a run that is over has left: of its fleet, its nodes and its history."""
@@ -256,35 +286,19 @@ class Flight:
         since = min(each.launched for each in nodes.values()) - timedelta(minutes=10)
         events = [
             (describe(each)[1], each["Timestamp"], each["EventInformation"].get("InstanceId", ""))
-            for page in pages(ec2.describe_fleet_history, FleetId=fleet, StartTime=since)
-            for each in page["HistoryRecords"]
+            for each in _history(ec2, fleet, since)
         ]
         for node in nodes.values():
             of = {sub_type: when for sub_type, when, name in events if name == node.id}
             add("history.launched", LAUNCHED in of)
-            if node.taken:
+            if node.number < len(nodes):  # the last one has ended the fleet
                 add("history.ended", TERMINATED in of)
-            self._of_node(folder, node, of.get(TERMINATED))
+            traces.of_node(self.facts, folder, node, of.get(TERMINATED))
         for each in nodes_of(ec2, stack):
             if each["State"]["Name"] in GONE:
                 add("node.end_code", str((each.get("StateReason") or {}).get("Code", "")))
-
-    def _of_node(self, folder: RunFolder, node: ObservedNode, ended: datetime | None) -> None:
-        """What a node wrote of itself, beside what AWS says of it."""
-        add = self.facts.add
-        content = folder.read(bucket.attempt_key(node.id))
-        add("node.record", content is not None)
-        said = record(content, lambda line: None)
-        add("node.clock_s", abs(said.launched - node.launched.timestamp()))
-        if node.number > 1:
-            add("node.resumed", bool(said.resumed_step) and int(said.resumed_step or 0) >= node.step)
-        if node.taken == "loss":
-            add("loss.noticed", bool(said.exit and said.exit.notice))
-        if node.taken == "notice":
-            add("notice.seen", bool(said.exit and said.exit.notice))
-            ends = epoch(said.exit.ends_at or "") if said.exit else None
-            if ends is not None and ended is not None:
-                add("notice.kept_s", ended.timestamp() - ends)
+        if done.reason == TIMER:
+            add("timer.ended", True)
 
     def _results(self, stack: StackDefinition) -> RunFolder:
         """Brings the results, and takes in receipt, outputs, log and checkpoints."""
@@ -302,39 +316,11 @@ class Flight:
                 add("node.pulled_s", float(each.pulled_s))
             add("price.untold_s", float(each.ceiling_s))
         add("run.usd_of_bill", float(receipt.actual / receipt.p90) if receipt.p90 else 0.0)
-        if name == CAP:
-            add("cap.hours", float(receipt.actual_h / stack.limits.max_hours))
         folder = find_folder(self.asked("s3"), stack)
         assert folder is not None
-        for found in (target / FINAL).rglob("seen.json"):
-            told = json.loads(found.read_text(encoding="utf-8"))
-            add("script.metadata", told["metadata"])
-            if self.scale.device == "cuda" and name == RUN:
-                add("script.gpu", told["gpu"])
-        self._log(stack, folder)
+        traces.of_outputs(self.facts, target, gpu=self.scale.device == "cuda" and name == RUN)
+        traces.of_log(self.facts, self.asked("logs"), stack, folder)
         return folder
-
-    def _log(self, stack: StackDefinition, folder: RunFolder) -> None:
-        """Holds what the log service has against what the script printed, and against when checkpoints came."""
-        logs, told, add = self.asked("logs"), dict[int, list[float]](), self.facts.add
-        lag = list[float]()
-        for group in find_log_groups(logs, stack.name):
-            for event in aws.pages(logs, "filter_log_events", "events", logGroupName=group["logGroupName"]):
-                for left in _NOTICE.findall(event["message"]):
-                    add("notice.left_s", int(left))
-                if found := re.search(r"\bstep (\d+) loss", event["message"]):
-                    told.setdefault(int(found[1]), []).append(event["timestamp"] / 1000)
-                    if "ingestionTime" in event:
-                        lag.append((event["ingestionTime"] - event["timestamp"]) / 1000)
-        newest = max(_steps(folder), default=0)
-        if newest:
-            add("log.share", sum(1 for step in range(1, newest + 1) if step in told) / newest)
-        if lag:
-            add("log.lag_s", max(lag))
-        for step, at in _steps(folder).items():
-            before = [each for each in told.get(step, []) if each <= at.timestamp() + 1]  # S3's times are whole seconds
-            if before:
-                add("save.published_s", max(at.timestamp() - max(before), 0.0))
 
     def _destroy(self, stack: StackDefinition, engine: StackEngine) -> None:
         self.say(f"{stack.name}: destroy, and a sweep that asks AWS what is left")
@@ -409,11 +395,11 @@ def _ok(result: EngineResult) -> EngineResult:
     return result
 
 
+def _history(ec2: Any, fleet: str, since: datetime) -> Iterator[dict[str, Any]]:
+    """The records of the fleet's history."""
+    for page in pages(ec2.describe_fleet_history, FleetId=fleet, StartTime=since):
+        yield from page["HistoryRecords"]
+
+
 def _running(nodes: list[dict[str, Any]]) -> bool:
     return any(each["State"]["Name"] not in GONE for each in nodes)
-
-
-def _steps(folder: RunFolder) -> dict[int, datetime]:
-    """The steps of the published checkpoints, and when each was."""
-    found = ((bucket.MANIFEST_KEY.fullmatch(each.name), each.written) for each in folder.objects(bucket.CHECKPOINTS))
-    return {int(match[1]): written for match, written in found if match}

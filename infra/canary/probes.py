@@ -261,16 +261,21 @@ def stops_end(facts: FlightFacts, stops: Stops, asked: Asked, sleep: Callable[[f
     """What has become of the two fleets: the seconds after its hour at which each stop came, and its traces."""
     ec2, add = asked("ec2"), facts.add
 
-    def seconds(stopped: Callable[[], bool]) -> float | str:
-        """After the hour; what stands for a time where it never came."""
-        while not stopped():
+    def seconds(moment: Callable[[], float | None]) -> float | str:
+        """After the hour, by AWS's clock; what stands for a time where it never came."""
+        while (at := moment()) is None:
             if time.time() > stops.due + most_s:
                 return LATE.format(most_s)
             sleep(min(2.0, most_s / 50))
-        return max(time.time() - stops.due, 0.0)
+        return max(at - stops.due, 0.0)
 
-    add("schedule.late_s", seconds(lambda: _state(ec2, stops.deleted) in ENDED))
-    add("expiry.late_s", late := seconds(lambda: "expired" in _events(ec2, stops.expiring, stops.due)))
+    def deleted() -> float | None:
+        if _state(ec2, stops.deleted) not in ENDED:
+            return None
+        return _event(ec2, stops.deleted, "deleted", stops.due) or time.time()
+
+    add("schedule.late_s", seconds(deleted))
+    add("expiry.late_s", late := seconds(lambda: _event(ec2, stops.expiring, "expired", stops.due)))
     if not isinstance(late, str):
         add("expiry.state", _state(ec2, stops.expiring))
         add("expiry.resized", _code(lambda: _resize(ec2, stops.expiring)))
@@ -288,7 +293,9 @@ def _undeleted(answer: dict[str, Any]) -> str:
     return next((each["Error"]["Code"] for each in answer.get("UnsuccessfulFleetDeletions", [])), "deleted")
 
 
-def _events(ec2: Any, fleet: str, due: float) -> list[str]:
+def _event(ec2: Any, fleet: str, kind: str, due: float) -> float | None:
+    """When the fleet's history has an event whose sub-type begins so, in epoch seconds; None while it has none."""
     since = datetime.fromtimestamp(due, UTC) - timedelta(hours=1)
-    page = ec2.describe_fleet_history(FleetId=fleet, StartTime=since)
-    return [each["EventInformation"].get("EventSubType", "") for each in page["HistoryRecords"]]
+    records = ec2.describe_fleet_history(FleetId=fleet, StartTime=since)["HistoryRecords"]
+    found = (each for each in records if each["EventInformation"].get("EventSubType", "").startswith(kind))
+    return next((each["Timestamp"].timestamp() for each in found), None)

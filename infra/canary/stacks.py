@@ -1,12 +1,13 @@
 """The canary's two stacks, as texts of definition files, and the choice of what they run on.
 
-`canary` is interrupted twice and ends by itself; `canary-cap` meets its cap on purpose: its script goes on after the
-steps that its file declares. Both keep nothing.
+`canary` loses two nodes and ends by itself. `canary-cap`, whose script has no end, flies twice: it is stopped by hand,
+and then meets its cap on purpose. Both keep nothing.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -27,7 +28,9 @@ from gpufleet.infra.errors import AwsRefused, DefinitionError, GpufleetError, Pr
 
 NAMES = RUN, CAP = "canary", "canary-cap"
 MOST_USD = Decimal("0.50")
-LIMITS = {RUN: Decimal("0.19"), CAP: Decimal("0.06")}  # below MOST_USD with FIS: a node takes minutes to stop
+LIMITS = {RUN: Decimal("0.19"), CAP: Decimal("0.05")}  # below MOST_USD with FIS: a node takes minutes to stop
+FLIGHTS = {RUN: 1, CAP: 2}
+PAST_USD = Decimal("0.02")  # the most that a node past its limit costs, until its timer has ended it
 THIRD_H = Decimal("0.15")  # a node ends its run if it boots with five minutes left; four until it knows its price
 FIS_USD = Decimal("0.20")  # two action-minutes at 0.10 USD (AWS Price List of AWSFIS, 2024-10-01)
 TRIED = 8  # number of types to try, the cheapest first
@@ -44,7 +47,8 @@ class Scale:
     steps: int  # steps of the run that is interrupted
     pace_s: float  # seconds per step
     every: int  # steps between two checkpoints
-    cap_hours: str  # max_hours of the other run, boot included
+    fails_at: int  # the step at which the script fails once, long after the first checkpoint, which brings the notice
+    cap_hours: Decimal  # max_hours of the other stack, boot included; more after a slow boot
     heartbeat_s: float
     poll_s: float
     patience_s: float  # how long to wait for any one event, such as a node
@@ -59,19 +63,26 @@ class Scale:
 
 
 AWS = Scale(
-    steps=600, pace_s=0.5, every=20, cap_hours="0.25", heartbeat_s=10, poll_s=5, patience_s=1500, stop_s=150
+    steps=300, pace_s=0.5, every=20, fails_at=240, cap_hours=Decimal("0.25"), heartbeat_s=10, poll_s=5,
+    patience_s=1500, stop_s=150,
 )  # fmt: skip
 EMBEDDED = Scale(
-    steps=1300, pace_s=0.1, every=20, cap_hours="0.04", heartbeat_s=1, poll_s=0.3, patience_s=400, stop_s=20,
-    device="cpu", setup_minutes=0.05,
+    steps=240, pace_s=0.1, every=20, fails_at=200, cap_hours=Decimal("0.025"), heartbeat_s=1, poll_s=0.3,
+    patience_s=400, stop_s=20, device="cpu", setup_minutes=0.05,
 )  # fmt: skip
+CAPPED_S = 90  # seconds that a run needs below its cap: the meter's reserve, an end, and some steps
 
 
 def text(name: str, run: str, region: str, zones: list[str], types: list[str], scale: Scale) -> str:
     """Returns the definition file of one of the two stacks."""
     capped = name == CAP
     step_ms = json.dumps({load_catalog().instances[each].gpu.name: scale.pace_s * 1000 for each in types})
-    steps, here = scale.every if capped else scale.steps, EMBEDDED
+    here = EMBEDDED
+    if capped:
+        last, fails_at, length, saves = 10**6, "", "", f"minutes: {scale.every * scale.pace_s / 60:.4f}"
+    else:
+        last, fails_at, length = scale.steps, f" {scale.fails_at}", f"steps: {scale.steps}, "
+        saves = f"steps: {scale.every}"
     command = "python3 train.py {checkpoints} {outputs}"
     return f"""\
 # {name}: `gpufleet canary` writes this file. {"Its run reaches its cap on purpose." if capped else "It runs first."}
@@ -79,17 +90,19 @@ run: {{id: {run}, owner: canary}}
 job:
   image: {PYTHON if capped or not scale.gpus else PYTORCH}
   code: {{folder: {CANARY}}}
-  command: {command} {10**6 if capped else steps} {scale.pace_s} {scale.every}
+  command: {command} {last} {scale.pace_s} {scale.every}{fails_at}
   device: {scale.device}
   checkpoint:
-    each: step-{{step}}.bin
-    every: {{steps: {scale.every}}}
+    each: step-{{step}}/
+    complete: whole
+    every: {{{saves}}}
     size_gb: 0.064
     keep_on_disk: 3
     heartbeat_s: {scale.heartbeat_s}
   progress: {{stdout: '^step (?P<step>\\d+) loss (?P<loss>[\\d.]+)'}}
   stop: {{grace_s: 5}}
-  work: {{steps: {steps}, step_ms: {step_ms}}}
+  exit: {{again: [3]}}
+  work: {{{length}step_ms: {step_ms}}}
 fleet:
   region: {region}
   zones: {json.dumps(zones)}
@@ -145,6 +158,14 @@ def write(project: Path, run: str, region: str, chosen: tuple[list[str], list[st
         (project / "stacks" / f"{name}.yaml").write_text(text(name, run, region, zones, types, scale), encoding="utf-8")
 
 
+def renew_capped(project: Path, run: str, scale: Scale, boot_s: float) -> None:
+    """Gives the stack without an end another run, whose cap leaves time to train where a boot takes `boot_s`."""
+    file = project / "stacks" / f"{CAP}.yaml"
+    hours = max(scale.cap_hours, Decimal(f"{(2 * boot_s + CAPPED_S) / 3600:.3f}"))
+    renewed = re.sub(r"(?m)^(run: \{id: [^,-]+)[^,]*", rf"\1-{run}", file.read_text(encoding="utf-8"))
+    file.write_text(re.sub(r"(?m)(?<=max_hours: )[\d.]+", str(hours), renewed), encoding="utf-8")
+
+
 def definition(project: Path, name: str) -> StackDefinition:
     """Returns the definition of one of the stacks, as its file has it now."""
     return load(project / "stacks" / f"{name}.yaml", now=datetime.now(UTC), past_deadline=True)
@@ -185,8 +206,9 @@ def choose(project: Path, run: str, region: str, client: Callable[[str], Any], s
     _refuse_account(definition(project, RUN), client)
     lines, most = [], Decimal(0)
     for name in NAMES:
-        lines.append(f"{name}: {headline(_bill(project, name))}")
-        most += LIMITS[name]
+        twice = ", twice" if FLIGHTS[name] == 2 else ""
+        lines.append(f"{name}{twice}: {headline(_bill(project, name))}")
+        most += FLIGHTS[name] * LIMITS[name]
     if notice:
         lines.append(f"a notice by AWS Fault Injection Service: {FIS_USD} USD, two action-minutes")
         most += FIS_USD
@@ -201,6 +223,12 @@ def _interrupted_usd(kind: str, spot: Decimal, region: str, scale: Scale) -> Dec
     """
     two_h = Decimal(2 * scale.setup_minutes + 4) / 60  # each trains for a minute, and AWS announces the end of one
     return two_h * spot + THIRD_H * load_catalog().on_demand(kind, region).amount
+
+
+def affords_stop(spent_usd: Decimal, *, notice: bool) -> bool:
+    """Whether after such a first run `canary-cap` can fly twice, and both go past their limits, within MOST_USD."""
+    both = FLIGHTS[CAP] * (LIMITS[CAP] + PAST_USD)
+    return spent_usd + (FIS_USD if notice else 0) + both <= MOST_USD
 
 
 def _refuse_account(stack: StackDefinition, client: Callable[[str], Any]) -> None:

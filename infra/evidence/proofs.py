@@ -27,7 +27,7 @@ class Proof:
 
     @property
     def day(self) -> date:
-        """The instance types on which the canary flew."""
+        """When the canary flew."""
         return date.fromisoformat(self.tree["at"][:10])
 
     def figure(self, name: str, which: str = "median") -> float | None:

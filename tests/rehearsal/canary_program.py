@@ -1,4 +1,5 @@
-"""A canary's calls to AWS from first to last, as a program that can be killed: up, a notice, stops, destroy.
+"""A canary's calls to AWS over one of its stacks, from first to last, as a program that can be killed: up, a notice and
+two stops, or `gpufleet stop`; then destroy.
 
 Its node is a row of EC2's alone, and its events are not waited for.
 """
@@ -11,10 +12,12 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 
 import boto3
 
+from gpufleet.infra.account import stop
 from gpufleet.infra.account.fleet import nodes_of
 from gpufleet.infra.canary import notice, probes, stacks
 from gpufleet.infra.canary.flight import Flight
@@ -47,7 +50,7 @@ def forked(
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), ""
 
 
-def main(project: Path) -> None:
+def main(project: Path, name: str) -> None:
     os.setsid()  # it is killed with what it has started
     Flight.command = pinned  # type: ignore[method-assign]
     engine.streamed = forked  # type: ignore[assignment]
@@ -61,14 +64,17 @@ def main(project: Path) -> None:
         by_notice=True,
         say=print,
     )
-    with flown.engine(stacks.RUN) as opened:
-        stack = flown._up(stacks.RUN, opened)
+    with flown.engine(name) as opened:
+        stack = flown._up(name, opened)
         while not (nodes := nodes_of(client("ec2"), stack)):
             time.sleep(0.1)
-        notice.interrupt(stack, nodes[0]["InstanceId"], client, lambda _: None)
-        probes.stops_begin(flown.facts, stack, client, 3600)
+        if name == stacks.RUN:
+            notice.interrupt(stack, nodes[0]["InstanceId"], client, lambda _: None)
+            probes.stops_begin(flown.facts, stack, client, 3600)
+        else:
+            stop.ask(stack, client("ec2"), client("s3"), datetime.now(UTC))
         assert opened.destroy().ok
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -10,6 +10,9 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,12 +21,13 @@ import pytest
 from botocore.model import ListShape, MapShape, Shape, StructureShape
 
 from gpufleet.infra.account.fleet import fleets_of
-from gpufleet.infra.canary import notice, probes, replay, stacks
+from gpufleet.infra.canary import notice, probes, proof, replay, stacks
 from gpufleet.infra.canary.assumptions import judge
 from gpufleet.infra.canary.facts import FlightFacts
 from gpufleet.infra.canary.flight import Flight
 from gpufleet.infra.definition.model import StackDefinition
-from gpufleet.rehearsal import canary
+from gpufleet.infra.evidence import proofs
+from gpufleet.rehearsal import canary, habits
 from gpufleet.rehearsal.actions import FLEETS
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.controller import FleetController
@@ -416,3 +420,24 @@ def test_answers_have_the_documented_fields_but_for_those_that_are_known(flight:
     assert {(each.call, each.field) for each in found} == {
         (call, field) for call, fields in KNOWN.items() for field in fields.split()
     }
+
+
+def test_the_file_that_a_flight_wrote_is_imitated_and_replayed_without_a_difference(
+    flight: Flight, tmp_path: Path
+) -> None:
+    def facts() -> FlightFacts:
+        found = FlightFacts()
+        for phase in ("account", "refusals", "bucket", "node", "tags"):
+            one = flown(flight, phase)
+            found.answers |= one.answers
+            found.seen |= one.seen
+        return found
+
+    flight.facts = facts()
+    made = proof.make(flight, "us-east-2", datetime.now(UTC), why="", embedded=True)
+    file = proofs.read(proof.write(made, tmp_path))
+    recorded = file.tree["answers"]
+    assert len(recorded) > 25
+    assert list(replay.differences(recorded, facts().answers)) == []
+    launch_s = file.figure("node.launch_s") or 0.0
+    assert habits.recorded(file) == replace(Habits(), launch_s=launch_s, shown_s=file.figure("tags.fleet_s") or -1)

@@ -1,4 +1,5 @@
 """The canary's script: it counts, saves small and large checkpoints by turns, and tells what its container reaches.
+It fails once, at `fails_at`, so that its node ends itself; a node that resumes there goes on.
 
 It uses torch's GPU where the image brings torch, and imports nothing else, so that any Python runs it.
 """
@@ -11,6 +12,7 @@ import time
 import urllib.request
 
 SMALL, LARGE = 1_000_000, 64_000_000  # bytes
+ELSEWHERE = 3  # exit code with which another node has to go on, as the definition file says
 METADATA = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254")
 
 
@@ -38,19 +40,24 @@ def gpu() -> str:
     return torch.cuda.get_device_name() if float((square @ square)[0, 0]) == 256 else "computes wrongly"
 
 
-def main(checkpoints: pathlib.Path, outputs: pathlib.Path, steps: int, pace_s: float, every: int) -> None:
+def main(
+    checkpoints: pathlib.Path, outputs: pathlib.Path, steps: int, pace_s: float, every: int, fails_at: int = 0
+) -> None:
     resumed = int(os.environ.get("GPUFLEET_RESUME_STEP") or 0)
     for step in range(resumed + 1, steps + 1):
         time.sleep(pace_s)
         print(f"step {step} loss {1 / step:.6f}", flush=True)  # noqa: T201 - that is how it tells
         if step % every == 0:
-            size = LARGE if step // every % 2 else SMALL
-            written = checkpoints / f".step-{step}"
-            written.write_bytes(os.urandom(size))
-            written.rename(checkpoints / f"step-{step}.bin")
+            folder = checkpoints / f"step-{step}"
+            folder.mkdir(exist_ok=True)
+            (folder / "weights.bin").write_bytes(os.urandom(LARGE if step // every % 2 else SMALL))
+            (folder / "whole").touch()
+        if step == fails_at and resumed < fails_at - every:
+            sys.exit(ELSEWHERE)
     seen = {"resumed": resumed, "gpu": gpu(), "metadata": metadata_is_reached(), "user": os.getuid()}
     (outputs / "seen.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]))
+    given = sys.argv[1:]
+    main(pathlib.Path(given[0]), pathlib.Path(given[1]), int(given[2]), float(given[3]), *map(int, given[4:]))
