@@ -28,7 +28,7 @@ STACK_NAME = re.compile(r"[a-z][a-z0-9-]{0,38}[a-z0-9]")
 # Files that `gpufleet init` puts beside the definitions: the Pulumi program and the canary's script, each alone in its
 # folder, and the schema for editors.
 PROGRAM, CANARY, SCHEMA = "stacks/program", "stacks/canary", "stacks/definition.schema.json"
-TRIALS = ".gpufleet/trials"  # definitions that a campaign has made; git ignores them
+TRIALS = ".gpufleet/trials"  # definitions that a campaign or a bake has made; git ignores them
 _TOP_KEY = re.compile(rb"(?m)^['\"]?(\w[\w.-]*)['\"]?[ \t]*:")
 _SECTIONS = {"run", "job", "fleet", "limits"}  # sections that each definition must have
 
@@ -152,7 +152,7 @@ def of_project(root: Path) -> re.Pattern[str]:
     return re.compile(
         rf"(\.gpufleet|rehearsals|prices/\d{{4}}-[\d-]+|{PROGRAM}|{CANARY}|(calibrations|receipts|results)/({stacks}))/"
         rf"|stacks/({stacks})\.yaml$|{re.escape(SCHEMA)}$|traces/[^/]+\.(csv|json)$|policy\.yaml$"
-        r"|Pulumi(\.[^/]+)?\.yaml$|\.github/workflows/gpufleet-"
+        r"|bakes/ami-[^/]+\.json$|Pulumi(\.[^/]+)?\.yaml$|\.github/workflows/gpufleet-"
     )
 
 
