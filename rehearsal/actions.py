@@ -352,12 +352,12 @@ def _rule_description(rule: SecurityGroupRule) -> str | None:
 SecurityGroupRule.description = property(_rule_description)  # type: ignore[assignment]
 
 
-_moto_mappings = Ami.block_device_mappings.fget
+_moto_mappings: Any = vars(Ami)["block_device_mappings"].fget
 
 
 def _mappings(image: Ami) -> Any:
     """The disks of an AMI; for moto each is of 15 GiB."""
-    (root,) = _moto_mappings(image)  # type: ignore[misc]
+    (root,) = _moto_mappings(image)
     return [{**root, "Ebs": {**root["Ebs"], "VolumeSize": image.ebs_snapshot.volume.size}}]
 
 

@@ -113,9 +113,11 @@ class NodeRunner:
 
     def copy(self, image: str, instance: CloudInstance) -> None:
         """Keeps the instance's root disk as an AMI's, as it is now: files may come and go meanwhile."""
+        instance_store = shutil.ignore_patterns("dlami")
         for name in DISK:
+            here, there = self.folder / instance.id / name, self.folder / image / name
             with contextlib.suppress(shutil.Error, FileNotFoundError):
-                shutil.copytree(self.folder / instance.id / name, self.folder / image / name, symlinks=True)
+                shutil.copytree(here, there, symlinks=True, ignore=instance_store)
 
     def end(self, instance: CloudInstance) -> None:
         """Ends the machine: none of its processes runs when this returns."""

@@ -19,7 +19,9 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import atomic
 
 ENDING = "-bake"  # of the builder's name
-TYPE = "c7i.xlarge"  # the cheapest type that the catalog has; a pull needs no GPU
+# The cheapest type that the catalog has; a pull needs no GPU. Without instance store docker's images are on its root
+# disk.
+TYPE = "c7i.xlarge"
 WAITS_S = 3600  # longer than the builder's limit of hours
 # What was pulled is on the disk before the first step, and the AMI is made after it.
 COMMAND = f"sync; echo step 1; exec sleep {WAITS_S}"

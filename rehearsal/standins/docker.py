@@ -17,6 +17,7 @@ accepted by name; an unknown one is an error, never ignored.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import queue
 import re
@@ -35,7 +36,9 @@ from gpufleet.job.contract.environment import SECRET, USER_PATH
 DOCKER = os.environ.get("GPUFLEET_DOCKER")  # the machine's own docker, which then does all of this
 ROOT = Path(os.environ["GPUFLEET_ROOT"])
 CONTAINERS = ROOT / "run" / "docker"
-IMAGES = ROOT / "var" / "lib" / "docker" / "images"  # on the root disk: the images that were pulled, a line each
+CONFIG = ROOT / "etc" / "docker" / "daemon.json"
+DATA = json.loads(CONFIG.read_text()).get("data-root") if CONFIG.exists() else None
+IMAGES = Path(DATA or ROOT / "var" / "lib" / "docker") / "images"  # the images that were pulled, a line each
 TRAINS = "-job"  # ends the name of the container that trains: job/node/jobs.py
 DAEMON_ERROR = 125  # exit code of docker itself, when the container never started
 NAMED = "PET_LOCAL_ADDR"  # torchrun's name for a machine: all nodes here share the host's name
@@ -53,7 +56,8 @@ def main(words: list[str]) -> int:
         options = _run_options().parse_args(rest)
         own = ["-e", NAMED] if options.network == "host" else []
         return _printed([DOCKER, "run", *own, *_without_awslogs(rest, options)], options)
-    commands = {"run": run, "pull": pull, "stop": stop, "inspect": inspect, "image": image, "rm": remove}
+    commands = {"run": run, "pull": pull, "stop": stop, "inspect": inspect, "rm": remove}
+    commands |= {"image": image, "images": images}
     if command not in commands:
         print(f"docker: a rehearsal has no stand-in for '{command}'", file=sys.stderr)
         return DAEMON_ERROR
@@ -148,6 +152,12 @@ def image(words: list[str]) -> int:
         print(f"Error response from daemon: No such image: {name}", file=sys.stderr)
         return 1
     print(name.rpartition("@")[2])
+    return 0
+
+
+def images(words: list[str]) -> int:
+    """`images -q`: the images that are there."""
+    print(IMAGES.read_text() if IMAGES.exists() else "", end="")
     return 0
 
 

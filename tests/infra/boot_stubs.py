@@ -133,6 +133,7 @@ if [[ $1 == pull ]]; then
   cat "$WORLD/pull-says" >&2 2>/dev/null
 fi
 case $1 in
+  images) cat "$WORLD/images" 2>/dev/null ;;
   image) grep -qxF "${!#}" "$WORLD/images" 2>/dev/null ;;
   pull) ! fails pull ;;
   stop) touch "$WORLD/stopped"; [[ -e $WORLD/running ]] ;;

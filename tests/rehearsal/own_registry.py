@@ -51,7 +51,7 @@ class OwnRegistry:
         own = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:  # noqa: N802 - the server's name for it
+            def do_GET(self) -> None:
                 own.asked.append(self.path)
                 content = own.parts.get(self.path.rpartition("/")[2], b"")
                 self.send_response(200 if content or self.path == "/v2/" else 404)

@@ -48,7 +48,7 @@ fleet:
   ami: {AMI}
   region: us-east-2
   zones: [us-east-2a]
-  instance_types: [c7i.xlarge]
+  instance_types: [g5.xlarge]  # whose docker is moved to its instance store where the disk has no image
 storage: {{keep: {{bucket: false}}}}
 limits: {{max_usd: 1, max_hours: 1}}
 """
@@ -90,7 +90,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BakeWorld
             runner.close()
 
 
-class DriverKilledError(BaseException):
+class BakeKilledError(BaseException):
     """The end of the process, as a closed laptop would bring it."""
 
 
@@ -100,11 +100,12 @@ def killed_after_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def then_die(self: PulumiStack, *words: Any, **named: Any) -> None:
         up(self, *words, **named)
-        raise DriverKilledError
+        raise BakeKilledError
 
-    with monkeypatch.context() as patched, pytest.raises(DriverKilledError):
+    with monkeypatch.context() as patched:
         patched.setattr(PulumiStack, "up", then_die)
-        main(["bake", STACK, "--days", "9"])
+        with pytest.raises(BakeKilledError):
+            main(["bake", STACK, "--days", "9"])
 
 
 def test_nodes_start_from_the_bake_without_a_pull_until_it_is_deleted(

@@ -9,7 +9,7 @@ import pytest
 
 from gpufleet.infra.account import rights
 from gpufleet.infra.definition import bake
-from gpufleet.infra.definition.loader import find, load
+from gpufleet.infra.definition.loader import find, load, rehearsal_text
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
 from tests.repository import ROOT
@@ -68,6 +68,15 @@ def test_a_builder_has_the_images_the_disk_and_the_account_of_its_stack(tmp_path
     assert not builder.storage.keep.bucket
     assert "ec2:CreateImage" in rights.needed(builder)
     assert "ec2:CreateImage" not in rights.needed(definition)
+
+
+def test_a_rehearsal_starts_from_no_baked_ami(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(TEXT.replace("ami: ami-01234567", "ami: ami-01234567, baked_ami: ami-76543210"))
+    assert load(file, now=NOW).fleet.starts_from == "ami-76543210"
+    rehearsed = rehearsal_text(file)
+    assert "ami-01234567" in rehearsed
+    assert "ami-76543210" not in rehearsed
 
 
 def test_another_image_gives_the_builder_another_run(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""A machine whose disk is a copy of another machine's, as of `gpufleet bake`: it pulls nothing, and takes nothing of the
-other one's for its own.
+"""A machine whose disk is a copy of another machine's, as of `gpufleet bake`: it pulls nothing, and takes nothing of
+the other one's for its own.
 """
 
 from __future__ import annotations
