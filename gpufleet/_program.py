@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from datetime import UTC, datetime
+from typing import Any
 
 import pulumi
 
-from gpufleet.infra.definition.selected import refuse_unread
+from gpufleet.infra.definition.loader import find
+from gpufleet.infra.definition.selected import BAKE, Selected, refuse_unread
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program import approval, engine
 from gpufleet.job.text import printable
@@ -29,6 +32,8 @@ def program() -> None:
         refuse_unread(pulumi.runtime.get_config_env(), pulumi.get_project())
         config = pulumi.Config()
         name = config.get("definition") or pulumi.get_stack()
+        if kept := config.get(BAKE):
+            return _keep_bake(name, json.loads(kept))
         plan = engine.planned(root, name, was, scenario=config.get("scenario") or "")
         # Imported here, like the provider below: SDKs take a second, and an error of the definition need not wait for
         # it.
@@ -50,4 +55,17 @@ def program() -> None:
     found = declare(plan, root)
     outputs = {"bucket": found.bucket, "log_group": found.log_group, "fleet_id": found.fleet_id or engine.OVER}
     for key, value in {**plan.outputs(), **outputs}.items():
+        pulumi.export(key, value)
+
+
+def _keep_bake(name: str, kept: dict[str, Any]) -> None:
+    """Declares the AMI of a bake in the builder's place. Raises GpufleetError."""
+    chosen = Selected(path=find(name, engine.root_directory()), asked=name)
+    definition = chosen.load(now=datetime.now(UTC), past_deadline=True)
+
+    from gpufleet.infra.program.resources.bake import declare_bake
+
+    image = declare_bake(definition, kept["builder"], kept["until"])
+    outputs = {"definition": definition.name, "ami": image.id, "snapshot": image.root_snapshot_id, BAKE: kept}
+    for key, value in outputs.items():
         pulumi.export(key, value)

@@ -46,6 +46,7 @@ GROUPS = {
     },
     "Launch it": {
         "canary": "the first run on an account, for less than half a dollar: it checks the assumptions about AWS",
+        "bake": "an AMI that holds a stack's images, deleted after some days: its nodes then start without a pull",
         "prepare": "what a run reads: your folders and prefixes hashed, a ready-made job's tokens made",
         "doctor": "check the account: credentials, quotas, roles, offers, AMI, image; --pin writes AMI and image"
         " digest",

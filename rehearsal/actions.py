@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 from moto.core.responses import ActionResult
 from moto.ec2.exceptions import EC2ClientError
+from moto.ec2.models.amis import Ami
 from moto.ec2.models.security_groups import SecurityGroupRule
 from moto.ec2.responses import EC2Response
 from moto.iam.access_control import IAMPolicy, PermissionResult
@@ -21,7 +22,7 @@ from moto.s3.responses import S3Response
 from moto.servicequotas.responses import ServiceQuotasResponse
 from moto.stepfunctions.responses import StepFunctionResponse
 
-from gpufleet.rehearsal.account import QUOTAS, spot_price, zone_ids
+from gpufleet.rehearsal.account import QUOTAS, deregister_image, spot_price, zone_ids
 from gpufleet.rehearsal.controller import FleetController
 
 
@@ -182,6 +183,29 @@ def _terminate_instances(fleets: FleetController, response: Any) -> Any:
     return result
 
 
+def _create_image(fleets: FleetController, response: Any) -> Any:
+    """CreateImage: moto's answer, with the builder's root disk as the AMI's snapshot. An instance that starts from the
+    AMI then has what was on that disk.
+    """
+    result = _MOTO["create_image"](response)
+    ec2, builder = response.ec2_backend, fleets.instances[_params(response)["InstanceId"]]
+    image, source = ec2.amis[result.result["ImageId"]], ec2.amis[builder.image]
+    image.root_device_name, image.root_device_type = source.root_device_name, source.root_device_type
+    attached = (each.attachment for each in ec2.volumes.values() if each.attachment)
+    disks = {each.device: each.volume for each in attached if each.instance.id == builder.id}
+    image.architecture, image.ebs_snapshot.volume = source.architecture, disks[source.root_device_name]
+    fleets.on_image(image.id, builder)
+    return result
+
+
+def _deregister_image(fleets: FleetController, response: Any) -> Any:
+    """DeregisterImage: moto would keep the snapshots also if asked to delete them."""
+    asked, ec2 = _params(response), response.ec2_backend
+    with_snapshots = str(asked.get("DeleteAssociatedSnapshots")).lower() == "true"
+    deregister_image(ec2, asked["ImageId"], with_snapshots=with_snapshots)
+    return ActionResult({"Return": True})
+
+
 def _unless_in_use(name: str, refuse: Callable[[Any, dict[str, Any]], None]) -> Action:
     """moto's own action, unless `refuse` raises an error."""
 
@@ -302,6 +326,8 @@ _EC2: dict[str, Action] = {
     "describe_spot_price_history": _describe_spot_price_history,
     "get_ebs_default_kms_key_id": _get_ebs_default_kms_key_id,
     "terminate_instances": _terminate_instances,
+    "create_image": _create_image,
+    "deregister_image": _deregister_image,
     "create_launch_template": _create_launch_template,
     "describe_launch_templates": _describe_launch_templates,
     "describe_tags": _describe_tags,
@@ -324,6 +350,18 @@ def _rule_description(rule: SecurityGroupRule) -> str | None:
 
 
 SecurityGroupRule.description = property(_rule_description)  # type: ignore[assignment]
+
+
+_moto_mappings: Any = vars(Ami)["block_device_mappings"].fget
+
+
+def _mappings(image: Ami) -> Any:
+    """The disks of an AMI; for moto each is of 15 GiB."""
+    (root,) = _moto_mappings(image)
+    return [{**root, "Ebs": {**root["Ebs"], "VolumeSize": image.ebs_snapshot.volume.size}}]
+
+
+Ami.block_device_mappings = property(_mappings)  # type: ignore[assignment]
 
 _moto_bucket_put = S3Response._bucket_response_put
 

@@ -81,11 +81,13 @@ class Cloud:
             self.clock,
             on_launch=self._launched,
             on_end=self._ended,
+            on_image=self._copied,
             habits=habits or Habits(),
         )
         self.schedules = Schedules(self.account, self.fleets, self._tags_of)
         self.endpoint = ""
         self.launch, self.end = launch, end  # called for every instance that starts, and for every one that ends
+        self.copy: Callable[[str, CloudInstance], None] | None = None  # called for every AMI made of an instance's disk
         self.trouble: OSError | None = None  # why this machine could not start a launched instance
         self._port = port
         self._clients: dict[tuple[str, str], Any] = {}
@@ -298,6 +300,10 @@ class Cloud:
                 self.launch(instance)
             except OSError as error:  # such as a full disk: this machine has failed, not AWS
                 self.trouble = error
+
+    def _copied(self, image: str, instance: CloudInstance) -> None:
+        if self.copy is not None:
+            self.copy(image, instance)
 
     def _ended(self, instance: CloudInstance) -> None:
         instance.ended_at = instance.ended_at or self.clock.now()

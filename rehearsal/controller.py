@@ -38,12 +38,15 @@ class FleetController:
         *,
         on_launch: Callable[[CloudInstance], None],
         on_end: Callable[[CloudInstance], None],
+        on_image: Callable[[str, CloudInstance], None],
         habits: Habits,
     ) -> None:
+        """`on_image` gets the id of an AMI that was made of an instance's disk, and the instance."""
         self.launcher = launcher
         self.clock = clock
         self.on_launch = on_launch
         self.on_end = on_end
+        self.on_image = on_image
         self.habits = habits
         self.expired_state = "deleted"  # or "active": nobody has verified which state AWS gives an expired fleet
         self.fleets: dict[str, CloudFleet] = {}

@@ -32,6 +32,12 @@ STANDINS = Path(__file__).parent / "standins"
 AWS = STANDINS / "warm" / "cli.py"
 NEEDED = ("bash", "tar")
 POLL_S = 0.05
+DISK = ("etc", "opt", "root", "var")  # the folders that lie on a machine's root disk
+# What cloud-init runs at a machine's first boot: scripts that came with its disk, then its user-data.
+BOOT = """
+for each in "$GPUFLEET_ROOT"/var/lib/cloud/scripts/per-boot/*; do [ ! -e "$each" ] || bash "$each"; done
+exec bash "$0"
+"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,13 +80,15 @@ class NodeRunner:
         self.nodes: dict[str, RehearsalNode] = {}
         self._watchers: list[threading.Thread] = []
         self._closed = threading.Event()
-        cloud.launch, cloud.end = self.launch, self.end
+        cloud.launch, cloud.end, cloud.copy = self.launch, self.end, self.copy
 
     def launch(self, instance: CloudInstance) -> None:
         """Boots the instance."""
         root = self.folder / instance.id
+        if (baked := self.folder / instance.image).is_dir():
+            shutil.copytree(baked, root, symlinks=True)
         for name in ("dev", "etc", "run", "root", "tmp", "var/log", "var/lib/cloud/instance"):
-            (root / name).mkdir(parents=True)
+            (root / name).mkdir(parents=True, exist_ok=True)
         _disks(root, instance)
         script = root / "var/lib/cloud/instance/user-data.txt"
         script.write_text(instance.user_data, encoding="utf-8")
@@ -89,7 +97,7 @@ class NodeRunner:
         aws = _aws(root / "run", environment)
         with (root / "var/log/cloud-init-output.log").open("wb") as log:
             process = subprocess.Popen(
-                ["bash", str(script)],
+                ["bash", "-c", BOOT, str(script)],
                 cwd=root,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -102,6 +110,14 @@ class NodeRunner:
         watcher = threading.Thread(target=self._watch, args=(node,), daemon=True)
         watcher.start()
         self._watchers.append(watcher)
+
+    def copy(self, image: str, instance: CloudInstance) -> None:
+        """Keeps the instance's root disk as an AMI's, as it is now: files may come and go meanwhile."""
+        instance_store = shutil.ignore_patterns("dlami")
+        for name in DISK:
+            here, there = self.folder / instance.id / name, self.folder / image / name
+            with contextlib.suppress(shutil.Error, FileNotFoundError):
+                shutil.copytree(here, there, symlinks=True, ignore=instance_store)
 
     def end(self, instance: CloudInstance) -> None:
         """Ends the machine: none of its processes runs when this returns."""

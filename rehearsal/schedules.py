@@ -16,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from moto.ec2.exceptions import EC2ClientError
+from moto.ec2.models import ec2_backends
 from moto.iam.models import iam_backends
 from moto.scheduler.models import scheduler_backends
 from moto.sns.models import sns_backends
@@ -96,6 +97,8 @@ class Schedules:
             return self._refused(role_arn, of, [wish]) or self._execute(region, target["Arn"], {})
         if target["Arn"] == f"{_TARGET}ec2:modifyFleet":
             return self._modify(region, asked, role_arn, of, SERVICE)
+        if target["Arn"] == f"{_TARGET}ec2:deregisterImage":
+            return self._deregister(region, asked, role_arn, of)
         if target["Arn"] == f"{_TARGET}sns:publish":
             return self._publish(region, of, role_arn, asked)
         if target["Arn"] != f"{_TARGET}ec2:deleteFleets":
@@ -174,6 +177,21 @@ class Schedules:
             return refused
         try:
             self._fleets.modify(region, asked)
+        except EC2ClientError as error:
+            return str(error.message)
+        return ""
+
+    def _deregister(self, region: str, asked: dict[str, Any], role_arn: str, of: Mapping[str, str]) -> str:
+        ec2, image = ec2_backends[self._account][region], asked["ImageId"]
+        with_snapshots = bool(asked.get("DeleteAssociatedSnapshots"))
+        wishes = [AccessRequest("ec2:DeregisterImage", f"arn:aws:ec2:{region}::image/{image}")]
+        if with_snapshots and image in ec2.amis:
+            snapshot = ec2.amis[image].ebs_snapshot.id
+            wishes.append(AccessRequest("ec2:DeleteSnapshot", f"arn:aws:ec2:{region}::snapshot/{snapshot}"))
+        if refused := self._refused(role_arn, of, wishes):
+            return refused
+        try:
+            account.deregister_image(ec2, image, with_snapshots=with_snapshots)
         except EC2ClientError as error:
             return str(error.message)
         return ""

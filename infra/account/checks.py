@@ -150,7 +150,8 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
 
 def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     """Whether the AMI exists, has the right architecture and publisher, and fits on the root disk."""
-    wanted, repin = definition.fleet.ami, f"gpufleet doctor {definition.argument} --pin"
+    wanted, stack = definition.fleet.starts_from, definition.argument
+    repin = f"gpufleet bake {stack} --delete" if definition.fleet.baked_ami else f"gpufleet doctor {stack} --pin"
     if wanted == "unpinned":
         yield Check("AMI", "fleet.ami is unpinned", "problem", repin)
         return
@@ -174,6 +175,8 @@ def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     elif size > definition.storage.root.size_gib:
         fix = f"Set storage.root.size_gib: {size}."
         yield Check("AMI", f"{title} needs a root disk of {size} GiB", "problem", fix)
+    elif definition.fleet.baked_ami:
+        yield Check("AMI", f"{title}, by `gpufleet bake`")
     elif image.get("OwnerId") != DLAMI_OWNER:
         owner = image.get("OwnerId")
         yield Check("AMI", f"{title} belongs to {owner}, not to AWS's Deep Learning AMIs", "warning")

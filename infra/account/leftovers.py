@@ -20,12 +20,15 @@ from gpufleet.infra.account.fleet import ENDED, find_instances, fleets_of, has_e
 from gpufleet.infra.account.run_folder import find_buckets, find_log_groups, name_prefix
 from gpufleet.infra.bill.lines import MONTH_H, gp3_usd_per_month
 from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition.bake import ENDING
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import PriceMissing
-from gpufleet.infra.program.resources.tags import RUN_TAG, STACK_TAG
+from gpufleet.infra.program.resources.tags import DELETE_AFTER, RUN_TAG, STACK_TAG
 from gpufleet.job.contract.aws import FLEET_TAG
+from gpufleet.job.contract.reading import epoch
 from gpufleet.job.text import counted
 
+AMI = "AMI"  # the kind of an AMI of a bake
 _T = TypeVar("_T")
 
 
@@ -92,6 +95,7 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
     yield from _instances(nodes, within)
     for what, part in (
         ("volumes", lambda: _volumes(ec2, within, {node["InstanceId"]: node for node in nodes})),
+        ("AMIs", lambda: _images(ec2, definition, now)),
         ("NAT gateways", lambda: _nat_gateways(ec2, definition)),
         ("addresses", lambda: _addresses(ec2, definition)),
         ("buckets", lambda: _buckets(client("s3", region), definition)),
@@ -200,6 +204,25 @@ def _volume(volume: dict[str, Any], region: str, *, ours: bool, owner: str = "")
         owner=owner,
         steps=(removal.ec2("delete_volume", VolumeId=volume["VolumeId"]),) if volume["State"] == "available" else (),
     )
+
+
+def _images(ec2: Any, definition: StackDefinition, now: datetime) -> Iterator[Left]:
+    """The AMIs of the stack, and those that its bake keeps until their day."""
+    stacks = [definition.name, f"{definition.name}{ENDING}"]
+    tagged = [{"Name": f"tag:{STACK_TAG}", "Values": stacks}]
+    for image in aws.pages(ec2, "describe_images", "Images", Owners=["self"], Filters=tagged):
+        tags = aws.tags_of(image)
+        until = epoch(tags.get(DELETE_AFTER, "")) or 0.0
+        gib = sum(int(each["Ebs"]["VolumeSize"]) for each in image["BlockDeviceMappings"] if "Ebs" in each)
+        yield Left(
+            kind=AMI,
+            id=image["ImageId"],
+            note=f"{gib} GiB, a schedule deletes it at {tags.get(DELETE_AFTER, 'no time')}",
+            usd_per_month=_price("ebs_snapshot", definition.fleet.region) * gib * 2**30 / 10**9,
+            asked_for=tags[STACK_TAG] != definition.name and until > now.timestamp(),
+            owner=_other_owner(image, definition),
+            steps=(removal.ec2("deregister_image", DeleteAssociatedSnapshots=True, ImageId=image["ImageId"]),),
+        )
 
 
 def _nat_gateways(ec2: Any, definition: StackDefinition) -> Iterator[Left]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from gpufleet.infra.account.aws import pages
 from gpufleet.infra.account.checks import Check
+from gpufleet.infra.definition.bake import is_builder
 from gpufleet.infra.definition.model import StackDefinition
 
 AT_ONCE = 50  # the most actions in one request
@@ -32,6 +33,7 @@ def declared(definition: StackDefinition) -> dict[str, list[str]]:
         "several nodes": definition.nodes > 1,
         "state machine": bool(definition.fleet.market.stands_by) or definition.fleet.lets_go or bool(definition.stages),
         "e-mail": definition.notify.email is not None,
+        "bake": is_builder(definition),
         "own lifecycle": definition.storage.keep.lifecycle == "own",
         COMMANDS: False,
     }

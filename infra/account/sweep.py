@@ -11,7 +11,7 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from gpufleet.infra.account import refusals
-from gpufleet.infra.account.leftovers import Left
+from gpufleet.infra.account.leftovers import AMI, Left
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.text import counted
 
@@ -69,10 +69,15 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
     theirs = [left for left in found if left.owner]
     mine = [left for left in found if not left.owner]
     unwanted, foreign = [left for left in mine if left.unwanted], [left for left in mine if left.foreign]
+    kept = [left for left in mine if left.asked_for]
     billed, free = [left for left in unwanted if left.bills], [left for left in unwanted if not left.bills]
     for title, group in (
         ("Not looked at, so these may exist and cost money:", unseen),
-        (f"Kept on purpose (storage.keep of {definition.source.name}):", [left for left in mine if left.asked_for]),
+        (f"Kept on purpose (storage.keep of {definition.source.name}):", [left for left in kept if left.kind != AMI]),
+        (
+            f"Kept by `gpufleet bake`; `gpufleet bake {definition.argument} --delete` takes it away:",
+            [left for left in kept if left.kind == AMI],
+        ),
         ("Billed, and not kept by the definition:", billed),
         ("Still there, free of charge:", free),
         (

@@ -241,7 +241,7 @@ class Flight:
         add("node.zone", node["Placement"]["AvailabilityZone"] in stack.fleet.zones)
         add("node.type", node["InstanceType"] in stack.fleet.instance_types)
         add("node.kind", node["InstanceType"])
-        add("node.image", node["ImageId"] == stack.fleet.ami)
+        add("node.image", node["ImageId"] == stack.fleet.starts_from)
         for each in node["BlockDeviceMappings"]:
             add("volume.goes", each["Ebs"]["DeleteOnTermination"])
             (volume,) = self.asked("ec2").describe_volumes(VolumeIds=[each["Ebs"]["VolumeId"]])["Volumes"]

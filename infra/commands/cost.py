@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpufleet.infra.bill import limits, record
+from gpufleet.infra.bill import bake, limits, record
 from gpufleet.infra.bill.answer import answer
 from gpufleet.infra.bill.estimate import problems
 from gpufleet.infra.bill.table import render
@@ -30,6 +30,7 @@ from gpufleet.infra.errors import BeforeLaunch, DefinitionError, GpufleetError, 
 from gpufleet.infra.evidence.receipts import score
 from gpufleet.infra.inputs.readiness import code_problems, image_problems, not_ready
 from gpufleet.infra.review import policy
+from gpufleet.infra.text import wrap
 
 if TYPE_CHECKING:
     from gpufleet.infra.bill.bill import Bill
@@ -101,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
         line = options.line if options else ""
         command = f"gpufleet cost {definition.priced_argument}"
         print("\n".join(answer(bill, command, today=now.date(), cheaper=line, fallbacks=fallbacks)))
+    for sentence in () if args.json else bake.lines(definition, bill, root):
+        print("\n".join(wrap(sentence)))
     sys.stdout.flush()
     facts = policy.facts(definition, bill, fallbacks)
     broken = () if definition.variant.only_priced else policy.broken(rules, facts)

@@ -81,13 +81,14 @@ class WholeRun:
     definition: StackDefinition
     root: Path
     engine: RunEngine
+    begins_with: str = ""  # the command that begins it; empty: gpufleet run STACK
     sleep: Callable[[float], None] = time.sleep
 
     def carry_out(self) -> int:
         """The exit code, as of `run`."""
         if not self.is_over():
             if not self.has_begun():
-                approved = self._approved()
+                approved = self.approved()
                 if not approved:
                     return 1
                 self.engine.up(approved)
@@ -180,7 +181,7 @@ class WholeRun:
             raise GpufleetError("\n".join(f"breaks {each.rule} of policy.yaml: {each.message}" for each in broken))
         return made
 
-    def _approved(self) -> str:
+    def approved(self) -> str:
         """The hash of the bill as it is now, if it is approved; else empty. Shows the bill unless the hash that was
         given is that one. Raises GpufleetError as plan().
         """
@@ -196,8 +197,8 @@ class WholeRun:
         if self.args.approve:  # whoever guesses learns nothing from it
             print(f"{self.args.approve} is not the hash of this bill, which has not been approved.")
         else:
-            begins = f"`gpufleet run {self.definition.argument} --approve {found}`"
-            print(f"Hash of this bill: {found}. It begins with {begins}.")
+            begins = self.begins_with or f"gpufleet run {self.definition.argument}"
+            print(f"Hash of this bill: {found}. It begins with `{begins} --approve {found}`.")
         return found if agreed() else ""
 
     def _wait(self) -> int:

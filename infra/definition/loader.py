@@ -28,7 +28,7 @@ STACK_NAME = re.compile(r"[a-z][a-z0-9-]{0,38}[a-z0-9]")
 # Files that `gpufleet init` puts beside the definitions: the Pulumi program and the canary's script, each alone in its
 # folder, and the schema for editors.
 PROGRAM, CANARY, SCHEMA = "stacks/program", "stacks/canary", "stacks/definition.schema.json"
-TRIALS = ".gpufleet/trials"  # definitions that a campaign has made; git ignores them
+TRIALS = ".gpufleet/trials"  # definitions that a campaign or a bake has made; git ignores them
 _TOP_KEY = re.compile(rb"(?m)^['\"]?(\w[\w.-]*)['\"]?[ \t]*:")
 _SECTIONS = {"run", "job", "fleet", "limits"}  # sections that each definition must have
 
@@ -154,7 +154,7 @@ def of_project(root: Path) -> re.Pattern[str]:
         rf"(campaigns/({campaigns})(\.yaml$|/)|(receipts|results)/({campaigns})(-[0-9a-z-]+)?/)"
         rf"|(\.gpufleet|rehearsals|prices/\d{{4}}-[\d-]+|{PROGRAM}|{CANARY}|(calibrations|receipts|results)/({stacks}))/"
         rf"|stacks/({stacks})\.yaml$|{re.escape(SCHEMA)}$|traces/[^/]+\.(csv|json)$|policy\.yaml$"
-        r"|Pulumi(\.[^/]+)?\.yaml$|\.github/workflows/gpufleet-"
+        r"|bakes/ami-[^/]+\.json$|Pulumi(\.[^/]+)?\.yaml$|\.github/workflows/gpufleet-"
     )
 
 
@@ -177,6 +177,9 @@ def rehearsal_text(path: Path, root: Path | None = None, *, changed: Callable[[M
         merged = changed(merged)
     overlay = tree.entries.get("rehearsal")
     entries = {name: node for name, node in merged.entries.items() if name != "scenarios"}
+    if isinstance(fleet := entries.get("fleet"), Mapping):  # the embedded account has no AMI of a bake
+        kept = {name: node for name, node in fleet.entries.items() if name != "baked_ami"}
+        entries["fleet"] = replace(fleet, entries=kept)
     if isinstance(overlay, Mapping) and "interruptions" in overlay.entries:
         entries["rehearsal"] = replace(overlay, entries={"interruptions": overlay.entries["interruptions"]})
     else:

@@ -81,6 +81,12 @@ class Fleet:
     fallback: Fallback = added_later("none")  # what to do as soon as spot would miss the deadline
     block: CapacityBlock | None = added_later(None)  # None unless capacity is block
     ami: str = "unpinned"  # a literal ami-..., written by `gpufleet doctor --pin`
+    baked_ami: str | None = added_later(None)  # an AMI that holds the job's images, written by `gpufleet bake`
+
+    @property
+    def starts_from(self) -> str:
+        """The AMI of the nodes."""
+        return self.baked_ami or self.ami
 
     @property
     def is_gang(self) -> bool:

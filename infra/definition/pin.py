@@ -11,27 +11,33 @@ from gpufleet.job import atomic
 
 _EXAMPLES = {
     "fleet.ami": "unpinned",
+    "fleet.baked_ami": "ami-...",
     "job.image": "registry/repository:tag",
     "job.supervisor_image": SUPERVISOR_IMAGE,
 }
 # by key: the neighbour above which the key is written if it is missing
-_ABOVE = {"fleet.ami": "fleet.region", "job.supervisor_image": "job.image"}
+_ABOVE = {"fleet.ami": "fleet.region", "fleet.baked_ami": "fleet.region", "job.supervisor_image": "job.image"}
 
 
 def pin(path: Path, *, ami: str, image: str, supervisor_image: str | None = None) -> None:
-    """Writes the AMI and the images with their digests into the file; every other byte stays. Atomic.
+    """Writes the AMI and the images with their digests into the file, as write_values does. A file that needs
+    `supervisor_image` and lacks it gets it.
+    """
+    wanted = {"fleet.ami": ami, "job.image": image}
+    if supervisor_image is not None:
+        wanted["job.supervisor_image"] = supervisor_image
+    write_values(path, wanted)
 
-    A file without `ami` gets it above `region`; a file that needs `supervisor_image` and lacks it gets it above
-    `image`. Raises DefinitionError when the file is not plain enough for that (a folded value, a section in braces
-    without the key).
+
+def write_values(path: Path, wanted: dict[str, str]) -> None:
+    """Writes the values into the file, by key; every other byte stays. Atomic. A file without a key of _ABOVE gets it
+    above its neighbour. Raises DefinitionError when the file is not plain enough for that (a folded value, a section in
+    braces without the key).
     """
     target = path.resolve()
     text, tree = open_file(target)
     edits: list[tuple[int, int, str]] = []
     problems: list[Problem] = []
-    wanted = {"fleet.ami": ami, "job.image": image}
-    if supervisor_image is not None:
-        wanted["job.supervisor_image"] = supervisor_image
     for where, value in wanted.items():
         node = find_node(tree, where)
         if node is None and (line := _line_above(_ABOVE.get(where, ""), text, tree, where, value)):

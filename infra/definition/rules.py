@@ -81,6 +81,7 @@ RULES: dict[tuple[type[Any], str], Rule] = {
         allowed="unpinned, or a literal ami-...",
         hint="Write unpinned, then run gpufleet doctor --pin: a maintain fleet cannot look up a parameter.",
     ),
+    (Fleet, "baked_ami"): Rule(pattern=r"ami-([0-9a-f]{8}|[0-9a-f]{17})", allowed="an ami-... of `gpufleet bake`"),
     (Disk, "size_gib"): Rule(minimum=1, maximum=65_536, unit="GiB"),
     (Disk, "iops"): Rule(minimum=3_000, maximum=80_000, unit="operations/s"),
     (Disk, "throughput_mibps"): Rule(minimum=125, maximum=2_000, unit="MiB/s"),

@@ -21,6 +21,7 @@ from gpufleet.infra.definition.scenarios import scenario as one_scenario
 from gpufleet.infra.errors import GpufleetError
 
 DEFINITION, SCENARIO = "definition", "scenario"
+BAKE = "bake"  # of the stack of a bake: JSON of what is kept in the builder's place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +71,7 @@ def refuse_unread(keys: Iterable[str], project: str) -> None:
                 "credentials come from the shell, for the program and every command: AWS_PROFILE names a profile, "
                 f"which may assume a role. {remove}"
             )
-        if namespace == project and name not in (DEFINITION, SCENARIO):
+        if namespace == project and name not in (DEFINITION, SCENARIO, BAKE):
             raise GpufleetError(
                 f"{key} in the Pulumi configuration is not a setting; allowed: {DEFINITION}, {SCENARIO}. {remove}"
             )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError, Problem
+from gpufleet.infra.inputs import bakes
 from gpufleet.job.contract.inputs import DATASET, WEIGHTS, other_size, read_dataset, read_weights
 
 
@@ -19,6 +20,7 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
     for key, image in (("image", definition.job.image), ("supervisor_image", definition.job.supervisor_image)):
         if image is not None and "@sha256:" not in image:
             sentences.append(f"job.{key} has a tag but no digest: run `gpufleet doctor {name} --pin`.")
+    sentences += bakes.not_ready(definition, root)
     dataset, folder = definition.storage.dataset, definition.storage.dataset_folder(root)
     if folder is not None and (reason := _unprepared(definition, folder, root)):
         sentences.append(f"storage.dataset, {dataset}, {reason}: run `{command(definition)}`.")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpufleet import job
-from gpufleet.infra.bill import limits, options, record
+from gpufleet.infra.bill import bake, limits, options, record
 from gpufleet.infra.bill.answer import answer
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import problems
@@ -31,7 +31,7 @@ from gpufleet.infra.definition.model import Capacity, StackDefinition
 from gpufleet.infra.definition.selected import Selected
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.evidence import rehearsed
-from gpufleet.infra.inputs import archive, code, folders
+from gpufleet.infra.inputs import archive, bakes, code, folders
 from gpufleet.infra.inputs.prepared import prepared_dataset
 from gpufleet.infra.inputs.readiness import not_ready
 from gpufleet.infra.program import ecr
@@ -65,6 +65,7 @@ class Plan:
     warnings: tuple[str, ...]
     stages: tuple[Plan, ...] = ()  # the plans of a run's stages; the other fields are then those of its first stage
     staged: StagedBill | None = None  # of a run in stages
+    bake: tuple[str, ...] = ()  # what an AMI of `gpufleet bake` costs, where the nodes start from one
 
     @property
     def parts(self) -> tuple[Plan, ...]:
@@ -106,7 +107,7 @@ class Plan:
             cheaper=self.cheaper.line if self.cheaper else "",
             fallbacks=self.fallbacks,
         )
-        return [*lines, kept_sentence(self.bill)]
+        return [*lines, kept_sentence(self.bill), *self.bake]
 
     def numbers(self) -> dict[str, Any]:
         """The bill's figures as numbers, for a program that reads them through a StackReference."""
@@ -208,7 +209,7 @@ def _gather(
     folder = definition.storage.dataset_folder(root)
     missing = not_ready(definition, root)
     if not goes_on:
-        missing[:0] = definition.fleet.market.not_begun(now)
+        missing[:0] = [*definition.fleet.market.not_begun(now), *bakes.gone_before_the_end(definition, root, now)]
     if missing and not preview:
         raise GpufleetError("\n".join([f"{definition.source}: not ready for up", *(f"  - {line}" for line in missing)]))
     dataset = prepared_dataset(definition, root)
@@ -336,6 +337,7 @@ def _plan(
         archive=shared.archive,
         **given.fields(),
         run_config=run_file.encode(config).decode(),
+        bake=tuple(bake.lines(definition, bill, shared.root)),
         warnings=(
             *given.missing,
             *late,

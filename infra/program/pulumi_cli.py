@@ -47,13 +47,20 @@ class PulumiStack:
             raise GpufleetError(f"`{' '.join(words)}` failed: {done.stderr.strip()}")
         return dict(json.loads(done.stdout))
 
-    def up(self, approved: str) -> None:
-        """Previews and makes everything, if the bill is still the approved one."""
-        self._call("up", "--yes", environment={approval.VARIABLE: approved})
+    def up(self, approved: str, config: Mapping[str, str] | None = None) -> None:
+        """Previews and makes everything, if the bill is still the approved one. `config`: settings that are written
+        into the stack's configuration first.
+        """
+        settings = (word for key, value in (config or {}).items() for word in ("--config", f"{key}={value}"))
+        self._call("up", "--yes", *settings, environment={approval.VARIABLE: approved})
 
     def destroy(self) -> None:
         """Removes everything that the definition does not keep."""
         self._call("destroy", "--yes")
+
+    def forget(self) -> None:
+        """Removes the stack, which has nothing any more, and its configuration."""
+        self._call("stack", "rm", "--yes")
 
     def _call(self, *words: str, environment: Mapping[str, str] | None = None) -> None:
         command = ["pulumi", *words, "--non-interactive", "--stack", self.name]

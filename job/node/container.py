@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gpufleet.job.contract import environment
 from gpufleet.job.contract.workdir import RUN
-from gpufleet.job.node.outside import NOT_REACHED, ask, complaint
+from gpufleet.job.node.outside import NOT_REACHED, answer, ask, complaint, say
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 USER = 1000  # the user of containers with gpufleet's own jobs, whatever its name in the image
@@ -39,10 +39,13 @@ def stop(machine: InstanceIdentity) -> tuple[str, ...]:
 
 
 def pull(image: str, login: Path, registry: str = "") -> str | None:
-    """Pulls the image. Pulls the image; returns None if it is there now, else the reason. `login`: the folder where
-    docker keeps its login during the pull. `registry`: the place of the secret user:password for a registry other than
-    ECR.
+    """Pulls the image, unless the disk came with it (`gpufleet bake`). Returns None if it is there now, else the
+    reason. `login`: the folder where docker keeps its login during the pull. `registry`: the place of the secret
+    user:password for a registry other than ECR.
     """
+    if "@sha256:" in image and answer("docker", "image", "inspect", "-f", "{{.Id}}", image) is not None:
+        say(f"{image} is on this machine's disk: nothing is pulled")
+        return None
     try:
         refused = _log_in(image, login, registry)
         return complaint(PULL_S, "docker", "pull", "-q", image) if refused is None else refused
@@ -59,10 +62,10 @@ def _log_in(image: str, login: Path, registry: str) -> str | None:
     private = _ECR.search(host)
     if private is None and not registry:
         return None
-    answer = ask(*(_ecr_token(private[1]) if private else secret(registry)), "--output", "text", *NOT_REACHED)
-    if answer.code != 0:
-        return answer.why
-    token = answer.out if private else base64.b64encode(answer.out.encode()).decode()
+    read = ask(*(_ecr_token(private[1]) if private else secret(registry)), "--output", "text", *NOT_REACHED)
+    if read.code != 0:
+        return read.why
+    token = read.out if private else base64.b64encode(read.out.encode()).decode()
     login.mkdir(parents=True, exist_ok=True)
     (login / "config.json").write_text(json.dumps({"auths": {host: {"auth": token}}}))
     return None

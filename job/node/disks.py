@@ -15,8 +15,8 @@ NOTHING_THERE = 2  # blkid's exit code for an empty disk
 
 
 def scratch(root: Path, own: Path) -> Path:
-    """The folder for the job's files: on instance store if the machine has one, which docker then uses too, else `own`
-    on the root disk.
+    """The folder for the job's files: on instance store if the machine has one, else `own` on the root disk. Docker
+    uses it too, unless the root disk came with images.
     """
     disks = [
         line.split()[0]
@@ -35,7 +35,10 @@ def scratch(root: Path, own: Path) -> Path:
         if not (call("mkfs.xfs", "-q", "-f", disks[0]) and call("mount", disks[0], str(folder))):
             say("instance store cannot be used: checkpoints go to the root disk")
             return own
-    _docker_on(folder / "docker", root / "etc/docker/daemon.json")
+    if answer(*bounded(120, "docker", "images", "-q")):
+        say("docker stays on the root disk, which has images")
+    else:
+        _docker_on(folder / "docker", root / "etc/docker/daemon.json")
     return folder
 
 

@@ -7,6 +7,7 @@ counts as gone when read. (terraform-provider-aws internal/service/ec2/ec2_fleet
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -147,7 +148,17 @@ def _wait(aws: Aws, fleet: str, states: set[str], *, timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
+def _delete_image(aws: Aws, resource_id: str, state: Properties) -> None:
+    aws.ec2.deregister_image(ImageId=resource_id)
+    aws.ec2.delete_snapshot(SnapshotId=state["rootSnapshotId"])
+
+
+def _root_snapshot(aws: Aws, like: Properties, live: Properties, found: Mapping[str, Any]) -> Properties:
+    return {"rootSnapshotId": found["BlockDeviceMappings"][0]["Ebs"]["SnapshotId"]}
+
+
 OWN = {
+    "aws:ec2/amiFromInstance:AmiFromInstance": OwnCalls(delete=_delete_image, seen=_root_snapshot),
     "aws:ec2/launchTemplate:LaunchTemplate": OwnCalls(_create_template, _read_template, change=_update_template),
     "aws:ec2/fleet:Fleet": OwnCalls(_create_fleet, _read_fleet, _delete_fleet, change=_update_fleet),
 }

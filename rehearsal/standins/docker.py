@@ -17,6 +17,7 @@ accepted by name; an unknown one is an error, never ignored.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import queue
 import re
@@ -35,6 +36,9 @@ from gpufleet.job.contract.environment import SECRET, USER_PATH
 DOCKER = os.environ.get("GPUFLEET_DOCKER")  # the machine's own docker, which then does all of this
 ROOT = Path(os.environ["GPUFLEET_ROOT"])
 CONTAINERS = ROOT / "run" / "docker"
+CONFIG = ROOT / "etc" / "docker" / "daemon.json"
+DATA = json.loads(CONFIG.read_text()).get("data-root") if CONFIG.exists() else None
+IMAGES = Path(DATA or ROOT / "var" / "lib" / "docker") / "images"  # the images that were pulled, a line each
 TRAINS = "-job"  # ends the name of the container that trains: job/node/jobs.py
 DAEMON_ERROR = 125  # exit code of docker itself, when the container never started
 NAMED = "PET_LOCAL_ADDR"  # torchrun's name for a machine: all nodes here share the host's name
@@ -53,6 +57,7 @@ def main(words: list[str]) -> int:
         own = ["-e", NAMED] if options.network == "host" else []
         return _printed([DOCKER, "run", *own, *_without_awslogs(rest, options)], options)
     commands = {"run": run, "pull": pull, "stop": stop, "inspect": inspect, "rm": remove}
+    commands |= {"image": image, "images": images}
     if command not in commands:
         print(f"docker: a rehearsal has no stand-in for '{command}'", file=sys.stderr)
         return DAEMON_ERROR
@@ -126,14 +131,33 @@ def _printed(argv: list[str], options: argparse.Namespace, record: Path | None =
 
 
 def pull(words: list[str]) -> int:
-    """Pulls nothing, because 15 GB are too much for a laptop. The pull fails where a registry would refuse the
-    image.
+    """Notes only the image's name, because 15 GB are too much for a laptop. The pull fails where a registry would
+    refuse the image.
     """
-    image = words[-1]
-    if not re.fullmatch(r"[a-z0-9][a-z0-9._/:-]*(:[\w.-]+)?@sha256:[0-9a-f]{64}", image):
-        print(f"docker: {image} names no digest", file=sys.stderr)
+    name = words[-1]
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._/:-]*(:[\w.-]+)?@sha256:[0-9a-f]{64}", name):
+        print(f"docker: {name} names no digest", file=sys.stderr)
         return 1
-    print(image)
+    IMAGES.parent.mkdir(parents=True, exist_ok=True)
+    with IMAGES.open("a") as images:
+        images.write(f"{name}\n")
+    print(name)
+    return 0
+
+
+def image(words: list[str]) -> int:
+    """`image inspect -f {{.Id}} NAME`: whether an image is there."""
+    name = words[-1]
+    if name not in (IMAGES.read_text().splitlines() if IMAGES.exists() else ()):
+        print(f"Error response from daemon: No such image: {name}", file=sys.stderr)
+        return 1
+    print(name.rpartition("@")[2])
+    return 0
+
+
+def images(words: list[str]) -> int:
+    """`images -q`: the images that are there."""
+    print(IMAGES.read_text() if IMAGES.exists() else "", end="")
     return 0
 
 

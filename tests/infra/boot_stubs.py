@@ -133,6 +133,8 @@ if [[ $1 == pull ]]; then
   cat "$WORLD/pull-says" >&2 2>/dev/null
 fi
 case $1 in
+  images) cat "$WORLD/images" 2>/dev/null ;;
+  image) grep -qxF "${!#}" "$WORLD/images" 2>/dev/null ;;
   pull) ! fails pull ;;
   stop) touch "$WORLD/stopped"; [[ -e $WORLD/running ]] ;;
   inspect) cat "$WORLD/pid" ;;
@@ -331,7 +333,7 @@ class StubNode:
         """The rendered user-data. The objects that it names are in place under their hashes."""
         packed = archive.build(self.code)
         inputs = self.s3 / "inputs" / packed.sha256
-        inputs.mkdir(parents=True)
+        inputs.mkdir(parents=True, exist_ok=True)
         (inputs / "job.tar.gz").write_bytes(packed.content)
         run_config = json.dumps(
             {

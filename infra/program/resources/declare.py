@@ -49,7 +49,7 @@ class DeclaredRun:
 def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> DeclaredRun:
     """Declares the resources of the plan; `root` is the project's folder."""
     definition, verdict, prefix = plan.definition, plan.verdict, around.prefix
-    options = _with_provider(around, definition.fleet.region)
+    options = with_provider(around, definition.fleet.region)
     network = Network(f"{prefix}network", definition, vpc=around.vpc, opts=options)
     storage = StorageComponent(
         f"{prefix}storage",
@@ -173,7 +173,7 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
     )
 
 
-def _with_provider(around: Surroundings, region: str) -> pulumi.ResourceOptions:
+def with_provider(around: Surroundings, region: str) -> pulumi.ResourceOptions:
     """The options with a provider of the region, unless they have one of their own. The region comes from the
     definition alone: neither the stack's config nor the shell can put a run elsewhere.
     """

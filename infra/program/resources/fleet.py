@@ -64,7 +64,7 @@ class FleetComponent(pulumi.ComponentResource):
         label = named(tags(definition), f"gpufleet-{definition.name}-{definition.run.id}")
         self.template = aws.ec2.LaunchTemplate(
             f"gpufleet-{definition.name}{definition.stage and '-'}{definition.stage}",
-            image_id=definition.fleet.ami,
+            image_id=definition.fleet.starts_from,
             user_data=user_data_base64,
             update_default_version=True,
             iam_instance_profile=aws.ec2.LaunchTemplateIamInstanceProfileArgs(arn=profile_arn),

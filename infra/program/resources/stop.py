@@ -37,9 +37,11 @@ class FleetStop(pulumi.ComponentResource):
         name: str,
         definition: StackDefinition,
         *,
+        statements: pulumi.Input[list[dict[str, Any]]] | None = None,
         permissions_boundary: pulumi.Input[str] | None = None,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
+        """`statements`: what the role may do; None: end the run's fleets and nodes."""
         super().__init__("gpufleet:infra:Stop", name, None, opts)
         self._name, self._definition = name, definition
         child, labels = pulumi.ResourceOptions(parent=self), tags(definition)
@@ -52,10 +54,11 @@ class FleetStop(pulumi.ComponentResource):
             tags=labels,
             opts=child,
         )
+        allowed = stop_statements(definition) if statements is None else statements
         rights = aws.iam.RolePolicy(
             f"{name}-rights",
             role=self.role.name,
-            policy=json.dumps({"Version": "2012-10-17", "Statement": stop_statements(definition)}),
+            policy=pulumi.Output.json_dumps({"Version": "2012-10-17", "Statement": allowed}),
             opts=pulumi.ResourceOptions(parent=self, replacement_trigger=definition.run.id),
         )
         self.ready = [rights]

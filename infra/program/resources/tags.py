@@ -8,6 +8,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.contract.aws import OWN_TAGS
 
 STACK_TAG, RUN_TAG, OWNER_TAG = OWN_TAGS
+DELETE_AFTER = "gpufleet:delete-after"  # of the AMI of a bake: when its schedule deletes it
 
 
 def own_tags(definition: StackDefinition) -> dict[str, str]:

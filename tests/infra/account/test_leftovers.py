@@ -104,6 +104,33 @@ def test_a_kept_bucket_is_no_leftover_and_shows_its_price(
     assert "aws s3 rb --force s3://gpufleet-small-growth-0a1b2c3" in capsys.readouterr().out
 
 
+def test_an_ami_of_a_bake_is_kept_until_its_day_and_then_a_leftover(
+    cloud: Cloud, stack: StackDefinition, capsys: pytest.CaptureFixture[str]
+) -> None:
+    declare_fleet(cloud)
+    cloud.tick()
+    (node,) = cloud.instances()
+    ec2 = cloud.client("ec2")
+    ec2.delete_fleets(FleetIds=[node.fleet_id], TerminateInstances=False)
+    labels = {**TAGS, "gpufleet:stack": "small-growth-bake", "gpufleet:delete-after": "2026-12-21T12:00:00Z"}
+    tags = [{"Key": key, "Value": value} for key, value in labels.items()]
+    image = ec2.create_image(
+        InstanceId=node.id, Name="baked", TagSpecifications=[{"ResourceType": "image", "Tags": tags}]
+    )["ImageId"]
+    found = leftovers_by_kind(stack)["AMI"]
+    assert (found.id, found.asked_for, found.unwanted) == (image, True, False)
+    assert found.note.endswith("GiB, a schedule deletes it at 2026-12-21T12:00:00Z")
+    assert found.note.startswith("100 GiB")
+    assert found.usd_per_month.quantize(Decimal("0.01")) == Decimal("5.37")
+    said = "\n".join(sweep.table(stack, [found]))
+    assert "Kept by `gpufleet bake`; `gpufleet bake small-growth --delete` takes it away:" in said
+    late = leftovers_by_kind(stack, datetime(2026, 12, 21, 12, 1, tzinfo=UTC))["AMI"]
+    assert late.unwanted
+    late.steps[0].do(lambda service: cloud.client(service))
+    assert {kind for kind, _ in cloud.leftovers()} & {"image", "snapshot"} == set()
+    assert "AMI" not in leftovers_by_kind(stack)
+
+
 def test_a_bucket_of_another_stack_with_a_like_name_is_not_ours(cloud: Cloud, stack: StackDefinition) -> None:
     s3 = cloud.client("s3")
     name = "gpufleet-small-growth-two-0a1b2c3"

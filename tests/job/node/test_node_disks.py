@@ -61,6 +61,17 @@ def test_docker_moves_to_instance_store_and_keeps_its_other_settings(node: StubN
     assert calls == ["systemctl restart docker", "docker pull"]
 
 
+def test_docker_stays_on_a_root_disk_that_came_with_images(node: StubNode) -> None:
+    devices(node, ("nvme1n1", STORE))
+    (node.world / "images").write_text(f"{node.image}\n")
+
+    outcome = node.boot()
+
+    assert outcome.calls_starting("systemctl restart docker", "docker pull") == []
+    assert not (node.root / "etc/docker/daemon.json").exists()
+    assert f"-v {node.root}/scratch/run:/gpufleet/run" in "\n".join(outcome.calls)
+
+
 def test_docker_that_does_not_restart_there_goes_back(node: StubNode) -> None:
     devices(node, ("nvme1n1", STORE))
     node.fails("systemctl")

@@ -1,0 +1,55 @@
+"""What an AMI of `gpufleet bake` costs, and after how many starts it pays."""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+
+from gpufleet.infra.bill.bill import Bill
+from gpufleet.infra.bill.lines import MONTH_H
+from gpufleet.infra.catalog import Catalog
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.inputs import bakes
+from gpufleet.infra.inputs.bakes import Bake
+
+GB_PER_GIB = Decimal(2**30) / 10**9
+
+
+def usd_per_month(catalog: Catalog, region: str, gb: Decimal) -> Decimal:
+    """USD per month of a snapshot. Raises PriceMissing."""
+    return catalog.price("ebs_snapshot", region).amount * gb
+
+
+def most_usd_per_month(catalog: Catalog, definition: StackDefinition) -> Decimal:
+    """USD per month of the snapshot of a full root disk. Raises PriceMissing."""
+    return usd_per_month(catalog, definition.fleet.region, definition.storage.root.size_gib * GB_PER_GIB)
+
+
+def usd(bake: Bake) -> Decimal:
+    """All that the AMI costs until it is deleted."""
+    lives = datetime.fromisoformat(bake.until) - datetime.fromisoformat(bake.made)
+    return bake.builder_usd + bake.usd_per_month * Decimal(lives.total_seconds()) / 3600 / MONTH_H
+
+
+def lines(definition: StackDefinition, bill: Bill, root: Path) -> list[str]:
+    """A sentence or two about the baked AMI that the nodes start from; empty without one."""
+    bake = bakes.read(definition, root)
+    if bake is None:
+        return []
+    price = next(each.unit_price for each in bill.chosen.lines if each.kind == "compute") * definition.nodes
+    costs = f"{bake.ami} of `gpufleet bake` costs {bake.usd_per_month:.2f} USD a month until {bake.until[:10]}."
+    return [f"{costs} {pays_after(bake, price)}"]
+
+
+def pays_after(bake: Bake, usd_per_hour: Decimal) -> str:
+    """After how many starts of nodes at this price the AMI has paid for itself."""
+    saved = bake.pulled_s / 3600 * usd_per_hour
+    if not saved:
+        return "Its builder's pull took no time."
+    starts = math.ceil(usd(bake) / saved)
+    return (
+        f"Its builder pulled the images in {bake.pulled_s / 60:.1f} min: if a start here saves as much,"
+        f" {saved:.2f} USD, its {usd(bake):.2f} USD are paid after {starts} starts."
+    )

@@ -1,0 +1,83 @@
+"""Declares what a bake keeps: an AMI of its builder's disk, and the schedule that deletes it.
+
+It is declared in the builder's own stack, in place of the builder: the engine makes the AMI first, and deletes the
+builder after it. A destroy deletes the AMI with its snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any
+
+import pulumi
+import pulumi_aws as aws
+
+from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.program.resources.declare import Surroundings, with_provider
+from gpufleet.infra.program.resources.stop import FleetStop, one_time
+from gpufleet.infra.program.resources.tags import DELETE_AFTER, named, tags
+
+DELETE = "delete"  # the schedule's name within its group
+DEREGISTER = "arn:aws:scheduler:::aws-sdk:ec2:deregisterImage"  # a universal target (Scheduler User Guide, 2026-11-27)
+
+
+class BakedImage(pulumi.ComponentResource):
+    """The AMI of the instance `builder`, with `until` (UTC) in a tag."""
+
+    image: aws.ec2.AmiFromInstance
+
+    def __init__(
+        self, name: str, definition: StackDefinition, *, builder: str, until: str, opts: pulumi.ResourceOptions
+    ) -> None:
+        super().__init__("gpufleet:infra:BakedImage", name, None, opts)
+        label = f"gpufleet-{definition.name}"
+        self.image = aws.ec2.AmiFromInstance(
+            label,
+            name=f"{label}-{builder}",
+            description="holds the images of a gpufleet job",
+            source_instance_id=builder,
+            # A reboot would run the builder's second boot. Its command writes all buffers before it says that it waits.
+            snapshot_without_reboot=True,
+            tags=named({**tags(definition), DELETE_AFTER: until}, label),
+            opts=pulumi.ResourceOptions(parent=self),
+        )
+        self.register_outputs({})
+
+
+def declare_bake(definition: StackDefinition, builder: str, until: str) -> aws.ec2.AmiFromInstance:
+    """Declares the AMI and the schedule that deletes it at `until` (UTC); gives the AMI."""
+    options, region = with_provider(Surroundings(), definition.fleet.region), definition.fleet.region
+    image = BakedImage("baked", definition, builder=builder, until=until, opts=options).image
+    rights = pulumi.Output.all(image.id, image.root_snapshot_id).apply(lambda ids: delete_statements(region, *ids))
+    stop = FleetStop(
+        "stop",
+        definition,
+        statements=rights,
+        opts=options,
+    )
+    one_time(
+        "delete-schedule",
+        name=DELETE,
+        stop=stop,
+        description="deletes an AMI of gpufleet bake and its snapshot",
+        at=datetime.fromisoformat(until),
+        target=DEREGISTER,
+        input=image.id.apply(lambda id: json.dumps({"ImageId": id, "DeleteAssociatedSnapshots": True})),
+        depends_on=stop.ready,
+        trigger=image.id,
+        parent=stop,
+    )
+    return image
+
+
+def delete_statements(region: str, image: str, snapshot: str) -> list[dict[str, Any]]:
+    """The rights of the schedule's role: to delete this AMI and its snapshot."""
+    return [
+        {
+            "Sid": "DeleteOwnImage",
+            "Effect": "Allow",
+            "Action": ["ec2:DeregisterImage", "ec2:DeleteSnapshot"],
+            "Resource": [f"arn:aws:ec2:{region}::image/{image}", f"arn:aws:ec2:{region}::snapshot/{snapshot}"],
+        }
+    ]
