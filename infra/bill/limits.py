@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import datetime, timedelta
 from decimal import ROUND_CEILING, Decimal
 
@@ -170,14 +169,12 @@ def enough(needed: Decimal) -> Decimal:
 
 def least_usd(definition: StackDefinition, bill: Bill) -> Decimal:
     """The limits.max_usd within which nine simulated runs in ten end by themselves; the definition's own one where that
-    is lower, or where the run needs it.
+    is lower, and for a run that trains until a limit.
     """
     own = definition.limits.max_usd
-    least = enough(bill.chosen.metered_usd.p90 + bill.chosen.reserve[0])
-    lower = replace(definition, limits=replace(definition.limits, max_usd=least))
-    if least >= own or batch.is_endless(definition.job.parameters) or any(problems(lower, bill)):
+    if batch.is_endless(definition.job.parameters):
         return own
-    return least
+    return min(own, enough(bill.chosen.metered_usd.p90 + bill.chosen.reserve[0]))
 
 
 def slowest(side: Side, by_h: float) -> float:

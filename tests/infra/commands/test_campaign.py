@@ -485,7 +485,8 @@ def test_a_run_that_changed_since_the_approval_does_not_begin(monkeypatch: pytes
     class Whole:
         definition = type("Named", (), {"name": "t0"})
 
-        def plan(self) -> None: ...
+        def plan(self) -> object:
+            return object()
 
     monkeypatch.setattr("gpufleet.infra.program.approval.begins_with", lambda _: "1" * 16)
     whole, trial = Whole(), DefinedTrial(name="t0")

@@ -61,6 +61,7 @@ def test_one_value_is_drawn_when_a_run_could_begin_and_none_waits(records: Campa
     assert names(driver(records, tmp_path), ledger(), fits=False) == []
     (first,) = names(driver(records, tmp_path), ledger())
     assert names(driver(records, tmp_path), ledger()) == [first]  # it waits
+    assert len(records.draws()) == 1
     _, second = names(driver(records, tmp_path), ledger(first))
     assert first != second
     assert names(driver(records, tmp_path), ledger(first, second)) == [first, second]  # two go on
