@@ -94,7 +94,7 @@ def in_notebook(columns: Iterable[Column]) -> list[Column]:
 
 def in_numbers(cls: type[T], thing: object, **known: Any) -> T:
     """An internal object as this public class: fields from `known` or its attributes, with floats for decimals."""
-    names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+    names = [spec.name for spec in fields(cls)]  # type: ignore[arg-type]
     return cls(**{name: _number(known[name] if name in known else getattr(thing, name)) for name in names})
 
 

@@ -56,7 +56,7 @@ class Frontier:
         return self._drawn(".png")
 
     def _drawn(self, kind: str) -> bytes:
-        rows, edge = ([each._row for each in some] for some in (self._others, self.options))
+        rows, edge = ([option._row for option in some] for some in (self._others, self.options))
         return plot.drawn(rows, edge, self.title, kind)
 
 
@@ -73,31 +73,33 @@ class Comparison:
     runnable: bool  # whether any option could be run in time
 
     def _repr_html_(self) -> str:
-        able = [each for each in self.options if each.runnable]
-        edge = [each._row for each in self.frontier.options]
-        found = sheet([each._row for each in able[:SHOWN]], columns.NOTEBOOK, edge)
+        able = [option for option in self.options if option.runnable]
+        edge = [option._row for option in self.frontier.options]
+        options_table = sheet([option._row for option in able[:SHOWN]], columns.NOTEBOOK, edge)
         more, other = max(0, len(able) - SHOWN), len(self.options) - len(able)
         notes = [
             "* nothing does the same work for fewer mean dollars in fewer hours by the wall.",
             f"`options` has {more} more that can be run, and {other} that cannot, whose `why` says the reason.",
         ]
         caption = f"{self.stack} in {self.region}: USD to finish"
-        return html.table(found, caption=caption) + "".join(map(html.paragraph, notes))
+        return html.table(options_table, caption=caption) + "".join(map(html.paragraph, notes))
 
 
-def comparison_in_numbers(found: _comparison.Comparison) -> Comparison:
+def comparison_in_numbers(comparison: _comparison.Comparison) -> Comparison:
     """The public form of a comparison."""
-    options = {id(row): _option(row) for row in (*found.listed, *found.rows)}
-    own = found.own_rows
+    options = {id(row): _option(row) for row in (*comparison.listed, *comparison.rows)}
+    own = comparison.own_rows
     return in_numbers(
         Comparison,
-        found,
-        stack=found.definition.name,
-        region=found.definition.fleet.region,
-        scenarios=_options_of(found.listed, options),
-        options=_options_of(found.rows, options),
+        comparison,
+        stack=comparison.definition.name,
+        region=comparison.definition.fleet.region,
+        scenarios=_options_of(comparison.listed, options),
+        options=_options_of(comparison.rows, options),
         frontier=Frontier(
-            options=_options_of(found.own_frontier, options), title=found.title, _others=_options_of(own, options)
+            options=_options_of(comparison.own_frontier, options),
+            title=comparison.title,
+            _others=_options_of(own, options),
         ),
     )
 

@@ -82,16 +82,16 @@ class TrainingRun(_training_run.TrainingRun):
     """The run's cost in USD and hours."""
 
     def __init__(self, name: str, args: TrainingRunArgs, opts: pulumi.ResourceOptions | None = None) -> None:
-        given = cast("Mapping[str, Any]", args)
+        inputs = cast("Mapping[str, Any]", args)
         super().__init__(
             name,
-            _with_whole_numbers(given["definition"]),
-            scenario=given.get("scenario", ""),
-            project=given.get("project") or _project(Path.cwd()),
-            vpc_id=given.get("vpc_id"),
-            subnets=given.get("subnets"),
-            permissions_boundary=given.get("permissions_boundary"),
-            tags=given.get("tags"),
+            _with_whole_numbers(inputs["definition"]),
+            scenario=inputs.get("scenario", ""),
+            project=inputs.get("project") or _project(Path.cwd()),
+            vpc_id=inputs.get("vpc_id"),
+            subnets=inputs.get("subnets"),
+            permissions_boundary=inputs.get("permissions_boundary"),
+            tags=inputs.get("tags"),
             opts=opts,
         )
         bill = cast("_bill.Bill", self.bill)
@@ -102,7 +102,7 @@ class TrainingRun(_training_run.TrainingRun):
 
 def _project(folder: Path) -> Path:
     """The folder of Pulumi.yaml, which a hosted component does not get: at or above the program's."""
-    return next((each for each in (folder, *folder.parents) if (each / "Pulumi.yaml").is_file()), folder)
+    return next((candidate for candidate in (folder, *folder.parents) if (candidate / "Pulumi.yaml").is_file()), folder)
 
 
 def _plain(value: object) -> object:
@@ -112,9 +112,9 @@ def _plain(value: object) -> object:
 def _with_whole_numbers(value: Any) -> Any:
     """The value with its whole numbers as integers, because between processes all numbers are floats."""
     if isinstance(value, dict):
-        return {key: _with_whole_numbers(each) for key, each in value.items()}
+        return {key: _with_whole_numbers(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_with_whole_numbers(each) for each in value]
+        return [_with_whole_numbers(entry) for entry in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -44,35 +44,35 @@ class Definition:
 
 
 def read(
-    given: Given | Definition, *, scenario: str, name: str, project: Path | str | None, now: datetime
+    source: Given | Definition, *, scenario: str, name: str, project: Path | str | None, now: datetime
 ) -> Definition:
     """The definition. Raises DefinitionError with every problem of the file, and GpufleetError."""
-    if isinstance(given, Definition):
-        if not scenario or scenario == given.scenario:
-            return given
-        root, path = given.project, given.path
+    if isinstance(source, Definition):
+        if not scenario or scenario == source.scenario:
+            return source
+        root, path = source.project, source.path
     else:
         root = folder_of(project)
-        path = file_of(given, root, name)
+        path = file_of(source, root, name)
     if scenario:
-        found = one_scenario(path, scenario, now=now, past_deadline=True, to_run=False)
+        stack = one_scenario(path, scenario, now=now, past_deadline=True, to_run=False)
     else:
-        found = load(path, now=now, past_deadline=True, catalog=load_catalog(root))
+        stack = load(path, now=now, past_deadline=True, catalog=load_catalog(root))
     return Definition(
-        name=found.name,
+        name=stack.name,
         path=path,
         project=root,
-        scenario=found.scenario,
-        run=found.run.id,
-        owner=found.run.owner,
-        experiment=found.job.experiment,
-        region=found.fleet.region,
-        zones=found.fleet.zones,
-        instance_types=found.fleet.instance_types,
-        capacity=found.fleet.capacity,
-        max_usd=float(found.limits.max_usd),
-        max_hours=float(found.limits.max_hours),
-        _definition=found,
+        scenario=stack.scenario,
+        run=stack.run.id,
+        owner=stack.run.owner,
+        experiment=stack.job.experiment,
+        region=stack.fleet.region,
+        zones=stack.fleet.zones,
+        instance_types=stack.fleet.instance_types,
+        capacity=stack.fleet.capacity,
+        max_usd=float(stack.limits.max_usd),
+        max_hours=float(stack.limits.max_hours),
+        _definition=stack,
     )
 
 
@@ -81,19 +81,19 @@ def folder_of(project: Path | str | None) -> Path:
     return project_root(Path.cwd()) if project is None else Path(project)
 
 
-def file_of(given: Given, root: Path, name: str) -> Path:
+def file_of(source: Given, root: Path, name: str) -> Path:
     """The file of a definition: by a stack's name or a path, or for a mapping, written to
     .gpufleet/definitions/NAME.yaml of the project, where the commands find it by that path. Raises GpufleetError.
     """
-    if not isinstance(given, Mapping):
-        return find(str(given), root)
+    if not isinstance(source, Mapping):
+        return find(str(source), root)
     if not STACK_NAME.fullmatch(name):
         raise GpufleetError(
             f"name={name!r}: a definition given as a mapping needs a name of 2 to 40 of a-z, 0-9 and inner hyphens,"
             " starting with a letter; it names the bucket"
         )
     path = root / FOLDER / "definitions" / f"{name}.yaml"
-    content = as_yaml(given, f"# {name}: given by a program.\n").encode()
+    content = as_yaml(source, f"# {name}: given by a program.\n").encode()
     if not path.is_file() or path.read_bytes() != content:
         atomic.write_bytes(path, content)
     return path

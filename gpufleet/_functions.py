@@ -42,8 +42,8 @@ def price(
     fits no listed type or none has a price; GpufleetError for a scenario that ran elsewhere, and if a price is missing.
     """
     now = datetime.now(UTC)
-    found = read(definition, scenario=scenario, name=name, project=project, now=now)
-    one, root = found._definition, found.project
+    loaded = read(definition, scenario=scenario, name=name, project=project, now=now)
+    one, root = loaded._definition, loaded.project
     if one.variant.reference:
         raise GpufleetError(f"{one.name}, scenario {one.scenario}: ran elsewhere, so there is nothing to price")
     missing = [] if one.variant.only_priced else not_ready(one, root)
@@ -72,9 +72,11 @@ def compare(
     passed.
     """
     now = datetime.now(UTC)
-    found = read(definition, scenario="", name=name, project=project, now=now)
-    chosen = scenario or found.scenario or None
-    return comparison_in_numbers(compare_file(found.path, found.project, now=now, scenario=chosen, within=within_hours))
+    loaded = read(definition, scenario="", name=name, project=project, now=now)
+    chosen = scenario or loaded.scenario or None
+    return comparison_in_numbers(
+        compare_file(loaded.path, loaded.project, now=now, scenario=chosen, within=within_hours)
+    )
 
 
 def receipts(stack: str | None = None, *, project: Path | str | None = None) -> list[Receipt]:
@@ -83,7 +85,7 @@ def receipts(stack: str | None = None, *, project: Path | str | None = None) -> 
     They are in `receipts/` of the project, where `gpufleet results` keeps them. A damaged file is left out, with a
     warning that names it.
     """
-    found, damaged = _receipts.read(folder_of(project), stack)
+    valid, damaged = _receipts.read(folder_of(project), stack)
     for sentence in damaged:
         warnings.warn(sentence, stacklevel=2)
-    return [receipt_in_numbers(each) for each in found]
+    return [receipt_in_numbers(receipt) for receipt in valid]

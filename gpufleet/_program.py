@@ -52,8 +52,12 @@ def program() -> None:
 
     from gpufleet.infra.program.resources.declare import declare
 
-    found = declare(plan, root)
-    outputs = {"bucket": found.bucket, "log_group": found.log_group, "fleet_id": found.fleet_id or engine.OVER}
+    resources = declare(plan, root)
+    outputs = {
+        "bucket": resources.bucket,
+        "log_group": resources.log_group,
+        "fleet_id": resources.fleet_id or engine.OVER,
+    }
     for key, value in {**plan.outputs(), **outputs}.items():
         pulumi.export(key, value)
 

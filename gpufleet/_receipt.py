@@ -59,17 +59,17 @@ class Receipt:
         return picture + html.table(Sheet.build(columns, self.lines, total, *causes), caption=caption)
 
 
-def receipt_in_numbers(found: _contract.Receipt) -> Receipt:
+def receipt_in_numbers(receipt: _contract.Receipt) -> Receipt:
     """The public form of a receipt."""
     return in_numbers(
         Receipt,
-        found,
-        until=found.at,
-        rehearsal=found.rehearsal,
-        counted=counts(found),
-        inside=found.within_range,
-        estimate_hours=found.estimate_h,
-        actual_hours=found.actual_h,
-        causes={name: float(usd) for name, usd in found.causes.items()},
-        lines=tuple(in_numbers(ReceiptLine, line) for line in found.lines),
+        receipt,
+        until=receipt.at,
+        rehearsal=receipt.rehearsal,
+        counted=counts(receipt),
+        inside=receipt.within_range,
+        estimate_hours=receipt.estimate_h,
+        actual_hours=receipt.actual_h,
+        causes={name: float(usd) for name, usd in receipt.causes.items()},
+        lines=tuple(in_numbers(ReceiptLine, line) for line in receipt.lines),
     )

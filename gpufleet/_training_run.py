@@ -90,22 +90,22 @@ class TrainingRun(pulumi.ComponentResource):
         from gpufleet.infra.program.resources.declare import Surroundings, declare
         from gpufleet.infra.program.resources.network import GivenVpc
 
-        given = self.get_provider("aws:ec2/fleet:Fleet")
-        if given is not None:
-            _check_region(given, plan.definition.fleet.region)
+        provider = self.get_provider("aws:ec2/fleet:Fleet")
+        if provider is not None:
+            _check_region(provider, plan.definition.fleet.region)
         around = Surroundings(
             prefix=f"{name}-",
-            earlier=tuple(f"{each}-" for each in earlier),
-            opts=pulumi.ResourceOptions(parent=self, providers=None if given is None else [given]),
+            earlier=tuple(f"{earlier_name}-" for earlier_name in earlier),
+            opts=pulumi.ResourceOptions(parent=self, providers=None if provider is None else [provider]),
             vpc=GivenVpc(id=vpc_id, subnets=subnets) if vpc_id is not None and subnets is not None else None,
             permissions_boundary=permissions_boundary,
         )
-        found = declare(plan, root, around)
+        resources = declare(plan, root, around)
         run = plan.definition.run.id
         self.bill = bill_in_numbers(plan.bill, warnings=plan.warnings)
-        self.fleet_id = pulumi.Output.from_input(found.fleet_id)
-        self.bucket, self.log_group = found.bucket, found.log_group
-        self.run_prefix = found.bucket.apply(lambda bucket: f"s3://{bucket}/{run}/")
+        self.fleet_id = pulumi.Output.from_input(resources.fleet_id)
+        self.bucket, self.log_group = resources.bucket, resources.log_group
+        self.run_prefix = resources.bucket.apply(lambda bucket: f"s3://{bucket}/{run}/")
         outputs: dict[str, Any] = {
             "fleet_id": self.fleet_id,
             "bucket": self.bucket,
@@ -141,7 +141,7 @@ def _claim(definition: str, name: str) -> None:
 def _earlier_names(opts: pulumi.ResourceOptions | None) -> list[str]:
     """The names in the options' aliases, as far as they are known at once."""
     aliases = [alias.name if isinstance(alias, pulumi.Alias) else alias for alias in (opts and opts.aliases) or []]
-    return [each.rpartition("::")[2] for each in aliases if isinstance(each, str)]
+    return [alias.rpartition("::")[2] for alias in aliases if isinstance(alias, str)]
 
 
 def _check_network(
@@ -159,9 +159,11 @@ def _check_network(
 def _check_region(provider: pulumi.ProviderResource, region: str) -> None:
     """Raises GpufleetError if the provider has another region."""
 
-    def check(given: str | None) -> None:
-        if given not in (None, region):
-            raise pulumi.RunError(f"the provider is of {given}, and fleet.region of the definition is {region}")
+    def check(provider_region: str | None) -> None:
+        if provider_region not in (None, region):
+            raise pulumi.RunError(
+                f"the provider is of {provider_region}, and fleet.region of the definition is {region}"
+            )
 
     of_region = getattr(provider, "region", None)
     if of_region is not None:

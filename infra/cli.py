@@ -163,7 +163,7 @@ def _run(words: list[str], screen: Screen, out: Shown) -> int:
         command.add_argument("--json", action="store_true", help="one object; `gpufleet schema answers` has its schema")
     args = command.parse_intermixed_args(words[1:])  # options may stand between STACK and TEXT
     screen.quiet = getattr(args, "quiet", False)
-    out.folds = name not in FOR_PROGRAMS and not any(getattr(args, each, None) for each in ("json", "focus"))
+    out.folds = name not in FOR_PROGRAMS and not any(getattr(args, option, None) for option in ("json", "focus"))
     out.answers_first = name in ANSWERS
     if own_json or not getattr(args, "json", False):
         code: int = module.run(args)

@@ -47,8 +47,8 @@ _open: list[Envelope] = []
 
 def tell(answer: Any) -> None:
     """Puts the command's answer into the envelope, as JSON values. Without --json it does nothing."""
-    for each in _open:
-        each.answer = answer
+    for envelope in _open:
+        envelope.answer = answer
 
 
 @contextmanager

@@ -65,10 +65,10 @@ def of_form(section: str, problems: list[Problem]) -> list[Problem]:
     section.
     """
     return [
-        each
-        if each.path.startswith(f"{section}.")
-        else replace(each, allowed=f"{each.allowed} (with {section} laid over)")
-        for each in problems
+        problem
+        if problem.path.startswith(f"{section}.")
+        else replace(problem, allowed=f"{problem.allowed} (with {section} laid over)")
+        for problem in problems
     ]
 
 

@@ -27,13 +27,13 @@ class Screen:
         self._clock = clock
         self._bar: _Bar | None = None
 
-    def show(self, what: str, total: int | None, unit: str) -> Gauge | None:
+    def show(self, label: str, total: int | None, unit: str) -> Gauge | None:
         """A bar or lines; see job.progress.Show."""
         if self.quiet:
             return None
         if not self._stream.isatty() or os.environ.get("TERM") == "dumb":
-            return Lines(what, total, unit, self._say, self._clock)
-        self._bar = _Bar(printable(what), total, unit, self._stream)
+            return Lines(label, total, unit, self._say, self._clock)
+        self._bar = _Bar(printable(label), total, unit, self._stream)
         return self._bar
 
     def write(self, stream: TextIO, text: str) -> int:
@@ -55,13 +55,13 @@ class Screen:
 class _Bar:
     """A bar of tqdm's. Several threads may advance it, as in a download."""
 
-    def __init__(self, what: str, total: int | None, unit: str, stream: TextIO) -> None:
+    def __init__(self, label: str, total: int | None, unit: str, stream: TextIO) -> None:
         from tqdm import tqdm
 
         tqdm.monitor_interval = 0  # tqdm's thread would redraw bars that rarely advance; Screen.write does that
         many = {"unit_scale": True} if unit == "B" else {"unit": f" {unit}"}
         self._tqdm = tqdm(
-            desc=what, total=total, file=stream, leave=False, delay=BAR_S, dynamic_ncols=True, **{"unit": unit, **many}
+            desc=label, total=total, file=stream, leave=False, delay=BAR_S, dynamic_ncols=True, **{"unit": unit, **many}
         )
         self._lock = threading.Lock()
         self.clear, self.refresh = self._tqdm.clear, self._tqdm.refresh
@@ -80,13 +80,13 @@ class Lines:
 
     def __init__(
         self,
-        what: str,
+        label: str,
         total: int | None,
         unit: str,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._what, self._total, self._unit, self._say, self._clock = what, total, unit, say, clock
+        self._what, self._total, self._unit, self._say, self._clock = label, total, unit, say, clock
         self._done, self._began = 0, clock()
         self._next = self._began + LINES_S[0]
         self._lock = threading.Lock()
@@ -105,14 +105,14 @@ class Lines:
     def _line(self, seconds: float) -> str:
         from tqdm import tqdm
 
-        left = ", {remaining} left" if self._total else ""
+        remaining = ", {remaining} left" if self._total else ""
         line: str = tqdm.format_meter(
             self._done,
             self._total,
             seconds,
             unit=self._unit if self._unit == "B" else f" {self._unit}",
             unit_scale=self._unit == "B",
-            bar_format=f"{{desc}}: {'{n_fmt}/{total_fmt}' if self._total else '{n_fmt}'}, {{rate_fmt}}{left}",
+            bar_format=f"{{desc}}: {'{n_fmt}/{total_fmt}' if self._total else '{n_fmt}'}, {{rate_fmt}}{remaining}",
             prefix=self._what,
         )
         return line

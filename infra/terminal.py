@@ -51,11 +51,11 @@ class Shown:
     def _line(self, line: str) -> str:
         if not line:
             return line
-        left = line[: len(line) - len(line.lstrip())]
+        indent = line[: len(line) - len(line.lstrip())]
         folded = textwrap.wrap(
             line,
             columns(most=1000),
-            subsequent_indent=f"{left}  ",
+            subsequent_indent=f"{indent}  ",
             break_long_words=False,
             break_on_hyphens=False,
         )
@@ -66,6 +66,6 @@ class Shown:
         if is_answer:
             return f"\x1b[1m{text}\x1b[0m"
         for begins, colour in COLOURS:
-            if found := begins.match(text):
-                return f"\x1b[{colour}m{found[0]}\x1b[0m{text[found.end() :]}"
+            if match := begins.match(text):
+                return f"\x1b[{colour}m{match[0]}\x1b[0m{text[match.end() :]}"
         return text

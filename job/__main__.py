@@ -141,7 +141,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
         takes_over = bool(node.capacity) and not run.rates(node.type, node.zone, node.capacity).moves
 
         def known_fleets() -> list[str]:  # both fleets of a run with a fallback
-            return [each.key.removeprefix(FLEETS) for each in store.entries(FLEETS)] if node.capacity else []
+            return [entry.key.removeprefix(FLEETS) for entry in store.entries(FLEETS)] if node.capacity else []
 
         world = Outside(
             store=store,

@@ -63,7 +63,7 @@ def parse_object(content: bytes | None) -> dict[str, Any] | None:
 
 def objects(lines: bytes) -> list[dict[str, Any]]:
     """The JSON objects of a file of lines. Lines that are blank, torn by a kill, or not an object are skipped."""
-    return [found for line in lines.split(b"\n") if (found := parse_object(line)) is not None]
+    return [tree for line in lines.split(b"\n") if (tree := parse_object(line)) is not None]
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

@@ -66,11 +66,11 @@ def main() -> None:
     dist.init_process_group("nccl" if is_cuda else "gloo", timeout=timedelta(seconds=WAIT_S))
     world = dist.get_world_size()
     groups = [dist.new_group(list(range(first, world, here))) for first in range(here)]
-    found = torch.tensor([gb_s(groups[local], device, here, world // here)], device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    best_gb_s = torch.tensor([gb_s(groups[local], device, here, world // here)], device=device)
+    dist.all_reduce(best_gb_s, op=dist.ReduceOp.MAX)
     if local == 0:
         named = {name for log in Path(logs).iterdir() for name in VIA.findall(log.read_text(errors="replace"))}
-        result = {"gb_s": round(found.item(), 2), "transport": ", ".join(sorted(named))}
+        result = {"gb_s": round(best_gb_s.item(), 2), "transport": ", ".join(sorted(named))}
         sys.stdout.write(f"{TOLD}{json.dumps(result)}\n")
     dist.destroy_process_group()
 

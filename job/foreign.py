@@ -227,8 +227,8 @@ class ForeignFolder:
                 raise _refused(path)
             return way.pop()
         finally:
-            for each in way:
-                os.close(each)
+            for descriptor in way:
+                os.close(descriptor)
 
     @contextmanager
     def _made(self, path: Path) -> Iterator[int]:

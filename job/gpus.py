@@ -108,8 +108,8 @@ class Sampler:
     def lost(self) -> str:
         """Why a GPU of this node is broken; empty if none is."""
         if self._gone is None and self._process is not None and self._process.poll() is not None:
-            found = len(ask("index", timeout_s=KILL_S))
-            self._gone = f"{found} of {self._count} GPUs answer" if found < self._count else ""
+            count = len(ask("index", timeout_s=KILL_S))
+            self._gone = f"{count} of {self._count} GPUs answer" if count < self._count else ""
         return next((f"Xid {xid}, {LOST[xid]}" for xid in self.xids if xid in LOST), self._gone or "")
 
     def close(self) -> None:
@@ -153,11 +153,11 @@ def sampled(lines: Sequence[Sequence[str]]) -> Sample:
     """The sample from one round's lines: index, percent, MiB, degrees."""
 
     def column(at: int) -> list[float]:
-        found = []
+        numbers = []
         for row in lines:
             with contextlib.suppress(ValueError, IndexError):
-                found.append(float(row[at]))
-        return found
+                numbers.append(float(row[at]))
+        return numbers
 
     use, memory, degrees = column(1), column(2), column(3)
     return Sample(

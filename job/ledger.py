@@ -39,11 +39,11 @@ class Ledger:
 
     def read(self, read: Callable[[dict[str, Any]], T]) -> list[T]:
         """The entries, converted by `read`. An entry for which `read` raises DoubtError is skipped too."""
-        found = []
+        converted = []
         for entry in self.entries:
             with suppress(DoubtError):
-                found.append(read(entry))
-        return found
+                converted.append(read(entry))
+        return converted
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Appends the entry, which is on the disk when this returns."""

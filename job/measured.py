@@ -54,7 +54,7 @@ def phases(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     names = list(dict.fromkeys(str(record["phase"]) for record in records))
     saves = {save.step: save for record in records for save in metrics.saves(record) if save.reason in _BESIDE}
-    found = []
+    rows = []
     for name in names:
         own = [record for record in records if record["phase"] == name]
         timed = list(step_times(own))
@@ -64,26 +64,26 @@ def phases(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         intervals = list(_intervals(own, middle, saves))
         evaluations = [rest for record, rest in intervals if record.get("val_loss") is not None]
         saved = [save for step, save in saves.items() if own[0]["step"] <= step <= own[-1]["step"]]
-        found.append(
+        rows.append(
             {
                 "name": name,
                 "steps": sum(count for _, count in timed),
                 "step_ms": {"median": middle, "q1": _quantile(timed, 0.25), "q3": _quantile(timed, 0.75)},
-                "memory_gb": max((gb for each in own if (gb := each.get("mem_gb")) is not None), default=None),
+                "memory_gb": max((gb for record in own if (gb := record.get("mem_gb")) is not None), default=None),
                 "evaluation_s": round(max(0.0, median(evaluations)), 4) if evaluations else None,
                 "save": _save(saved) if saved else None,
                 "boundary_s": _boundary_s(records, own, middle),
             }
         )
-    return found
+    return rows
 
 
 def _save(saved: Sequence[metrics.Save]) -> dict[str, Any]:
     """The medians of a phase's saves: bytes, seconds, and steps between two scheduled ones."""
-    found = {"bytes": saved[-1].bytes, "blocks_s": median(save.blocked_s for save in saved)}
+    figures = {"bytes": saved[-1].bytes, "blocks_s": median(save.blocked_s for save in saved)}
     timed = sorted(save.step for save in saved if save.reason == "timed")
     apart = [after - before for before, after in itertools.pairwise(timed)]
-    return {**found, "every_steps": round(median(apart))} if apart else found
+    return {**figures, "every_steps": round(median(apart))} if apart else figures
 
 
 def step_times(own: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, int]]:

@@ -32,13 +32,13 @@ def shown_by(show: Show) -> Iterator[None]:
 
 
 @contextmanager
-def shown(what: str, total: int | None, unit: str = "B") -> Iterator[Advance]:
+def shown(label: str, total: int | None, unit: str = "B") -> Iterator[Advance]:
     """A function to call with each amount that is done. Work inside other work is not shown by itself."""
-    meter = _show[-1](what, total, unit) if _show else None
+    meter = _show[-1](label, total, unit) if _show else None
     if meter is None:
         yield _unseen
         return
-    with shown_by(lambda what, total, unit: None):
+    with shown_by(lambda name, total, unit: None):
         try:
             yield meter.advance
         finally:

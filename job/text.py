@@ -23,4 +23,4 @@ def stamp(moment: datetime) -> str:
 def printable(text: str) -> str:
     """`text` with what a terminal would obey shown as escapes. A lone carriage return ends a line."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n")
-    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), lines)
+    return _OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), lines)

@@ -82,8 +82,8 @@ def seed_region(account: str, region: str) -> None:
             creation_date=made,
             region_name=f"{region}a",
         )
-        kept = Parameter(account, parameter, image, "String", None, None, None, made, 1, "aws:ec2:image")  # type: ignore[abstract]
-        ssm._parameters[parameter].append(kept)
+        stored = Parameter(account, parameter, image, "String", None, None, None, made, 1, "aws:ec2:image")  # type: ignore[abstract]
+        ssm._parameters[parameter].append(stored)
 
 
 def seed_named(account: str, region: str, named: Account) -> None:
@@ -121,8 +121,8 @@ def _seed_network(account: str, region: str, vpc: Vpc) -> None:
 
 def key_of(account: str, bucket: str) -> str | None:
     """The customer's key that encrypts a bucket's objects."""
-    found = s3_backends[account]["aws"].buckets.get(bucket)
-    rule = ((found.encryption if found else None) or {}).get("Rule") or {}
+    stored = s3_backends[account]["aws"].buckets.get(bucket)
+    rule = ((stored.encryption if stored else None) or {}).get("Rule") or {}
     key: str | None = rule.get("ApplyServerSideEncryptionByDefault", {}).get("KMSMasterKeyID")
     return key
 
@@ -165,10 +165,10 @@ def zone_ids(region: str) -> dict[str, str]:
 
 def zone_name(zone: str, region: str) -> str:
     """The name in this account of a zone that is given by name or id. Raises GpufleetError for an unknown zone."""
-    found = next((name for name, id in zone_ids(region).items() if zone in (name, id)), None)
-    if found is None:
+    local_name = next((name for name, id in zone_ids(region).items() if zone in (name, id)), None)
+    if local_name is None:
         raise GpufleetError(f"fleet.zones: {zone}; the embedded account has {', '.join(zone_ids(region).values())}")
-    return found
+    return local_name
 
 
 Resource = tuple[str, str]  # kind, id
@@ -178,7 +178,7 @@ def inventory(
     account: str, fleets: Callable[[str], list[tuple[str, dict[str, str]]]]
 ) -> dict[Resource, dict[str, str]]:
     """Everything that exists in the account, with its tags: what would be billed or left behind."""
-    found: dict[Resource, dict[str, str]] = {}
+    existing: dict[Resource, dict[str, str]] = {}
     for region, ec2 in list(ec2_backends[account].items()):
         tables: dict[str, list[Any]] = {
             "instance": [i for i in ec2.all_instances() if i.state != "terminated"],
@@ -199,33 +199,35 @@ def inventory(
         for kind, resources in tables.items():
             for resource in resources:
                 tags = {tag["key"]: tag["value"] for tag in ec2.describe_tags({"resource-id": [_id(resource)]})}
-                found[(kind, _id(resource))] = tags
-        found.update({("fleet", fleet): tags for fleet, tags in fleets(region)})
+                existing[(kind, _id(resource))] = tags
+        existing.update({("fleet", fleet): tags for fleet, tags in fleets(region)})
     for bucket in s3_backends[account]["aws"].buckets.values():
-        found[("bucket", bucket.name)] = dict(s3_backends[account]["aws"].tagger.get_tag_dict_for_resource(bucket.arn))
+        existing[("bucket", bucket.name)] = dict(
+            s3_backends[account]["aws"].tagger.get_tag_dict_for_resource(bucket.arn)
+        )
     iam = iam_backends[account]["aws"]
     for role in iam.roles.values():
-        found[("role", role.name)] = dict(_tags(role))
+        existing[("role", role.name)] = dict(_tags(role))
     for profile in iam.instance_profiles.values():
-        found[("instance-profile", profile.name)] = dict(_tags(profile))
+        existing[("instance-profile", profile.name)] = dict(_tags(profile))
     for logs in list(logs_backends[account].values()):
         for group in logs.groups.values():
-            found[("log-group", group.name)] = dict(logs.list_tags_log_group(group.name) or {})
+            existing[("log-group", group.name)] = dict(logs.list_tags_log_group(group.name) or {})
     for scheduler in list(scheduler_backends[account].values()):
         for schedules in scheduler.schedule_groups.values():
             if schedules.name != "default":  # every region has this resource
                 tags = {tag["Key"]: tag["Value"] for tag in scheduler.list_tags_for_resource(schedules.arn)["Tags"]}
-                found[("schedule-group", schedules.name)] = tags
+                existing[("schedule-group", schedules.name)] = tags
     for states in list(stepfunctions_backends[account].values()):
         for machine in states.state_machines:
-            found[("state-machine", machine.name)] = states.tagger.get_tag_dict_for_resource(machine.arn)
+            existing[("state-machine", machine.name)] = states.tagger.get_tag_dict_for_resource(machine.arn)
     for sns in list(sns_backends[account].values()):
         for topic in sns.topics.values():
-            found[("topic", topic.name)] = {key: str(value) for key, value in topic._tags.items()}
+            existing[("topic", topic.name)] = {key: str(value) for key, value in topic._tags.items()}
     for events in list(events_backends[account].values()):
         for rule in events._get_event_bus("default").rules.values():
-            found[("event-rule", rule.name)] = dict(events.tagger.get_tag_dict_for_resource(rule.arn))
-    return found
+            existing[("event-rule", rule.name)] = dict(events.tagger.get_tag_dict_for_resource(rule.arn))
+    return existing
 
 
 def messages(account: str) -> list[str]:
@@ -237,14 +239,19 @@ def messages(account: str) -> list[str]:
 def statements(account: str, profile: str) -> list[dict[str, Any]]:
     """The current statements of the inline policies of the roles in an instance profile."""
     iam = iam_backends[account]["aws"]
-    roles = [role for each in list(iam.instance_profiles.values()) if each.name == profile for role in each.roles]
+    roles = [
+        role
+        for instance_profile in list(iam.instance_profiles.values())
+        if instance_profile.name == profile
+        for role in instance_profile.roles
+    ]
     return [statement for role in roles for statement in role_statements(role)]
 
 
 def statements_of(account: str, role_arn: str) -> list[dict[str, Any]] | None:
     """The current statements of a role's inline policies; None: there is no such role."""
     roles = list(iam_backends[account]["aws"].roles.values())
-    return next((role_statements(each) for each in roles if each.arn == role_arn), None)
+    return next((role_statements(role) for role in roles if role.arn == role_arn), None)
 
 
 def role_statements(role: Any) -> list[dict[str, Any]]:

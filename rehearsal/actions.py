@@ -29,7 +29,7 @@ from gpufleet.rehearsal.controller import FleetController
 def _refuse_subnet(backend: Any, asked: dict[str, Any]) -> None:
     """DeleteSubnet fails while the subnet has a network interface. Its route table associations are deleted with it."""
     subnet_id = asked["SubnetId"]
-    if any(each.subnet.id == subnet_id for each in backend.enis.values()):
+    if any(interface.subnet.id == subnet_id for interface in backend.enis.values()):
         raise _violation(f"The subnet '{subnet_id}' has dependencies and cannot be deleted.")
     for table in backend.route_tables.values():
         mine = [key for key, inside in table._associations.items() if inside == subnet_id]
@@ -42,7 +42,7 @@ def _forget_route_table(backend: Any, asked: dict[str, Any]) -> None:
     table = backend.route_tables.get(asked["RouteTableId"])
     if table is not None and not table._associations:
         for endpoint in backend.vpc_end_points.values():
-            endpoint.route_table_ids = [each for each in endpoint.route_table_ids or [] if each != table.id]
+            endpoint.route_table_ids = [table_id for table_id in endpoint.route_table_ids or [] if table_id != table.id]
 
 
 def _forget_nat_interface(backend: Any, asked: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ def _forget_nat_interface(backend: Any, asked: dict[str, Any]) -> None:
 def _refuse_security_group(backend: Any, asked: dict[str, Any]) -> None:
     """DeleteSecurityGroup fails while an interface uses the group or a rule of another group names it."""
     group_id = asked.get("GroupId")
-    worn = any(group.id == group_id for each in backend.enis.values() for group in each.group_set)
+    worn = any(group.id == group_id for interface in backend.enis.values() for group in interface.group_set)
     named = any(
         (rule.source_group or {}).get("GroupId") == group_id
         for groups in backend.groups.values()
@@ -69,7 +69,7 @@ def _refuse_security_group(backend: Any, asked: dict[str, Any]) -> None:
 def _refuse_gateway(backend: Any, asked: dict[str, Any]) -> None:
     """DetachInternetGateway fails while a machine in the VPC has a public address."""
     vpc_id = asked["VpcId"]
-    if any(each.subnet.vpc_id == vpc_id and each.public_ip for each in backend.enis.values()):
+    if any(interface.subnet.vpc_id == vpc_id and interface.public_ip for interface in backend.enis.values()):
         raise _violation(
             f"Network {vpc_id} has some mapped public address(es). Please unmap those public address(es) before "
             "detaching the gateway."
@@ -82,9 +82,13 @@ def _refuse_vpc(backend: Any, asked: dict[str, Any]) -> None:
     """
     vpc_id = asked["VpcId"]
     inside = (
-        *(each for each in backend.internet_gateways.values() if each.vpc and each.vpc.id == vpc_id),
-        *(each for each in backend.vpc_end_points.values() if each.vpc_id == vpc_id and each.state != "deleted"),
-        *(each for each in backend.groups[vpc_id].values() if each.name != "default"),
+        *(gateway for gateway in backend.internet_gateways.values() if gateway.vpc and gateway.vpc.id == vpc_id),
+        *(
+            endpoint
+            for endpoint in backend.vpc_end_points.values()
+            if endpoint.vpc_id == vpc_id and endpoint.state != "deleted"
+        ),
+        *(group for group in backend.groups[vpc_id].values() if group.name != "default"),
     )
     if inside:
         raise _violation(f"The vpc '{vpc_id}' has dependencies and cannot be deleted.")
@@ -148,29 +152,29 @@ def _describe_spot_price_history(fleets: FleetController, response: Any) -> Any:
 def _describe_capacity_reservations(fleets: FleetController, response: Any) -> Any:
     wanted = _params(response).get("CapacityReservationIds") or []
     blocks, now = fleets.launcher.blocks, fleets.clock.now()
-    if missing := [each for each in wanted if each not in blocks]:
+    if missing := [name for name in wanted if name not in blocks]:
         raise EC2ClientError(
             "InvalidCapacityReservationId.NotFound", f"The capacity reservation {missing[0]} does not exist"
         )
-    found = [
+    described = [
         {
-            "CapacityReservationId": each.id,
-            "InstanceType": each.type,
+            "CapacityReservationId": block.id,
+            "InstanceType": block.type,
             "InstancePlatform": "Linux/UNIX",
-            "AvailabilityZone": each.zone,
-            "AvailabilityZoneId": zone_ids(each.zone[:-1])[each.zone],
+            "AvailabilityZone": block.zone,
+            "AvailabilityZoneId": zone_ids(block.zone[:-1])[block.zone],
             "ReservationType": "capacity-block",
-            "State": each.state(now),
-            "TotalInstanceCount": each.count,
-            "AvailableInstanceCount": 0 if now < each.start else each.count - fleets.launcher.in_block(each.id),
-            "StartDate": each.start,
-            "EndDate": each.end,
+            "State": block.state(now),
+            "TotalInstanceCount": block.count,
+            "AvailableInstanceCount": 0 if now < block.start else block.count - fleets.launcher.in_block(block.id),
+            "StartDate": block.start,
+            "EndDate": block.end,
             "EndDateType": "limited",
             "InstanceMatchCriteria": "targeted",
         }
-        for each in (blocks[name] for name in wanted or blocks)
+        for block in (blocks[name] for name in wanted or blocks)
     ]
-    return ActionResult({"CapacityReservations": found})
+    return ActionResult({"CapacityReservations": described})
 
 
 def _get_ebs_default_kms_key_id(fleets: FleetController, response: Any) -> Any:
@@ -234,7 +238,7 @@ def _describe_launch_templates(fleets: FleetController, response: Any) -> Any:
 
 def _describe_tags(fleets: FleetController, response: Any) -> Any:
     """DescribeTags: moto's answer and the tags of fleets, which moto does not know."""
-    wanted = {each["Name"]: set(each["Values"]) for each in _params(response).get("Filters") or []}
+    wanted = {criterion["Name"]: set(criterion["Values"]) for criterion in _params(response).get("Filters") or []}
     if wanted.get("resource-type") != {"fleet"}:
         return _MOTO["describe_tags"](response)
     tags = [
@@ -248,10 +252,10 @@ def _describe_tags(fleets: FleetController, response: Any) -> Any:
 
 def _modify_security_group_rules(fleets: FleetController, response: Any) -> Any:
     """ModifySecurityGroupRules: AWS accepts a rule for all protocols without ports, moto wants ports."""
-    for each in _params(response).get("SecurityGroupRules") or []:
-        if each["SecurityGroupRule"].get("IpProtocol") == "-1":
-            each["SecurityGroupRule"].setdefault("FromPort", -1)
-            each["SecurityGroupRule"].setdefault("ToPort", -1)
+    for rule in _params(response).get("SecurityGroupRules") or []:
+        if rule["SecurityGroupRule"].get("IpProtocol") == "-1":
+            rule["SecurityGroupRule"].setdefault("FromPort", -1)
+            rule["SecurityGroupRule"].setdefault("ToPort", -1)
     return _MOTO["modify_security_group_rules"](response)
 
 
@@ -271,7 +275,8 @@ def _validate_state_machine(fleets: FleetController, response: Any) -> Any:
 def _list_state_machine_versions(fleets: FleetController, response: Any) -> Any:
     machine = response.stepfunction_backend.describe_state_machine(response._get_param("stateMachineArn"))
     versions = [
-        {"stateMachineVersionArn": each.arn, "creationDate": each.creation_date} for each in machine.versions.values()
+        {"stateMachineVersionArn": version.arn, "creationDate": version.creation_date}
+        for version in machine.versions.values()
     ]
     return ActionResult({"stateMachineVersions": versions})
 
@@ -371,8 +376,8 @@ def _bucket_put(response: S3Response, request: Any, bucket: str, query: dict[str
     answer = _moto_bucket_put(response, request, bucket, query)
     if response.data.get("Action") == "CreateBucket" and response.current_account in FLEETS and response.body:
         tags = {
-            each.findtext("{*}Key", ""): each.findtext("{*}Value", "")
-            for each in ElementTree.fromstring(response.body).iterfind("{*}Tags/{*}Tag")
+            tag.findtext("{*}Key", ""): tag.findtext("{*}Value", "")
+            for tag in ElementTree.fromstring(response.body).iterfind("{*}Tags/{*}Tag")
         }
         if tags:
             response.backend.put_bucket_tagging(bucket, tags)

@@ -270,8 +270,8 @@ class Cloud:
 
     def _tags_of(self, name: str) -> dict[str, str]:
         """The tags of a fleet or of one of its instances, by id."""
-        found = self.fleets.fleets.get(name) or self.fleets.instances.get(name)
-        return found.tags if found else {}
+        tagged = self.fleets.fleets.get(name) or self.fleets.instances.get(name)
+        return tagged.tags if tagged else {}
 
     def _statements(self, token: str) -> list[dict[str, Any]] | None:
         """The statements of the inline policies of the instance's role; its session token is its id."""

@@ -142,8 +142,8 @@ class Pulumi(Engine):
         return self._command("destroy", "--yes", "--skip-preview")
 
     def outputs(self) -> dict[str, Any]:
-        found = self._run(["pulumi", "stack", "output", "--json", "--non-interactive", "--stack", self._stack])
-        return dict(json.loads(found))
+        text = self._run(["pulumi", "stack", "output", "--json", "--non-interactive", "--stack", self._stack])
+        return dict(json.loads(text))
 
     def _command(self, command: str, *options: str) -> Result:
         log = self._folder / "events.jsonl"
@@ -216,11 +216,11 @@ class InProcess(Engine):
 
     def destroy(self) -> Result:
         """Deletes in the reverse order of creation and skips what no longer exists, as with `refresh: always`."""
-        deleted, kept, regions = [], 0, dict[str, Aws]()
+        deleted, retained, regions = [], 0, dict[str, Aws]()
         created = json.loads(self._state.read_text())["resources"] if self._state.exists() else []
         for resource in reversed(created):
             if not resource["id"] or resource["options"]["retain_on_delete"]:
-                kept += bool(resource["id"])
+                retained += bool(resource["id"])
                 continue
             region = resource["region"]
             aws = regions.setdefault(region, Aws(environment=self._environment, region=region))
@@ -230,7 +230,7 @@ class InProcess(Engine):
             handler(resource["type"]).delete(aws, resource["id"], resource["state"])
             deleted.append(EngineStep("delete", resource["type"], resource["name"]))
         self._state.unlink(missing_ok=True)
-        changes = {"delete": len(deleted), **({"kept": kept} if kept else {})}
+        changes = {"delete": len(deleted), **({"kept": retained} if retained else {})}
         return Result(ok=True, changes=changes, steps=tuple(deleted), diagnostics="", outputs={}, text="")
 
     def outputs(self) -> dict[str, Any]:
@@ -251,15 +251,15 @@ class InProcess(Engine):
         )
         if not report.exists():
             raise RuntimeError(f"the in-process runner stopped:\n{text}")
-        found = json.loads(report.read_text())
-        if mode == "up" and found["resources"]:
+        document = json.loads(report.read_text())
+        if mode == "up" and document["resources"]:
             shutil.copy(report, self._state)
-        steps = tuple(EngineStep("create", resource["type"], resource["name"]) for resource in found["resources"])
+        steps = tuple(EngineStep("create", resource["type"], resource["name"]) for resource in document["resources"])
         return Result(
-            ok=found["ok"],
+            ok=document["ok"],
             changes={"create": len(steps)},
             steps=steps,
-            diagnostics=found["diagnostics"],
-            outputs=found["outputs"],
+            diagnostics=document["diagnostics"],
+            outputs=document["outputs"],
             text=text,
         )

@@ -56,7 +56,7 @@ class Rehearsal:
     @property
     def parts(self) -> list[Rehearsal]:
         """The rehearsal of each stage, or this one alone."""
-        return [replace(self, definition=each) for each in self.definition.parts]
+        return [replace(self, definition=part) for part in self.definition.parts]
 
 
 NOTICE_SEEN_S = 5.0  # the supervisor's polling interval
@@ -142,11 +142,11 @@ class Evidence:
 
     def steps_done(self) -> dict[str, int]:
         """Steps done in each phase that has steps, by name; fewer than planned where it ended early."""
-        found = {}
+        steps = {}
         for phase, first, last in self.spans():
             own = [int(line["step"]) for line in self.metrics if first <= int(line["step"]) <= last]
-            found[phase.name] = max(own, default=first - 1) - first + 1
-        return found
+            steps[phase.name] = max(own, default=first - 1) - first + 1
+        return steps
 
     def resumptions(self) -> list[Resumption]:
         """One resumption per interruption, in order."""
@@ -159,15 +159,15 @@ class Evidence:
                 if before + 1 in watch.generations
             ]
         by_instance = {attempt.instance: attempt for attempt in self.receipt.attempts}
-        found = []
+        resumptions = []
         for before, after in pairwise(watch.views.values()):
             if before.interrupted is None:
                 continue
-            left, taken = (by_instance[view.node.instance.id] for view in (before, after))
-            found.append(
+            lost, taken = (by_instance[view.node.instance.id] for view in (before, after))
+            resumptions.append(
                 Resumption(
                     kind=before.interrupted.kind,
-                    last_step=max(left.last_step, before.last_step),
+                    last_step=max(lost.last_step, before.last_step),
                     resumed_step=taken.resumed_step,
                     started_s=None if taken.started_s is None else float(taken.started_s),
                     signalled=before.signalled,
@@ -176,7 +176,7 @@ class Evidence:
                     doubt=before.observed.doubt,
                 )
             )
-        return found
+        return resumptions
 
     def _of_several(self, view: NodeView, begun: Begun) -> Resumption:
         """How the next generation of several nodes went on."""
@@ -214,7 +214,7 @@ def checks(evidence: Evidence) -> Iterator[Promise]:
     lost = planned.with_notice + planned.without_notice
     nodes = lost + definition.nodes
     yield Promise(name="nodes", figure=f"{len(views)} launched", held=len(views) == nodes)
-    noticed = [each for each in rehearsal.timeline.select("seen") if each.facts["node"] in rehearsal.watch.views]
+    noticed = [moment for moment in rehearsal.timeline.select("seen") if moment.facts["node"] in rehearsal.watch.views]
     for moment in noticed:
         seconds = float(moment.facts["seconds"])
         yield Promise(
@@ -249,13 +249,13 @@ def checks(evidence: Evidence) -> Iterator[Promise]:
 
 def _fallback(evidence: Evidence) -> Promise:
     """The promise that only the last node was on demand, and that no fleet or schedule is left to begin another."""
-    cloud, markets = evidence.rehearsal.cloud, [each.capacity for each in evidence.receipt.attempts]
-    fleets = [each.state for each in cloud.fleets.fleets.values() if each.state != "deleted" and each.target]
-    fired = [each.refused for each in cloud.schedules.fired if each.name.endswith(f"/{SWITCH}")]
+    cloud, markets = evidence.rehearsal.cloud, [attempt.capacity for attempt in evidence.receipt.attempts]
+    fleets = [fleet.state for fleet in cloud.fleets.fleets.values() if fleet.state != "deleted" and fleet.target]
+    fired = [firing.refused for firing in cloud.schedules.fired if firing.name.endswith(f"/{SWITCH}")]
     states = [
-        cloud.client("scheduler").get_schedule(GroupName=each["GroupName"], Name=SWITCH)["State"]
-        for each in cloud.client("scheduler").list_schedules()["Schedules"]
-        if each["Name"] == SWITCH
+        cloud.client("scheduler").get_schedule(GroupName=schedule["GroupName"], Name=SWITCH)["State"]
+        for schedule in cloud.client("scheduler").list_schedules()["Schedules"]
+        if schedule["Name"] == SWITCH
     ]
     figure = f"nodes {', '.join(markets)}; schedule {', '.join(states).lower()}; {len(fleets)} fleets want a node"
     held = markets == [*["spot"] * (len(markets) - 1), "on-demand"] and fired == [""] and states == ["DISABLED"]
@@ -265,8 +265,8 @@ def _fallback(evidence: Evidence) -> Promise:
 def _messages(rehearsal: Rehearsal) -> Promise:
     """The promise that messages say that the run trains and how it ended; a node soon lost sends none."""
     begun = f"gpufleet {rehearsal.name}, run {rehearsal.definition.run.id}: "
-    messages = [each.removeprefix(begun) for each in account.messages(rehearsal.cloud.account)]
-    held = all(any(each.startswith(what) for each in messages) for what in ("it trains", "it is over"))
+    messages = [message.removeprefix(begun) for message in account.messages(rehearsal.cloud.account)]
+    held = all(any(message.startswith(beginning) for message in messages) for beginning in ("it trains", "it is over"))
     return Promise(name="people are told", figure="; ".join(messages) or "nothing", held=held)
 
 
@@ -345,21 +345,21 @@ def _figures(boundary: Mapping[str, Any]) -> str:
 
 def leftovers(rehearsal: Rehearsal) -> Promise:
     """The promise that only what the definition keeps exists after the destroy."""
-    left, kept = rehearsal.cloud.leftovers(), rehearsal.definition.storage.keep.bucket
-    names = ", ".join(f"{kind} {name}" for kind, name in left)
-    if kept and not left:
+    resources, keeps_bucket = rehearsal.cloud.leftovers(), rehearsal.definition.storage.keep.bucket
+    names = ", ".join(f"{kind} {name}" for kind, name in resources)
+    if keeps_bucket and not resources:
         return Promise(name=LEFT, figure="nothing, and the bucket was to be kept", held=False)
-    unwanted = [kind for kind, _ in left if not (kept and kind == "bucket")]
+    unwanted = [kind for kind, _ in resources if not (keeps_bucket and kind == "bucket")]
     asked = " (asked for)" if names and not unwanted else ""
     return Promise(name=LEFT, figure=f"{names or 'nothing'}{asked}", held=not unwanted)
 
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise GpufleetError(f"the run left no {path.name}") from error
-    return found
+    return document
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

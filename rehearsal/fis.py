@@ -44,7 +44,7 @@ def _start(response: Any) -> str:
 def _refused(response: Any, role_arn: str, arn: str) -> str:
     """Why the experiment's role may not interrupt the instance; empty when it may."""
     roles = iam_backends[response.current_account]["aws"].roles.values()
-    role = next((each for each in roles if each.arn == role_arn), None)
+    role = next((candidate for candidate in roles if candidate.arn == role_arn), None)
     if role is None or "fis.amazonaws.com" not in role.assume_role_policy_document:
         return f"{role_arn} does not trust fis.amazonaws.com"
     tags = FLEETS[response.current_account].instances[arn.rpartition("/")[2]].tags

@@ -104,7 +104,9 @@ class CloudFleet:
 
     def told_instances(self, instances: Sequence[CloudInstance]) -> list[dict[str, Any]]:
         """The instances of an instant fleet in the form of CreateFleet and DescribeFleets."""
-        kinds = dict.fromkeys((each.type, "capacity-block" if each.block else "on-demand") for each in instances)
+        kinds = dict.fromkeys(
+            (instance.type, "capacity-block" if instance.block else "on-demand") for instance in instances
+        )
         return [
             {"InstanceIds": [i.id for i in instances if i.type == kind], "InstanceType": kind, "Lifecycle": lifecycle}
             for kind, lifecycle in kinds

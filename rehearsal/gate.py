@@ -59,8 +59,8 @@ def asked(
         names = json.loads(request.body or b"{}")
         of_parameter, of_secret = f"parameter{names.get('Name')}", f"secret:{names.get('SecretId')}-AbCdEf"
         # six characters that AWS adds to the ARN of a secret
-        kept = of_parameter if request.service == "ssm" else of_secret
-        return [AccessRequest(action, f"arn:aws:{request.service}:{place}:{kept}")]
+        resource = of_parameter if request.service == "ssm" else of_secret
+        return [AccessRequest(action, f"arn:aws:{request.service}:{place}:{resource}")]
     if request.service == "sns":
         return [AccessRequest(action, parse_qs(request.body.decode()).get("TopicArn", [""])[0])]
     if request.service == "states":
@@ -342,10 +342,10 @@ def _refusal(service: str, key: str) -> tuple[str, dict[str, str], bytes]:
     return _error(service, "403 Forbidden", code, text)
 
 
-def _unauthorized(service: str, what: str) -> tuple[str, dict[str, str], bytes]:
+def _unauthorized(service: str, operation: str) -> tuple[str, dict[str, str], bytes]:
     code = "AccessDeniedException" if service in _JSON else "AccessDenied"
     code = "UnauthorizedOperation" if service == "ec2" else code
-    return _error(service, "403 Forbidden", code, f"You are not authorized to perform this operation: {what}")
+    return _error(service, "403 Forbidden", code, f"You are not authorized to perform this operation: {operation}")
 
 
 def _error(service: str, status: str, code: str, text: str) -> tuple[str, dict[str, str], bytes]:

@@ -50,10 +50,10 @@ def recorded(proof: Proof) -> Habits:
 
 def _codes(proof: Proof) -> Iterator[tuple[str, str]]:
     """The codes of refusals that differed from the expected ones."""
-    for each in proof.refuted():
-        how, _, code = each["expected"].partition(" ")
-        if how == "is" and _CODE.fullmatch(code) and _CODE.fullmatch(each["seen"]):
-            yield code, each["seen"]
+    for assumption in proof.refuted():
+        how, _, code = assumption["expected"].partition(" ")
+        if how == "is" and _CODE.fullmatch(code) and _CODE.fullmatch(assumption["seen"]):
+            yield code, assumption["seen"]
 
 
 def renaming(app: Callable[..., Iterable[bytes]], codes: Mapping[str, str]) -> Callable[..., Iterable[bytes]]:
@@ -63,7 +63,7 @@ def renaming(app: Callable[..., Iterable[bytes]], codes: Mapping[str, str]) -> C
     own = re.compile(rb"(?<![\w.])(" + b"|".join(re.escape(code.encode()) for code in codes) + rb")(?![\w.])")
 
     def renamed(text: bytes) -> bytes:
-        return own.sub(lambda found: codes[found[1].decode()].encode(), text)
+        return own.sub(lambda match: codes[match[1].decode()].encode(), text)
 
     def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         begun: list[Any] = []
@@ -72,8 +72,8 @@ def renaming(app: Callable[..., Iterable[bytes]], codes: Mapping[str, str]) -> C
         # this action answers with status 200 and refuses each fleet by itself
         if status[0] in "45" or b"<DeleteFleetsResponse" in body:
             body = renamed(body)
-            kept = ((name, value) for name, value in headers if name.lower() != "content-length")
-            headers = [(name, renamed(value.encode()).decode()) for name, value in kept]
+            pairs = ((name, value) for name, value in headers if name.lower() != "content-length")
+            headers = [(name, renamed(value.encode()).decode()) for name, value in pairs]
             headers.append(("Content-Length", str(len(body))))
         start(status, headers)
         return [body]

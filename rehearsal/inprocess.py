@@ -50,9 +50,9 @@ class Monitor(mocks.MockMonitor):
         if not request.custom:
             return resource_pb2.RegisterResourceResponse(urn=urn)
         if request.type == STASH:
-            kept = plain(request.object)["input"]
+            stashed = plain(request.object)["input"]
             return resource_pb2.RegisterResourceResponse(
-                urn=urn, id="stash", object=struct({"input": kept, "output": kept})
+                urn=urn, id="stash", object=struct({"input": stashed, "output": stashed})
             )
         region = self._regions[request.provider.rpartition("::")[0]]
         inputs = self._checked(request)
@@ -110,8 +110,8 @@ class _Invokes(mocks.Mocks):
         if args.token == "pulumi:pulumi:readStackResourceOutputs":
             return {
                 "outputs": {
-                    each["urn"]: {"type": each["type"], "outputs": each["state"]}
-                    for each in self._previous["resources"]
+                    resource["urn"]: {"type": resource["type"], "outputs": resource["state"]}
+                    for resource in self._previous["resources"]
                 }
             }
         raise UnsupportedError(f"the embedded AWS has no function {args.token}")
@@ -176,12 +176,12 @@ async def _outputs() -> dict[str, Any]:
     """The stack's outputs that are known."""
     root = settings.get_root_resource()
     assert root is not None
-    found = {}
+    outputs = {}
     for name, value in root.outputs.items():  # type: ignore[attr-defined]
         output = pulumi.Output.from_input(value)
         if await output.is_known():
-            found[name] = await output.future()
-    return found
+            outputs[name] = await output.future()
+    return outputs
 
 
 def _previous(folder: Path) -> dict[str, Any]:

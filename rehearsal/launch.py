@@ -91,7 +91,7 @@ class LaunchFailedError(Exception):
 
     def __init__(self, sub_type: str, description: str, tried: Sequence[str] = ()) -> None:
         super().__init__(description)
-        skipped = (("information", "launchSpecTemporarilyBlacklisted", each) for each in tried)
+        skipped = (("information", "launchSpecTemporarilyBlacklisted", pool) for pool in tried)
         self.events = (*skipped, ("error", sub_type, description))
 
 

@@ -225,9 +225,9 @@ def _disks(root: Path, instance: CloudInstance) -> None:
 
 def _marked(instance_id: str) -> list[int]:
     """Ids of processes whose environment names the node; some may have left its group. Empty except on Linux."""
-    found = []
+    processes = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if f"GPUFLEET_NODE={instance_id}\0".encode() in entry.read_bytes():
-                found.append(int(entry.parent.name))
-    return found
+                processes.append(int(entry.parent.name))
+    return processes

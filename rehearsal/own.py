@@ -120,31 +120,31 @@ def doubts(config: CommandConfig) -> Callable[[Observed, int], str]:
     every, patterns = config.steps_between_saves(), ", ".join(config.patterns)
 
     def doubt(observed: Observed, step: int) -> str:
-        found = list[str]()
+        sentences = list[str]()
         if observed.follows:
             return ""
         is_due = every is None or not observed.told or step > every
         if observed.elsewhere and not observed.checkpoints and is_due:
-            found.append(f"no checkpoint was saved in the declared place: {observed.elsewhere}")
+            sentences.append(f"no checkpoint was saved in the declared place: {observed.elsewhere}")
         elif config.saves and every is not None and not observed.begun and step > LATE * every:
-            found.append(
+            sentences.append(
                 f"nothing came into {config.checkpoint.folder} by {config.unit} {step:,}, though job.checkpoint.every"
                 f" says every {every:,}: have the command save there, or write checkpoint: none"
             )
         trains = bool(observed.checkpoints or observed.elsewhere)
         is_told_by_names = not config.progress.stdout and not config.checkpoint.rewritten
         if trains and observed.unread and not observed.told and not is_told_by_names:
-            found.append(
+            sentences.append(
                 f"no line matched job.progress.stdout, {patterns}; the last ones with numbers were:\n"
                 + "\n".join(f"  | {line}" for line in observed.unread)
             )
         elif config.checkpoint.rewritten and not observed.told and observed.checkpoints >= LATE:
-            found.append(
+            sentences.append(
                 f"{observed.checkpoints} checkpoints are whole, and nothing tells their steps: a file that is"
                 " overwritten has none in its name, and no line came. Print one with each step, unbuffered (stdbuf"
                 " -oL), or JSON lines into $GPUFLEET_PROGRESS, or save under names with {step}"
             )
-        return ".\n".join(found)
+        return ".\n".join(sentences)
 
     return doubt
 
@@ -161,7 +161,7 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     yield Promise(name=f"lines that tell its {_unit(config)}", figure=f"from {count} of {len(views)} nodes", held=True)
     if definition.fleet.is_gang and not rehearsal.stand_in:
         yield trains_together([view.observed for view in views])
-    nodes = [each.observed for each in evidence.resumptions() if each.observed.resumes]
+    nodes = [resumption.observed for resumption in evidence.resumptions() if resumption.observed.resumes]
     if nodes and not rehearsal.stand_in:
         yield resumes(nodes)
     published = sorted(rehearsal.watch.manifests)
@@ -175,10 +175,10 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     )
     if not rehearsal.stand_in:
         yield code_is_untouched(before, rehearsal.root)
-    left = [path for path in (evidence.folder / FINAL).rglob("*") if path.is_file()]
-    yield Promise(name="outputs", figure=counted(len(left), "file"), held=True)
+    files = [path for path in (evidence.folder / FINAL).rglob("*") if path.is_file()]
+    yield Promise(name="outputs", figure=counted(len(files), "file"), held=True)
     yield from _secrets(rehearsal)
-    notices = [each for each in evidence.resumptions() if each.kind == "notice"]
+    notices = [resumption for resumption in evidence.resumptions() if resumption.kind == "notice"]
     if notices and not rehearsal.stand_in:
         figure = advice(notices, config.steps_between_saves(), config.saves_on_signal)
         yield Promise(name="saves on the signal of a notice", figure=figure, held=True)
@@ -186,7 +186,7 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
 
 def trains_together(nodes: Sequence[Observed]) -> Promise:
     """The promise that the ranks of several nodes train together. A run that trains alone has ended."""
-    name, figure = "nodes train together", next((each.met for each in nodes if each.met), "")
+    name, figure = "nodes train together", next((node.met for node in nodes if node.met), "")
     if figure:
         return Promise(name=name, figure=figure, held=True)
     figure = (
@@ -200,7 +200,7 @@ def resumes(nodes: Sequence[Observed]) -> Promise:
     """The promise that the command goes on from its checkpoints: held, broken or not shown. One node that shows it is
     enough, because a node that shows the contrary ends the run.
     """
-    name, by_verdict = "goes on from its checkpoint", {each.resumes: each.why for each in nodes}
+    name, by_verdict = "goes on from its checkpoint", {node.resumes: node.why for node in nodes}
     if (why := by_verdict.get("goes on")) is not None:
         return Promise(name=name, figure=f"goes on: {why}", held=True)
     if (why := by_verdict.get("not looked at")) is not None:
@@ -218,27 +218,31 @@ def saves(evidence: Evidence) -> bool | None:
     config = rehearsal.definition.job.parameters
     if config.processes != "own" or rehearsal.stand_in:
         return None
-    saved = [each.saved(config.steps_between_saves()) for each in evidence.resumptions() if each.kind == "notice"]
+    saved = [
+        resumption.saved(config.steps_between_saves())
+        for resumption in evidence.resumptions()
+        if resumption.kind == "notice"
+    ]
     return None if not saved or None in saved else all(saved)
 
 
 def advice(notices: Sequence[Resumption], every: int | None, declared: bool | None) -> str:
     """The value of job.stop.saves that the definition should have, as text."""
-    if not all(each.signalled for each in notices):
+    if not all(notice.signalled for notice in notices):
         why = "job.stop.saves is false" if declared is False else "there was no time for a signal"
         return f"not shown: no signal was sent, {why}"
-    saved = [each.saved(every) for each in notices]
+    saved = [notice.saved(every) for notice in notices]
     if None in saved:
         return (
             "not shown: a save came then as it does every so many steps; another rehearsal.interruptions.seed may show"
         )
-    saves, doubt = all(saved), next((each.doubt for each in notices if each.doubt), "")
+    saves, doubt = all(saved), next((notice.doubt for notice in notices if notice.doubt), "")
     if doubt and not saves:
         return f"not shown: {doubt}"
-    found = "it did" if saves else "it did not"
+    verdict = "it did" if saves else "it did not"
     if saves == (declared is True):
-        return f"{found}, as the bill has it"
-    return f"{found}: write job.stop.saves: {str(saves).lower()}, and the bill counts on it"
+        return f"{verdict}, as the bill has it"
+    return f"{verdict}: write job.stop.saves: {str(saves).lower()}, and the bill counts on it"
 
 
 def _secrets(rehearsal: Rehearsal) -> Iterator[Promise]:
@@ -247,11 +251,11 @@ def _secrets(rehearsal: Rehearsal) -> Iterator[Promise]:
     values = {name: os.environ[environment.SECRET + name].encode() for name in names}
     if not values:
         return
-    found = [
+    leaks = [
         f"{name} in {place}" for place, content in _written(rehearsal) for name, v in values.items() if v in content
     ]
     figure = f"{counted(len(values), 'value')} in no file of node, bucket, state or log"
-    yield Promise(name="secrets", figure=", ".join(found) or figure, held=not found)
+    yield Promise(name="secrets", figure=", ".join(leaks) or figure, held=not leaks)
 
 
 def _written(rehearsal: Rehearsal) -> Iterator[tuple[str, bytes]]:
@@ -261,11 +265,11 @@ def _written(rehearsal: Rehearsal) -> Iterator[tuple[str, bytes]]:
             if path.is_file():
                 yield str(path.relative_to(rehearsal.project)), path.read_bytes()
     s3 = rehearsal.cloud.client("s3")
-    for kept in s3.list_buckets()["Buckets"]:
-        for page in s3.get_paginator("list_objects_v2").paginate(Bucket=kept["Name"]):
+    for listed in s3.list_buckets()["Buckets"]:
+        for page in s3.get_paginator("list_objects_v2").paginate(Bucket=listed["Name"]):
             for entry in page.get("Contents", []):
                 with suppress(ClientError):
-                    yield entry["Key"], s3.get_object(Bucket=kept["Name"], Key=entry["Key"])["Body"].read()
+                    yield entry["Key"], s3.get_object(Bucket=listed["Name"], Key=entry["Key"])["Body"].read()
 
 
 def _few(steps: list[int]) -> str:

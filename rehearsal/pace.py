@@ -25,17 +25,17 @@ Change = Callable[[Mapping], Mapping]
 
 def ended(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
     """An error when the run did not do its work, or ended before all of its interruptions; else None."""
-    kept = {"Bucket": watch.bucket, "Key": f"{watch.run_id}/{bucket.DONE}"}
-    done = Done.from_json(json.loads(rehearsal.cloud.client("s3").get_object(**kept)["Body"].read()))
-    left = ", ".join(f"{planned.kind} at step {planned.step}" for planned in watch.planned)
+    place = {"Bucket": watch.bucket, "Key": f"{watch.run_id}/{bucket.DONE}"}
+    done = Done.from_json(json.loads(rehearsal.cloud.client("s3").get_object(**place)["Body"].read()))
+    unmet = ", ".join(f"{planned.kind} at step {planned.step}" for planned in watch.planned)
     if done.reason in FAILURES:
-        rest = f"\nStill to come would have been: {left}." if left else ""
+        rest = f"\nStill to come would have been: {unmet}." if unmet else ""
         return GpufleetError(f"{done.detail.removeprefix('the command failed: ')}{rest}")
     if not watch.planned:
         return None
     if done.reason in EARLY:
         return GpufleetError(
-            f"{done.reason} ended the run before it could be interrupted as planned ({left}): {done.detail}. Fewer or"
+            f"{done.reason} ended the run before it could be interrupted as planned ({unmet}): {done.detail}. Fewer or"
             " faster steps, or more under `limits` of the file's `rehearsal` section, leave time for that"
         )
     own = rehearsal.definition.job.parameters
@@ -45,14 +45,16 @@ def ended(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
             f"the run ended, and no whole checkpoint of it was ever seen: nothing named {', '.join(config.names)} came"
             f" into {config.checkpoint.folder}. Say in job.checkpoint.each and folder what the script writes, and where"
         )
-    view = max(watch.views.values(), key=lambda each: each.last_step)  # a later node may have had no work left
+    view = max(
+        watch.views.values(), key=lambda candidate: candidate.last_step
+    )  # a later node may have had no work left
     began, ended = view.first_step_at, view.node.instance.ended_at
     seconds = (ended - began).total_seconds() if began and ended else 0.0
     took_ms = step_ms(view.logged(), seconds * 1000 / max(1, view.last_step))
     count = rehearsed_steps(took_ms)
     saves = f" with a save every {max(1, count // REHEARSED_SAVES):,}" if own.saves else ""
     return GpufleetError(
-        f"the run ended before it could be interrupted as planned ({left}): its {view.last_step:,} steps took"
+        f"the run ended before it could be interrupted as planned ({unmet}): its {view.last_step:,} steps took"
         f" {took_ms:.3g} ms each. {count:,} steps{saves} are enough: write that in job.command"
         f"{', job.work and job.checkpoint.every' if saves else ' and job.work'} of the file's `rehearsal` section"
     )

@@ -46,13 +46,13 @@ def stand_in(definition: StackDefinition, folder: Path, tree: Mapping) -> Mappin
         "work": {"steps": STEPS},
         "device": "cpu",
     }
-    kept = {"every": {"steps": settings["every"]}} if config.saves else {"format": "none"}
+    checkpoint = {"every": {"steps": settings["every"]}} if config.saves else {"format": "none"}
     bare = _drop_keys(tree, "job", "code", "workdir", "setup", "resume", "progress", "work")
     bare = _drop_keys(bare, "job.checkpoint", "every")
-    overlay = {"job": {**job, "checkpoint": kept}, "estimate": {"step_ms": [round(pace_s * 1000)]}}
-    found = merge(bare, read(json.dumps(overlay)))
-    assert isinstance(found, Mapping)
-    return found
+    overlay = {"job": {**job, "checkpoint": checkpoint}, "estimate": {"step_ms": [round(pace_s * 1000)]}}
+    merged = merge(bare, read(json.dumps(overlay)))
+    assert isinstance(merged, Mapping)
+    return merged
 
 
 def _drop_keys(tree: Mapping, path: str, *keys: str) -> Mapping:

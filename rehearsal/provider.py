@@ -82,11 +82,11 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
         anything = {"$ref": "pulumi.json#/Any"}
         resources = {
             kind: {
-                "inputProperties": dict.fromkeys(sorted(each.required | each.optional), anything),
-                "properties": dict.fromkeys(sorted(each.required | each.optional | each.computed), anything),
-                "requiredInputs": sorted(each.required),
+                "inputProperties": dict.fromkeys(sorted(handled.required | handled.optional), anything),
+                "properties": dict.fromkeys(sorted(handled.required | handled.optional | handled.computed), anything),
+                "requiredInputs": sorted(handled.required),
             }
-            for kind, each in HANDLERS.items()
+            for kind, handled in HANDLERS.items()
         }
         whole = {"name": "aws", "version": importlib.metadata.version("pulumi-aws"), "resources": resources}
         return provider_pb2.GetSchemaResponse(schema=json.dumps(whole))
@@ -119,8 +119,8 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
     @_explained
     def Diff(self, request: Any, context: Any, kind: str) -> Any:
         changed, ignored = table.diff(handler(kind), plain(request.olds), plain(request.news)), request.ignoreChanges
-        kept = {path: each for path, each in changed.items() if not {path, path.split(".")[0]} & set(ignored)}
-        return _diff_response(kept)
+        reported = {path: change for path, change in changed.items() if not {path, path.split(".")[0]} & set(ignored)}
+        return _diff_response(reported)
 
     @_explained
     def Create(self, request: Any, context: Any, kind: str) -> Any:

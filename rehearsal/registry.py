@@ -32,8 +32,8 @@ def answer(path: str, authorization: str, endpoint: str, real: Digests) -> tuple
     if match is None:
         return _error("404 Not Found", "UNSUPPORTED", f"the rehearsal's registry has no {path}, only manifests")
     name, reference = match["name"], match["reference"]
-    if (found := real.get((name, reference))) is not None:
-        return "200 OK", {"Content-Type": MANIFEST, "Docker-Content-Digest": found}, _manifest(name, reference)
+    if (real_digest := real.get((name, reference))) is not None:
+        return "200 OK", {"Content-Type": MANIFEST, "Docker-Content-Digest": real_digest}, _manifest(name, reference)
     known = KNOWN_TAGS.get(name)
     tags = {digest(name, tag): tag for tag in known or ()}
     tag = tags.get(reference, reference)

@@ -71,11 +71,11 @@ class StepFailedError(GpufleetError):
 class AnswerError(GpufleetError):
     """A command or the engine has failed. The text is the reason; it also carries everything that was printed."""
 
-    def __init__(self, printed: str, what: str = "") -> None:
-        self.printed = f"{what}\n{printed.rstrip()}".strip()
-        found = _REASON.search(printed)
-        lines = printed[found.end() if found else 0 :].strip().splitlines() or [what]
-        super().__init__("\n".join(lines) if found else lines[-1])
+    def __init__(self, printed: str, heading: str = "") -> None:
+        self.printed = f"{heading}\n{printed.rstrip()}".strip()
+        match = _REASON.search(printed)
+        lines = printed[match.end() if match else 0 :].strip().splitlines() or [heading]
+        super().__init__("\n".join(lines) if match else lines[-1])
 
 
 def rehearse(
@@ -274,8 +274,8 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
         for line in before[-1:]:
             timeline.add("prepared", line.replace(f"{rehearsal.project}/", ""))
     with step(rehearsal, "doctor --pin"):
-        said = command(rehearsal, "doctor", name, "--pin")
-        for line in said.splitlines():
+        output = command(rehearsal, "doctor", name, "--pin")
+        for line in output.splitlines():
             if line.split()[:1] in (["pinned"], ["warning"], ["problem"]):
                 way(f"        {line.strip()}")
     with step(rehearsal, "cost"):
@@ -292,8 +292,8 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
     with step(rehearsal, "results"):
         command(rehearsal, "results", name, "--to", str(rehearsal.folder / "results"))
         timeline.add("results", "results downloaded")
-        found = [Evidence(part) for part in parts]
-        checks = [check for each, files in zip(found, shipped, strict=True) for check in _checks(each, files)]
+        by_part = [Evidence(part) for part in parts]
+        checks = [check for part, files in zip(by_part, shipped, strict=True) for check in _checks(part, files)]
     try:
         with step(rehearsal, "destroy"):
             destroyed = _ok(rehearsal.engine.destroy())
@@ -306,19 +306,19 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
     except StepFailedError as error:  # the run's own results are kept
         checks.append(Promise(name=error.step, figure=error.why, held=False))
     with step(rehearsal, "report"):
-        report.write(rehearsal, found, out, checks=checks)
+        report.write(rehearsal, by_part, out, checks=checks)
     if broken := [f"{check.name}: {check.figure}" for check in checks if check.is_broken]:
         raise GpufleetError("; ".join(broken))
     return all(check.shown for check in checks)
 
 
-def _checks(found: Evidence, shipped: own.Listing) -> Iterator[Promise]:
+def _checks(part: Evidence, shipped: own.Listing) -> Iterator[Promise]:
     """The promises about one part of the run, under the name of its stage."""
-    stage = found.rehearsal.definition.stage
-    if found.rehearsal.until == "limit":
-        checks = undisturbed.limit_checks(found)
+    stage = part.rehearsal.definition.stage
+    if part.rehearsal.until == "limit":
+        checks = undisturbed.limit_checks(part)
     else:
-        checks = chain(evidence.checks(found), own.checks(found, shipped))
+        checks = chain(evidence.checks(part), own.checks(part, shipped))
     for check in checks:
         yield replace(check, name=f"{stage}: {check.name}" if stage else check.name)
 
@@ -326,7 +326,7 @@ def _checks(found: Evidence, shipped: own.Listing) -> Iterator[Promise]:
 def _loaded(path: Path, now: datetime) -> StackDefinition:
     """The definition in its form for the rehearsal, with the interruptions that AWS can cause in its market."""
     whole = load(path, now=now, rehearsal=True, staged=True)
-    return whole.changed(lambda each: replace(each, interruptions=possible(each)))
+    return whole.changed(lambda part: replace(part, interruptions=possible(part)))
 
 
 def _is_own(part: StackDefinition) -> bool:
@@ -334,7 +334,7 @@ def _is_own(part: StackDefinition) -> bool:
 
 
 def _installs(definition: StackDefinition) -> bool:
-    return any(each.job.parameters.demands.installs for each in definition.parts)
+    return any(part.job.parameters.demands.installs for part in definition.parts)
 
 
 def _programs_of(
@@ -521,18 +521,18 @@ def _row(root: Path, path: Path, code: int, seconds: float) -> tuple[str, ...]:
     if code:  # the file itself may be wrong, so it is not read again
         return (path.stem, "NO", f"{seconds:.0f}", "", "", "", "", "", "", "")
     run = load(path, now=datetime.now(UTC), rehearsal=True, staged=True).run.id
-    found = root / "rehearsals" / path.stem / run / "summary.json"
-    told = json.loads(found.read_text(encoding="utf-8"))
-    loss = told["val_loss"]
+    summary = root / "rehearsals" / path.stem / run / "summary.json"
+    figures = json.loads(summary.read_text(encoding="utf-8"))
+    loss = figures["val_loss"]
     return (
         path.stem,
-        "slow" if told["slow"] else "yes",
+        "slow" if figures["slow"] else "yes",
         f"{seconds:.0f}",
-        str(told["steps"]),
-        str(told["nodes"]),
-        ", ".join(told["interruptions"]),
-        str(told["lost_on_notice"]),
-        str(told["repeated_after_loss"]),
-        "-" if loss is None else f"{told['validation']} {loss:.4f}",
-        str(told["spent_usd"]),
+        str(figures["steps"]),
+        str(figures["nodes"]),
+        ", ".join(figures["interruptions"]),
+        str(figures["lost_on_notice"]),
+        str(figures["repeated_after_loss"]),
+        "-" if loss is None else f"{figures['validation']} {loss:.4f}",
+        str(figures["spent_usd"]),
     )

@@ -79,7 +79,7 @@ def summary(
     rehearsal: Rehearsal, parts: Sequence[Evidence], receipt: Receipt, checks: Sequence[Promise]
 ) -> dict[str, Any]:
     """The rehearsal in one line of a table."""
-    resumptions = [each for part in parts for each in part.resumptions()]
+    resumptions = [resumption for part in parts for resumption in part.resumptions()]
     validated = [line for part in parts for line in part.metrics if line.get("val_loss") is not None]
     called = {phase.name: phase.validation for part in parts for phase in part.phases}
     saved = [own.saves(part) for part in parts]

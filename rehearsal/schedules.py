@@ -43,8 +43,8 @@ class Fired:
 
 def moment(expression: str) -> datetime | None:
     """When a one-time schedule fires; None for any other expression."""
-    found = _AT.fullmatch(expression)
-    return datetime.fromisoformat(found[1]).replace(tzinfo=UTC) if found else None
+    match = _AT.fullmatch(expression)
+    return datetime.fromisoformat(match[1]).replace(tzinfo=UTC) if match else None
 
 
 class Schedules:
@@ -63,9 +63,9 @@ class Schedules:
         """Makes the schedules of this name due now, because a rehearsal does not wait for their hour."""
         for backend in list(scheduler_backends[self._account].values()):
             for group in backend.schedule_groups.values():
-                for each in group.schedules.values():
-                    if each.name == name and each.state != "DISABLED":
-                        each.schedule_expression = f"at({self._fleets.clock.now():%Y-%m-%dT%H:%M:%S})"
+                for schedule in group.schedules.values():
+                    if schedule.name == name and schedule.state != "DISABLED":
+                        schedule.schedule_expression = f"at({self._fleets.clock.now():%Y-%m-%dT%H:%M:%S})"
         self.tick()
 
     def tick(self) -> None:
@@ -73,20 +73,20 @@ class Schedules:
         now = self._fleets.clock.now()
         for region, backend in list(scheduler_backends[self._account].items()):
             for group in list(backend.schedule_groups.values()):
-                for each in list(group.schedules.values()):
-                    at, key = moment(each.schedule_expression), (each.arn, each.schedule_expression)
+                for schedule in list(group.schedules.values()):
+                    at, key = moment(schedule.schedule_expression), (schedule.arn, schedule.schedule_expression)
                     # If an update omits the state, moto stores none, but AWS stores the default.
-                    if at is not None and at <= now and each.state != "DISABLED" and key not in self._done:
+                    if at is not None and at <= now and schedule.state != "DISABLED" and key not in self._done:
                         self._done.add(key)
-                        refused = self._do(region, group.arn, each.target)
-                        self.fired.append(Fired(name=f"{group.name}/{each.name}", at=now, refused=refused))
+                        refused = self._do(region, group.arn, schedule.target)
+                        self.fired.append(Fired(name=f"{group.name}/{schedule.name}", at=now, refused=refused))
         for region, states in list(stepfunctions_backends[self._account].items()):
             for machine in list(states.state_machines):
                 for execution in machine.executions:
                     if execution.execution_arn not in self._begun:
                         self._begun.add(execution.execution_arn)
                         self._execute(region, machine.arn, json.loads(execution.execution_input))
-        for waiting in [each for each in self._waiting if each[0] <= now]:
+        for waiting in [entry for entry in self._waiting if entry[0] <= now]:
             self._waiting.remove(waiting)
             self._go_on(*waiting[1:])
 
@@ -105,8 +105,8 @@ class Schedules:
             return f"the embedded AWS has no target {target['Arn']}"
         place = f"arn:aws:ec2:{region}:{self._account}"
         ending = [node.id for fleet in asked["FleetIds"] for node in self._fleets.living(fleet)]
-        named = [("DeleteFleets", f"{place}:fleet/{each}", each) for each in asked["FleetIds"]]
-        named += [("TerminateInstances", f"{place}:instance/{each}", each) for each in ending]
+        named = [("DeleteFleets", f"{place}:fleet/{fleet}", fleet) for fleet in asked["FleetIds"]]
+        named += [("TerminateInstances", f"{place}:instance/{node_id}", node_id) for node_id in ending]
         wishes = [
             AccessRequest(
                 action=f"ec2:{action}",
@@ -125,17 +125,17 @@ class Schedules:
         if refused := self._refused(role_arn, of, wishes):
             return refused
         answer = self._fleets.delete(region, asked)
-        return "; ".join(each["Error"]["Message"] for each in answer["UnsuccessfulFleetDeletions"])
+        return "; ".join(failure["Error"]["Message"] for failure in answer["UnsuccessfulFleetDeletions"])
 
-    def _execute(self, region: str, machine_arn: str, given: Mapping[str, Any]) -> str:
+    def _execute(self, region: str, machine_arn: str, inputs: Mapping[str, Any]) -> str:
         """Runs the steps of a state machine up to the first wait; returns why they failed, empty if they did not."""
         machines = stepfunctions_backends[self._account][region].state_machines
-        machine = next((each for each in machines if each.arn == machine_arn), None)
+        machine = next((candidate for candidate in machines if candidate.arn == machine_arn), None)
         if machine is None:
             return f"there is no state machine {machine_arn}"
-        return self._go_on(region, machine, json.loads(machine.definition)["StartAt"], given)
+        return self._go_on(region, machine, json.loads(machine.definition)["StartAt"], inputs)
 
-    def _go_on(self, region: str, machine: Any, state: str | None, given: Mapping[str, Any]) -> str:
+    def _go_on(self, region: str, machine: Any, state: str | None, inputs: Mapping[str, Any]) -> str:
         """Runs its steps from `state` on with its role's rights.
 
         Waits and Retry follow the clock; Catch handles failures.
@@ -144,17 +144,17 @@ class Schedules:
         while state is not None:
             step = steps[state]
             if step["Type"] == "Wait":
-                seconds = step.get("Seconds") or given[step["SecondsPath"].removeprefix("$.")]
-                self._waiting.append((now + timedelta(seconds=seconds), region, machine, step["Next"], given))
+                seconds = step.get("Seconds") or inputs[step["SecondsPath"].removeprefix("$.")]
+                self._waiting.append((now + timedelta(seconds=seconds), region, machine, step["Next"], inputs))
                 return ""
             refused = self._step(region, step, machine.roleArn)
             if refused and "Catch" in step:
                 tried = (
-                    each["IntervalSeconds"] * (each["BackoffRate"] ** each["MaxAttempts"] - 1)
-                    for each in step.get("Retry", ())
+                    retry["IntervalSeconds"] * (retry["BackoffRate"] ** retry["MaxAttempts"] - 1)
+                    for retry in step.get("Retry", ())
                 )
                 at = now + timedelta(seconds=sum(tried))
-                self._waiting.append((at, region, machine, step["Catch"][0]["Next"], given))
+                self._waiting.append((at, region, machine, step["Catch"][0]["Next"], inputs))
             if refused:
                 return refused
             state = step.get("Next")
@@ -214,21 +214,21 @@ class Schedules:
         for which it acts.
         """
         roles = iam_backends[self._account]["aws"].roles.values()
-        role = next((each for each in roles if each.arn == role_arn), None)
+        role = next((candidate for candidate in roles if candidate.arn == role_arn), None)
         if role is None:
             return f"there is no role {role_arn}"
         if not trusts(json.loads(role.assume_role_policy_document), of, service):
             return f"{role_arn} does not trust {service} for {', '.join(of.values())}"
         statements = account.role_statements(role)
-        return next((f"not allowed: {each.action}" for each in wishes if not iam_policy.allowed(statements, each)), "")
+        return next((f"not allowed: {wish.action}" for wish in wishes if not iam_policy.allowed(statements, wish)), "")
 
 
 def trusts(policy: dict[str, Any], of: Mapping[str, str], service: str = SERVICE) -> bool:
     """Whether a role's trust policy allows the service to use it for the source that the service states."""
     for_service = [
-        {key: value for key, value in each.items() if key != "Principal"}
-        for each in policy["Statement"]
-        if each.get("Principal") == {"Service": service}
+        {key: value for key, value in statement.items() if key != "Principal"}
+        for statement in policy["Statement"]
+        if statement.get("Principal") == {"Service": service}
     ]
     wish = AccessRequest("sts:AssumeRole", context=dict(of))
-    return bool(iam_policy.allowed([{"Resource": "*", **each} for each in for_service], wish))
+    return bool(iam_policy.allowed([{"Resource": "*", **statement} for statement in for_service], wish))

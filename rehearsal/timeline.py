@@ -39,13 +39,13 @@ class Timeline:
         self._epoch = time.time()
         self.moments: list[Moment] = []
 
-    def add(self, what: str, text: str, *, at: datetime | None = None, quiet: bool = False, **facts: Any) -> Moment:
+    def add(self, event: str, text: str, *, at: datetime | None = None, quiet: bool = False, **facts: Any) -> Moment:
         """Records and prints a moment, with the present time; `at` is for events that were noticed later than they
         happened.
         """
         t = self.seconds if at is None else self.since_began(at)
         when = at or datetime.now(UTC)
-        moment = Moment(t=round(t, 3), at=when.isoformat(timespec="milliseconds"), what=what, text=text, facts=facts)
+        moment = Moment(t=round(t, 3), at=when.isoformat(timespec="milliseconds"), what=event, text=text, facts=facts)
         self.moments.append(moment)
         with self._log.open("a", encoding="utf-8") as log:
             log.write(json.dumps(asdict(moment)) + "\n")

@@ -35,7 +35,7 @@ def limited(definition: StackDefinition, held: Path, changed: pace.Change | None
     config = cast(CommandConfig, definition.job.parameters)
     moments = [json.loads(line) for line in (held / "timeline.jsonl").read_text(encoding="utf-8").splitlines()]
     launched, trains = (
-        next(each["t"] for each in moments if each["what"] == what) for what in ("launched", "training")
+        next(moment["t"] for moment in moments if moment["what"] == event) for event in ("launched", "training")
     )
     lines = (held / "results" / METRICS).read_bytes().splitlines()
     last = max((int(line["step"]) for line in ledger.read(held / "results" / METRICS)), default=0)
@@ -56,8 +56,8 @@ def limit_checks(evidence: Evidence) -> Iterator[Promise]:
     newest = max(watch.manifests, default=0)
     figure = f"of step {newest}, at step {last} of {evidence.total_steps}" if newest else "none"
     yield Promise(name="a whole checkpoint in the bucket", figure=figure, held=newest > 0)
-    left = [path for path in (evidence.folder / FINAL).rglob("*") if path.is_file()]
-    yield Promise(name="brought home by results", figure=counted(len(left), "file"), held=bool(left))
+    files = [path for path in (evidence.folder / FINAL).rglob("*") if path.is_file()]
+    yield Promise(name="brought home by results", figure=counted(len(files), "file"), held=bool(files))
     # the receipt was read above; otherwise this line would not be reached
     yield Promise(name="receipt", figure=f"{evidence.receipt.actual} USD", held=True)
 
@@ -78,4 +78,4 @@ def compare(interrupted: Path, undisturbed: Path, out: Callable[[str], None]) ->
 
 def _last_loss(path: Path) -> tuple[int, float] | None:
     losses = [(int(line["step"]), float(line["loss"])) for line in ledger.read(path) if line.get("loss") is not None]
-    return max(losses, key=lambda each: each[0], default=None)
+    return max(losses, key=lambda pair: pair[0], default=None)

@@ -262,7 +262,7 @@ class Watch:
             return False
         # Without a checkpoint in the bucket the run would begin again; and a first line that any start prints proves no
         # resume.
-        first = min((each.first_step for each in self.views.values() if each.first_step is not None), default=0)
+        first = min((other.first_step for other in self.views.values() if other.first_step is not None), default=0)
         shown = max(self.manifests, default=0) > (first if view.observed.lines else 0)
         if planned.kind == "loss" and self.saves and not shown:
             return False
@@ -399,13 +399,16 @@ class Watch:
         if not at_once and time.monotonic() - self._bucket_at < BUCKET_S:
             return
         self._bucket_at = time.monotonic()
-        for step, kept in self._new_objects(bucket.CHECKPOINTS, bucket.MANIFEST_KEY, self.manifests):
-            self.manifests[step] = str(kept.get("reason", ""))
+        for step, manifest in self._new_objects(bucket.CHECKPOINTS, bucket.MANIFEST_KEY, self.manifests):
+            self.manifests[step] = str(manifest.get("reason", ""))
             self._tell("checkpoint", f"checkpoint of step {step} published", quiet=True, step=step)
-        for number, kept in self._new_objects(bucket.GANG, bucket.GENERATION_KEY, self.generations):
-            reached, leader = max(view.last_step for view in self.views.values()), self.views.get(kept["members"][0])
-            begun = self.generations[number] = Begun(step=int(kept["step"]), reached=reached, leader=leader)
-            members = [self.views[each] for each in kept["members"] if each in self.views]
+        for number, generation in self._new_objects(bucket.GANG, bucket.GENERATION_KEY, self.generations):
+            reached, leader = (
+                max(view.last_step for view in self.views.values()),
+                self.views.get(generation["members"][0]),
+            )
+            begun = self.generations[number] = Begun(step=int(generation["step"]), reached=reached, leader=leader)
+            members = [self.views[instance] for instance in generation["members"] if instance in self.views]
             for view in members:
                 if view.first_step is None:  # what others log until then reaches its copy of the log, too
                     view.logged_at = max(view.logged_at, datetime.now(UTC))
@@ -421,12 +424,12 @@ class Watch:
         for entry in listed:
             match = key.fullmatch(entry["Key"].removeprefix(f"{self.run_id}/"))
             if match and int(match[1]) not in known:
-                kept = self._s3.get_object(Bucket=self.bucket, Key=entry["Key"])["Body"].read()
-                yield int(match[1]), atomic.parse_object(kept) or {}
+                content = self._s3.get_object(Bucket=self.bucket, Key=entry["Key"])["Body"].read()
+                yield int(match[1]), atomic.parse_object(content) or {}
 
-    def _tell(self, what: str, text: str, **facts: Any) -> None:
+    def _tell(self, event: str, text: str, **facts: Any) -> None:
         self._news = time.monotonic()
-        self.timeline.add(what, text, **facts)
+        self.timeline.add(event, text, **facts)
 
 
 def _job_files(view: NodeView, pattern: str) -> list[Path]:

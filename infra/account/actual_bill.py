@@ -69,7 +69,7 @@ class Charged:
 def require_tags(ce: Any) -> None:
     """Raises AwsRefused, with instructions, when the account has not activated the tags."""
     tags = ce.list_cost_allocation_tags(TagKeys=list(TAGS), Type="UserDefined")["CostAllocationTags"]
-    status = {each["TagKey"]: each["Status"] for each in tags}
+    status = {tag["TagKey"]: tag["Status"] for tag in tags}
     if lacking := [f"{tag} ({status.get(tag, 'not seen yet')})" for tag in TAGS if status.get(tag) != "Active"]:
         raise AwsRefused(f"the cost allocation tags {', '.join(lacking)} are not active; {ACTIVATE}")
 

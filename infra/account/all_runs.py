@@ -42,9 +42,9 @@ def all_runs(
             known.add((receipt.stack, receipt.run))
             state = f"ended: {receipt.reason}, {receipt.actual:.2f} USD"
             runs.append(ListedRun(receipt.stack, receipt.run, "", "", state, receipt.at[:16].replace("T", " ")))
-    for each in definitions:
-        if (each.name, each.run.id) not in known:
-            runs.append(ListedRun(each.name, each.run.id, each.fleet.region, each.run.owner, "not launched", ""))
+    for stack in definitions:
+        if (stack.name, stack.run.id) not in known:
+            runs.append(ListedRun(stack.name, stack.run.id, stack.fleet.region, stack.run.owner, "not launched", ""))
     return runs
 
 
@@ -53,11 +53,11 @@ def _in_region(ec2: Any, region: str, now: datetime) -> Iterable[ListedRun]:
     runs: dict[tuple[str, str, str], tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {}
     nodes = [node for node in find_instances(ec2, [("tag-key", [STACK_TAG])]) if node["State"]["Name"] not in GONE]
     for at, resources in enumerate((pages(ec2, "describe_fleets", "Fleets"), nodes)):
-        for each in resources:
-            tags = tags_of(each)
+        for resource in resources:
+            tags = tags_of(resource)
             if STACK_TAG in tags:
-                key = tags[STACK_TAG], tags.get(RUN_TAG, ""), owner_of(each)
-                runs.setdefault(key, ([], []))[at].append(each)
+                key = tags[STACK_TAG], tags.get(RUN_TAG, ""), owner_of(resource)
+                runs.setdefault(key, ([], []))[at].append(resource)
     listed = []
     for (stack, run, owner), (fleets, own) in runs.items():
         open_ = [fleet for fleet in fleets if not is_over(fleet, now)]

@@ -83,8 +83,8 @@ def offerings(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     offered = {(item["InstanceType"], item["Location"]) for item in listed}
     if not offered:
         fix = "Change fleet.zones, fleet.region or fleet.instance_types."
-        found = f"no listed zone offers {' or '.join(fleet.instance_types)}"
-        yield Check("offer", found, "problem", fix)
+        finding = f"no listed zone offers {' or '.join(fleet.instance_types)}"
+        yield Check("offer", finding, "problem", fix)
         return
     for kind in fleet.instance_types:
         have = [zone for zone in fleet.zones if (kind, zone) in offered]
@@ -130,8 +130,8 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
         said_so = f"{key} says {both[key][0]}, {name} is of {theirs}"
         yield Check("block", said_so, "problem", f"Write {theirs}.")
     own = sum(
-        each.get("InstanceLifecycle") == "capacity-block" and each["State"]["Name"] in ("pending", "running")
-        for each in nodes_of(ec2, definition)
+        node.get("InstanceLifecycle") == "capacity-block" and node["State"]["Name"] in ("pending", "running")
+        for node in nodes_of(ec2, definition)
     )
     total, free = int(reservation["TotalInstanceCount"]), int(reservation["AvailableInstanceCount"]) + own
     if total < definition.nodes or (state == "active" and free < definition.nodes):
@@ -142,10 +142,10 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
         fix = "End other instances in it (ended ones count for some minutes more), or lower fleet.nodes."
         yield Check("block", room, "problem", fix)
     elif not wrong:
-        what = (
+        capacity = (
             f"{total} x {fleet.instance_types[0]} in {fleet.zones[0]}, {stamp(declared.start)} to {stamp(declared.end)}"
         )
-        yield Check("block", f"{name}, {state}: {what}")
+        yield Check("block", f"{name}, {state}: {capacity}")
 
 
 def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
@@ -158,10 +158,10 @@ def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     answer = refusals.absent(lambda: ec2.describe_images(ImageIds=[wanted]), "InvalidAMIID.")
     images = answer["Images"] if answer else []
     if not images or images[0]["State"] != "available":
-        found = (
+        finding = (
             f"{wanted} does not exist in {definition.fleet.region}, or was withdrawn: the fleet would launch nothing"
         )
-        yield Check("AMI", found, "problem", repin)
+        yield Check("AMI", finding, "problem", repin)
         return
     image = images[0]
     root = next((m["Ebs"] for m in image.get("BlockDeviceMappings", []) if m.get("DeviceName") == ROOT_DEVICE), None)
@@ -170,8 +170,8 @@ def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     if image.get("Architecture") != "x86_64":
         yield Check("AMI", f"{title} is for {image.get('Architecture')}", "problem", repin)
     elif image.get("RootDeviceName") != ROOT_DEVICE:
-        found = f"{title} has its root disk at {image.get('RootDeviceName')}, the launch template sizes {ROOT_DEVICE}"
-        yield Check("AMI", found, "problem", "Use an Amazon Linux 2023 AMI.")
+        finding = f"{title} has its root disk at {image.get('RootDeviceName')}, the launch template sizes {ROOT_DEVICE}"
+        yield Check("AMI", finding, "problem", "Use an Amazon Linux 2023 AMI.")
     elif size > definition.storage.root.size_gib:
         fix = f"Set storage.root.size_gib: {size}."
         yield Check("AMI", f"{title} needs a root disk of {size} GiB", "problem", fix)
@@ -199,18 +199,18 @@ def disk_key(definition: StackDefinition, ec2: Any, kms: Any, iam: Any) -> Itera
         yield from _key(f"the disk of {snapshot} is", str(key), definition, kms, iam)
 
 
-def _key(what: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -> Iterator[Check]:
+def _key(disk: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -> Iterator[Check]:
     region, alias = definition.fleet.region, key.endswith("alias/aws/ebs")
     metadata = {} if alias else kms.describe_key(KeyId=key)["KeyMetadata"]
     if alias or metadata["KeyManager"] == "AWS":
-        yield Check("disk key", f"{what} encrypted with AWS's own key")
+        yield Check("disk key", f"{disk} encrypted with AWS's own key")
         return
     if not metadata.get("Enabled", True):
         yield Check("disk key", f"{key} is disabled", "problem", f"aws kms enable-key --region {region} --key-id {key}")
         return
     if not definition.fleet.market.roles:
         needs = f"the user who runs `up` launches, and needs {', '.join(LAUNCH_OPERATIONS)}"
-        yield Check("disk key", f"{what} encrypted with your key {key}: {needs}", "warning")
+        yield Check("disk key", f"{disk} encrypted with your key {key}: {needs}", "warning")
         return
     key = str(metadata["Arn"])  # the account's default may be an alias, which is refused below
     grants = [_as_statement(grant) for grant in pages(kms, "list_grants", "Grants", KeyId=key)]
@@ -219,11 +219,13 @@ def _key(what: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
         if (described := _role(role, iam)) is None:  # said already
             continue
         arn = str(described["Arn"])
-        wishes = {each: _launching(each, arn, key, region) for each in LAUNCH_OPERATIONS + SOME_OPERATIONS}
-        may = {each: iam_policy.allowed([*policy, *grants], wish) for each, wish in wishes.items()}
+        wishes = {
+            operation: _launching(operation, arn, key, region) for operation in LAUNCH_OPERATIONS + SOME_OPERATIONS
+        }
+        may = {operation: iam_policy.allowed([*policy, *grants], wish) for operation, wish in wishes.items()}
         denied = any(
-            each["Effect"] == "Deny" and iam_policy.speaks_of(each, wish) is not False
-            for each in policy
+            statement["Effect"] == "Deny" and iam_policy.speaks_of(statement, wish) is not False
+            for statement in policy
             for wish in wishes.values()
         )
         fix = (
@@ -235,18 +237,18 @@ def _key(what: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
                 "Correct its policy, because no grant outweighs a denial in it: "
                 f"aws kms get-key-policy --region {region} --key-id {key} --policy-name default"
             )
-        missing = ", ".join(each for each in LAUNCH_OPERATIONS if may[each] is False)
+        missing = ", ".join(operation for operation in LAUNCH_OPERATIONS if may[operation] is False)
         if missing:
-            found = (
-                f"{what} encrypted with your key {key}, which {role} may not use ({missing}): nodes would end at launch"
+            finding = (
+                f"{disk} encrypted with your key {key}, which {role} may not use ({missing}): nodes would end at launch"
             )
-            yield Check("disk key", found, "problem", fix)
+            yield Check("disk key", finding, "problem", fix)
         elif all(may.values()):
             yield Check("disk key", f"{key} is a customer key, and {role} may use it")
         else:
-            unsure = ", ".join(each for each, answer in may.items() if not answer)
-            found = f"{what} encrypted with your key {key}; cannot tell whether {role} may use it ({unsure})"
-            yield Check("disk key", found, "warning", fix)
+            unsure = ", ".join(operation for operation, answer in may.items() if not answer)
+            finding = f"{disk} encrypted with your key {key}; cannot tell whether {role} may use it ({unsure})"
+            yield Check("disk key", finding, "warning", fix)
 
 
 def _bucket_key(key: str, definition: StackDefinition, kms: Any) -> Check:
@@ -321,8 +323,8 @@ def inputs(definition: StackDefinition, s3: Any, ec2: Any, kms: Any) -> Iterator
         return
     snapshot = _snapshot(disk.snapshot, ec2)
     if snapshot is None:
-        found = f"{disk.snapshot} does not exist in {definition.fleet.region}"
-        yield Check("snapshot", found, "problem", "Put storage.data.snapshot right.")
+        finding = f"{disk.snapshot} does not exist in {definition.fleet.region}"
+        yield Check("snapshot", finding, "problem", "Put storage.data.snapshot right.")
         return
     if snapshot["VolumeSize"] > disk.size_gib:
         fix = f"Set storage.data.size_gib: {snapshot['VolumeSize']}."
@@ -353,13 +355,13 @@ def secrets(definition: StackDefinition, client: Callable[[str, str], Any]) -> I
     region, own = definition.fleet.region, definition.account.kms_key or ""
     for reference in dict.fromkeys(definition.job.parameters.demands.secrets.values()):
         service, _, name = reference.partition(":")
-        kept = _parameter(name, client("ssm", region)) if service == "ssm" else _secret(name, client(service, region))
-        if kept is None:
+        key = _parameter(name, client("ssm", region)) if service == "ssm" else _secret(name, client(service, region))
+        if key is None:
             fix = f"Create it in {region}, or correct job.secrets."
             yield Check("secret", f"{reference} does not exist", "problem", fix)
-        elif kept and kept != own and not own.endswith(f"/{kept}"):
-            found = f"{reference} is encrypted with {kept}: a node may decrypt with account.kms_key alone"
-            yield Check("secret", found, "problem", "Set account.kms_key to it, or use AWS's key.")
+        elif key and key != own and not own.endswith(f"/{key}"):
+            finding = f"{reference} is encrypted with {key}: a node may decrypt with account.kms_key alone"
+            yield Check("secret", finding, "problem", "Set account.kms_key to it, or use AWS's key.")
         else:
             yield Check("secret", f"{reference} is there")
 

@@ -117,14 +117,14 @@ def _image(name: str, definition: StackDefinition, sts: Any) -> Iterator[Check]:
         )
         return
     try:
-        found = registry.digest(name)
+        digest = registry.digest(name)
     except AwsRefused as error:
         yield Check("image", str(error), "problem")
         return
     private = ecr.repository(name)
     if "@" in name:
         how = "exists, and a node logs in by its role" if private else "can be pulled without a login"
-        yield Check("image", f"{name.partition('@')[0]} at {found[:19]}... {how}")
+        yield Check("image", f"{name.partition('@')[0]} at {digest[:19]}... {how}")
     else:
         yield Check(
             "image",
@@ -148,5 +148,5 @@ def readiness(definition: StackDefinition, root: Path) -> Iterator[Check]:
     """The check of everything else that `up` needs before it starts; AMI and image have checks of their own."""
     for sentence in [*map(str, code_problems(definition, root)), *not_ready(definition, root)]:
         if sentence.startswith("storage.") or ".code." in sentence:
-            found, _, fix = sentence.partition(": ")
-            yield Check("inputs", found, "problem", fix[:1].upper() + fix[1:])
+            finding, _, fix = sentence.partition(": ")
+            yield Check("inputs", finding, "problem", fix[:1].upper() + fix[1:])

@@ -68,8 +68,8 @@ def market(fleet: dict[str, Any]) -> str:
 def too_many(fleets: list[dict[str, Any]], definition: StackDefinition) -> list[dict[str, Any]]:
     """The fleets that may launch although the run needs only one: one in all; with a fallback, one in each market."""
     stands_by = definition.fleet.market.stands_by
-    kinds = [market(each) if market(each) in stands_by else "" for each in fleets]
-    return [each for each, kind in zip(fleets, kinds, strict=True) if kinds.count(kind) > 1]
+    kinds = [market(fleet) if market(fleet) in stands_by else "" for fleet in fleets]
+    return [fleet for fleet, kind in zip(fleets, kinds, strict=True) if kinds.count(kind) > 1]
 
 
 def wants(fleet: dict[str, Any]) -> int:

@@ -31,7 +31,7 @@ class AccessRequest:
 
 def allowed(statements: Iterable[Statement], wish: AccessRequest) -> bool | None:
     """Whether a statement allows the request and no statement denies it."""
-    answers = [(str(each["Effect"]), speaks_of(each, wish)) for each in statements]
+    answers = [(str(statement["Effect"]), speaks_of(statement, wish)) for statement in statements]
     denied, permitted = ({answer for effect, answer in answers if effect == which} for which in ("Deny", "Allow"))
     if True in denied or not permitted - {False}:
         return False

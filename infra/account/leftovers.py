@@ -67,13 +67,13 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
     region, unseen = definition.fleet.region, list[Left]()
     ec2 = client("ec2", region)
 
-    def collect_visible(what: str, part: Callable[[], Iterable[_T]]) -> list[_T]:
+    def collect_visible(kind: str, part: Callable[[], Iterable[_T]]) -> list[_T]:
         """The leftovers that `part` yields, as far as AWS allows the requests. A refusal is added to `unseen`."""
         visible = list[_T]()
         try:
             visible.extend(part())
         except ClientError as error:
-            unseen.append(Left(kind=what, id=str(refusals.refusal(error)), unseen=True))
+            unseen.append(Left(kind=kind, id=str(refusals.refusal(error)), unseen=True))
         return visible
 
     vpcs = collect_visible("VPCs", lambda: aws.pages(ec2, "describe_vpcs", "Vpcs", Filters=_tagged(definition)))
@@ -89,7 +89,9 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
     # An instant fleet stays in `deleted_terminating` for hours after its nodes have gone, and costs nothing.
     with_nodes = {aws.tags_of(node).get(FLEET_TAG) for node in nodes}
     fleets = [
-        each for each in fleets if replaces(each) or each["FleetState"] not in ENDED or each["FleetId"] in with_nodes
+        fleet
+        for fleet in fleets
+        if replaces(fleet) or fleet["FleetState"] not in ENDED or fleet["FleetId"] in with_nodes
     ]
     yield from _fleets(fleets, within, now)
     yield from _instances(nodes, within)
@@ -119,8 +121,8 @@ class _Within:
     definition: StackDefinition
 
     def owner_of_fleet(self, fleet: dict[str, Any]) -> str:
-        overrides = [each for config in fleet["LaunchTemplateConfigs"] for each in config.get("Overrides", [])]
-        inside = any(self.subnets.get(each.get("SubnetId", "")) in self.vpcs for each in overrides)
+        overrides = [override for config in fleet["LaunchTemplateConfigs"] for override in config.get("Overrides", [])]
+        inside = any(self.subnets.get(override.get("SubnetId", "")) in self.vpcs for override in overrides)
         return "" if inside else _other_owner(fleet, self.definition)
 
     def owner_of_node(self, node: dict[str, Any]) -> str:
@@ -129,10 +131,10 @@ class _Within:
 
 def _nodes(ec2: Any, definition: StackDefinition, fleets: list[str]) -> list[dict[str, Any]]:
     alive = ("instance-state-name", ["pending", "running", "shutting-down", "stopping", "stopped"])
-    found = find_instances(ec2, [(f"tag:{STACK_TAG}", [definition.name]), alive])
+    instances = find_instances(ec2, [(f"tag:{STACK_TAG}", [definition.name]), alive])
     if fleets:
-        found += find_instances(ec2, [(f"tag:{FLEET_TAG}", fleets), alive])
-    return list({node["InstanceId"]: node for node in found}.values())
+        instances += find_instances(ec2, [(f"tag:{FLEET_TAG}", fleets), alive])
+    return list({node["InstanceId"]: node for node in instances}.values())
 
 
 def _fleets(fleets: list[dict[str, Any]], within: _Within, now: datetime) -> Iterator[Left]:
@@ -167,11 +169,11 @@ def _instances(nodes: list[dict[str, Any]], within: _Within) -> Iterator[Left]:
 
 def _volumes(ec2: Any, within: _Within, nodes: dict[str, dict[str, Any]]) -> Iterator[Left]:
     definition, region = within.definition, within.definition.fleet.region
-    found = list(aws.pages(ec2, "describe_volumes", "Volumes", Filters=_tagged(definition)))
+    volumes = list(aws.pages(ec2, "describe_volumes", "Volumes", Filters=_tagged(definition)))
     if nodes:
         attached = [{"Name": "attachment.instance-id", "Values": list(nodes)}]
-        found += aws.pages(ec2, "describe_volumes", "Volumes", Filters=attached)
-    known = {volume["VolumeId"]: volume for volume in found}
+        volumes += aws.pages(ec2, "describe_volumes", "Volumes", Filters=attached)
+    known = {volume["VolumeId"]: volume for volume in volumes}
     loose = [{"Name": "status", "Values": ["available"]}]
     for volume in aws.pages(ec2, "describe_volumes", "Volumes", Filters=loose):
         if volume["VolumeId"] not in known and _resembles(volume, definition):
@@ -252,12 +254,12 @@ def _addresses(ec2: Any, definition: StackDefinition) -> Iterator[Left]:
 
 def _buckets(s3: Any, definition: StackDefinition) -> Iterator[Left]:
     keep, gb_price = definition.storage.keep, _price("s3_storage", definition.fleet.region)
-    found = find_buckets(s3, definition.name)
-    for name, refused in found.closed.items():
+    buckets = find_buckets(s3, definition.name)
+    for name, refused in buckets.closed.items():
         yield Left(kind="bucket", id=name, note=str(refused), unseen=True)
-    for name in found.untagged:  # the provider tags a bucket after it has made it
+    for name in buckets.untagged:  # the provider tags a bucket after it has made it
         yield Left(kind="bucket", id=name, note="named like ours", ours=False, steps=(removal.Bucket(name=name),))
-    for bucket in found.ours:
+    for bucket in buckets.ours:
         name, owner = bucket["Name"], _other_owner(bucket, definition)
         sizes = [int(item["Size"]) for item in aws.pages(s3, "list_objects_v2", "Contents", Bucket=name)]
         gb = Decimal(sum(sizes)) / 10**9
@@ -365,7 +367,7 @@ def _network(ec2: Any, definition: StackDefinition, vpcs: list[dict[str, Any]], 
         for identifier, item in every.items():
             if item.get("State", "").lower() in ("deleting", "deleted") or _goes_with_its_vpc(item):
                 continue  # endpoints stay listed for a while
-            attached = [each["VpcId"] for each in item.get("Attachments", [])]  # a gateway
+            attached = [attachment["VpcId"] for attachment in item.get("Attachments", [])]  # a gateway
             # the instance of an interface, which has no tag itself
             node = (item.get("Attachment") or {}).get("InstanceId", "")
             vpc = item.get("VpcId") or next(iter(attached), "")
@@ -374,7 +376,7 @@ def _network(ec2: Any, definition: StackDefinition, vpcs: list[dict[str, Any]], 
             names = (node, item.get("GroupName"), item.get("ServiceName"), "" if mine else item.get("Description"))
             note = ", ".join(filter(None, names))
             steps = (
-                *(removal.ec2("detach_internet_gateway", **{part.id: identifier}, VpcId=each) for each in attached),
+                *(removal.ec2("detach_internet_gateway", **{part.id: identifier}, VpcId=vpc_id) for vpc_id in attached),
                 # an address of a node or of an AWS service is deleted with its owner
                 *(() if node or item.get("RequesterManaged") else (part.step(identifier),)),
             )
@@ -394,7 +396,9 @@ def _goes_with_its_vpc(item: dict[str, Any]) -> bool:
     """Whether AWS made the resource with the VPC and deletes it with the VPC: the main route table and the default
     security group.
     """
-    return item.get("GroupName") == "default" or any(each.get("Main") for each in item.get("Associations", []))
+    return item.get("GroupName") == "default" or any(
+        association.get("Main") for association in item.get("Associations", [])
+    )
 
 
 def _roles(iam: Any, definition: StackDefinition) -> Iterator[Left]:
@@ -405,8 +409,11 @@ def _roles(iam: Any, definition: StackDefinition) -> Iterator[Left]:
             inline = aws.pages(iam, "list_role_policies", "PolicyNames", RoleName=name)
             attached = aws.pages(iam, "list_attached_role_policies", "AttachedPolicies", RoleName=name)
             steps = (
-                *(removal.iam("delete_role_policy", RoleName=name, PolicyName=each) for each in inline),
-                *(removal.iam("detach_role_policy", RoleName=name, PolicyArn=each["PolicyArn"]) for each in attached),
+                *(removal.iam("delete_role_policy", RoleName=name, PolicyName=policy) for policy in inline),
+                *(
+                    removal.iam("detach_role_policy", RoleName=name, PolicyArn=policy["PolicyArn"])
+                    for policy in attached
+                ),
                 removal.iam("delete_role", RoleName=name),
             )
             yield Left(kind="role", id=name, steps=steps, owner=_other_owner(tagged, definition))
@@ -448,10 +455,10 @@ def _hourly(instance_type: str, region: str) -> Decimal:
     except PriceMissing:
         elsewhere = [price.amount for (kind, _), price in catalog.on_demand_prices.items() if kind == instance_type]
         spot = [
-            each.price.amount
+            zone.price.amount
             for (kind, _), zones in catalog.spot_prices.items()
             if kind == instance_type
-            for each in zones
+            for zone in zones
         ]
         return max([*elsewhere, *spot], default=Decimal(1))  # a type without any price must not look free
 

@@ -70,7 +70,7 @@ class Reader:
             self.sleep(POLL_S)
 
     def _end_detail(self, folder: RunFolder) -> str | None:
-        objects = [each for sign in results.SIGNS for each in folder.objects(sign)]
+        objects = [stored for sign in results.SIGNS for stored in folder.objects(sign)]
         end = results.cut_off(self.definition, folder.owner, objects, self.ec2, datetime.now(UTC))
         return end.detail if end else None
 
@@ -94,7 +94,7 @@ class Reader:
         folder = self._folder()
         if folder is None:
             raise no_run(self.s3, self.definition)
-        names = [each.name for each in folder.objects(bucket.BOOT_LOGS)]
+        names = [stored.name for stored in folder.objects(bucket.BOOT_LOGS)]
         if not names:
             raise AwsRefused(
                 f"no node of run {self.definition.run.id} has left a boot log yet; it does so when it ends."

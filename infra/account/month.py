@@ -51,30 +51,30 @@ def look(
     """
     known, _ = receipts.read(root)
     ended = {
-        f"{each.stack}/{each.run}": each.actual
-        for each in known
-        if each.at[:7] == f"{now:%Y-%m}" and each.owner in ("", owner) and not each.rehearsal
+        f"{receipt.stack}/{receipt.run}": receipt.actual
+        for receipt in known
+        if receipt.at[:7] == f"{now:%Y-%m}" and receipt.owner in ("", owner) and not receipt.rehearsal
     }
-    running = [each for each in all_runs([], [], sorted({*regions}), client, now) if each.state != "over"]
-    named = {f"{each.stack}/{each.run.partition('/')[0]}": each for each in running if each.owner == owner}
-    reserved = {name: _limit(each, client) for name, each in named.items() if name not in {*but, *ended}}
+    running = [run for run in all_runs([], [], sorted({*regions}), client, now) if run.state != "over"]
+    named = {f"{run.stack}/{run.run.partition('/')[0]}": run for run in running if run.owner == owner}
+    reserved = {name: _limit(run, client) for name, run in named.items() if name not in {*but, *ended}}
     return MonthUsd(ended=sum((usd for name, usd in ended.items() if name not in but), Decimal(0)), reserved=reserved)
 
 
-def require(rules: Policy | None, month: Callable[[], MonthUsd], usd: Decimal, what: str) -> None:
-    """Raises GpufleetError if `what`, which may spend `usd`, does not fit what the rules leave of the month. Without
+def require(rules: Policy | None, month: Callable[[], MonthUsd], usd: Decimal, spender: str) -> None:
+    """Raises GpufleetError if `spender`, which may spend `usd`, does not fit what the rules leave of the month. Without
     the rule nothing is asked.
     """
     cap = rules.max_usd_per_month if rules else None
     if cap is None:
         return
-    found = month()
-    if found.total + usd <= cap:
+    spent = month()
+    if spent.total + usd <= cap:
         return
-    open_ = f", {counted(len(found.reserved), 'run')} that may spend {sum(found.reserved.values()):.2f}"
+    open_ = f", {counted(len(spent.reserved), 'run')} that may spend {sum(spent.reserved.values()):.2f}"
     raise GpufleetError(
-        f"breaks max_usd_per_month of policy.yaml: {what} may spend {usd:.2f} USD. This month's receipts have"
-        f" {found.ended:.2f}{open_ if found.reserved else ''}; allowed are {cap:f}."
+        f"breaks max_usd_per_month of policy.yaml: {spender} may spend {usd:.2f} USD. This month's receipts have"
+        f" {spent.ended:.2f}{open_ if spent.reserved else ''}; allowed are {cap:f}."
     )
 
 

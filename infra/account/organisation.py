@@ -17,7 +17,9 @@ def network(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     if (vpc := definition.account.vpc) is None:
         return
     wanted = [{"Name": "subnet-id", "Values": list(vpc.subnets.values())}]
-    subnets = {each["SubnetId"]: each for each in pages(ec2, "describe_subnets", "Subnets", Filters=wanted)}
+    subnets = {
+        described["SubnetId"]: described for described in pages(ec2, "describe_subnets", "Subnets", Filters=wanted)
+    }
     inside = [{"Name": "vpc-id", "Values": [vpc.id]}]
     tables = list(pages(ec2, "describe_route_tables", "RouteTables", Filters=inside))
     for zone, name in vpc.subnets.items():
@@ -45,7 +47,7 @@ def _routes(tables: list[dict[str, Any]], subnet: str) -> list[dict[str, Any]]:
     """The routes of the subnet's own route table, else of the VPC's main route table."""
     for key, value in (("SubnetId", subnet), ("Main", True)):
         for table in tables:
-            if any(each.get(key) == value for each in table["Associations"]):
+            if any(association.get(key) == value for association in table["Associations"]):
                 return [route for route in table["Routes"] if route.get("State", "active") == "active"]
     return []
 
@@ -112,24 +114,26 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
     ]
     answers = {
         (wish.action, iam_policy.allowed(limits, wish))
-        for each in [
+        for statement in [
             *node_statements(definition, f"arn:aws:s3:::{made}", log_group, schedule, role, topic),
             *stop_statements(definition),
             *(fallback if definition.fleet.market.stands_by or definition.fleet.lets_go else []),
         ]
-        if each["Effect"] == "Allow"
-        for wish in _wishes(each)
+        if statement["Effect"] == "Allow"
+        for wish in _wishes(statement)
     }
     refused, unsure = (sorted(name for name, answer in answers if answer is which) for which in (False, None))
     if refused:
-        found = f"{arn} does not let a node {', '.join(refused)}"
+        finding = f"{arn} does not let a node {', '.join(refused)}"
         fix = (
             "Let the boundary allow the rights in `gpufleet docs node`; otherwise nodes fail or cannot end their fleet."
         )
-        yield Check("boundary", found, "problem", fix)
+        yield Check("boundary", finding, "problem", fix)
     elif unsure:
-        found = f"cannot tell whether {arn} lets a node {', '.join(unsure)}: it sets conditions that only AWS can judge"
-        yield Check("boundary", found, "warning")
+        finding = (
+            f"cannot tell whether {arn} lets a node {', '.join(unsure)}: it sets conditions that only AWS can judge"
+        )
+        yield Check("boundary", finding, "warning")
     else:
         yield Check("boundary", f"{arn} allows all that a node does")
 
@@ -149,5 +153,5 @@ def _wishes(statement: dict[str, Any]) -> Iterator[iam_policy.AccessRequest]:
     }
     kinds = {"ec2:TerminateInstances": "instance/"}
     for action in actions:
-        resource = next((each for each in resources if kinds.get(action, "") in each), resources[0])
+        resource = next((candidate for candidate in resources if kinds.get(action, "") in candidate), resources[0])
         yield iam_policy.AccessRequest(action=action, resource=resource, context=context, complete=False)

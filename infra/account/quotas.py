@@ -97,17 +97,17 @@ def vpc_quota(definition: StackDefinition, ec2: Any, service_quotas: Any) -> Ite
     vpcs = list(aws.pages(ec2, "describe_vpcs", "Vpcs"))
     quota = _granted(service_quotas, "vpc", VPCS_PER_REGION)
     most = int(quota["Value"])
-    found = f"{quota['QuotaName']} ({VPCS_PER_REGION}) is {most}; {len(vpcs)} in {definition.fleet.region}"
+    finding = f"{quota['QuotaName']} ({VPCS_PER_REGION}) is {most}; {len(vpcs)} in {definition.fleet.region}"
     if any(aws.tags_of(vpc).get(STACK_TAG) == definition.name for vpc in vpcs):
-        yield Check("network", f"{found}, this stack's among them")
+        yield Check("network", f"{finding}, this stack's among them")
     elif len(vpcs) < most:
-        yield Check("network", found)
+        yield Check("network", finding)
     else:
         fix = (
             f"{_increase(definition, 'vpc', VPCS_PER_REGION, 2 * most)}\n"
             "          or `pulumi destroy` a stack that is done, or delete a VPC that nothing uses"
         )
-        yield Check("network", f"{found}, and `pulumi up` makes one more", "problem", fix)
+        yield Check("network", f"{finding}, and `pulumi up` makes one more", "problem", fix)
 
 
 def _granted(service_quotas: Any, service: str, code: str) -> dict[str, Any]:
@@ -131,21 +131,21 @@ def _others(definition: StackDefinition, ec2: Any) -> dict[str, dict[str, int]]:
     """
     states = [("instance-state-name", ["pending", "running"])]
     machines = [
-        each
-        for each in find_instances(ec2, states)
-        if aws.tags_of(each).get(STACK_TAG) != definition.name and each["Placement"].get("Tenancy") != "host"
+        machine
+        for machine in find_instances(ec2, states)
+        if aws.tags_of(machine).get(STACK_TAG) != definition.name and machine["Placement"].get("Tenancy") != "host"
     ]
-    types = sorted({each["InstanceType"] for each in machines})
+    types = sorted({machine["InstanceType"] for machine in machines})
     vcpus = {
-        each["InstanceType"]: int(each["VCpuInfo"]["DefaultVCpus"])
+        type_["InstanceType"]: int(type_["VCpuInfo"]["DefaultVCpus"])
         for start in range(0, len(types), TYPES_PER_CALL)
-        for each in ec2.describe_instance_types(InstanceTypes=types[start : start + TYPES_PER_CALL])["InstanceTypes"]
+        for type_ in ec2.describe_instance_types(InstanceTypes=types[start : start + TYPES_PER_CALL])["InstanceTypes"]
     }
     vcpus_by_quota: dict[str, dict[str, int]] = {}
-    for each in machines:
-        kind, capacity = each["InstanceType"], each.get("InstanceLifecycle", "on-demand")
+    for machine in machines:
+        kind, capacity = machine["InstanceType"], machine.get("InstanceLifecycle", "on-demand")
         if code := quota_code(kind, capacity):
-            vcpus_by_quota.setdefault(code, {})[f"{each['InstanceId']} ({kind})"] = vcpus[kind]
+            vcpus_by_quota.setdefault(code, {})[f"{machine['InstanceId']} ({kind})"] = vcpus[kind]
     return vcpus_by_quota
 
 
@@ -158,17 +158,17 @@ def _quota(definition: StackDefinition, need: Need, others: dict[str, int], serv
     takes += f"{need.vcpu}" if need.least == need.vcpu else f"{need.least} to {need.vcpu}"
     users = ", ".join(list(others)[:USERS_SHOWN]) + (" and others" if len(others) > USERS_SHOWN else "")
     in_use = f", {used} of them in use by {users}" if used else ""
-    found = f"{quota['QuotaName']} ({need.code}) is {int(quota['Value'])} vCPUs{in_use}; {nodes} of {kinds} {takes}"
+    finding = f"{quota['QuotaName']} ({need.code}) is {int(quota['Value'])} vCPUs{in_use}; {nodes} of {kinds} {takes}"
     fix = _increase(definition, "ec2", need.code, used + need.recommended)
     if free < need.least and used:
         fix += "\n          or wait until a machine above has ended"
     if free < need.least:
         console = "(asked for in the console, with the use case in a sentence, it is granted more often)"
-        return Check("quota", found, "problem", f"{fix}\n          {console}")
+        return Check("quota", finding, "problem", f"{fix}\n          {console}")
     if free < need.vcpu:
-        return Check("quota", f"{found}: the larger types cannot launch", "warning", fix)
+        return Check("quota", f"{finding}: the larger types cannot launch", "warning", fix)
     if free < need.recommended:
         worth = {2: "two"}.get(definition.nodes + 1, definition.nodes + 1)
         why = f"; {worth} nodes' vCPUs would let a replacement start while the old node still counts"
-        return Check("quota", found + why, "warning", fix)
-    return Check("quota", found)
+        return Check("quota", finding + why, "warning", fix)
+    return Check("quota", finding)

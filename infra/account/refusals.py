@@ -66,7 +66,7 @@ def absent(ask: Callable[[], _T], *codes: str) -> _T | None:
     try:
         return ask()
     except exceptions.ClientError as error:
-        families = tuple(each for each in codes if each.endswith("."))
+        families = tuple(family for family in codes if family.endswith("."))
         if code(error) in codes or code(error).startswith(families):
             return None
         raise
@@ -106,7 +106,7 @@ def _clocks(error: exceptions.ClientError, message: str) -> tuple[datetime, date
     """This computer's time and AWS's time if they differ too much, else None. They come from the message ("expired:
     OURS is now earlier than LIMIT (THEIRS - 15 min.)"), or from the date of the answer.
     """
-    named = [datetime.strptime(each, "%Y%m%dT%H%M%S%z") for each in re.findall(r"\d{8}T\d{6}Z", message)]
+    named = [datetime.strptime(moment, "%Y%m%dT%H%M%S%z") for moment in re.findall(r"\d{8}T\d{6}Z", message)]
     answered = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
     if len(named) == 3:
         ours, _, theirs = named

@@ -64,9 +64,9 @@ def _of_ecr(image: str, repository: ecr.Repository) -> str:
     wanted = {"imageDigest": pinned} if pinned else {"imageTag": tag}
     named = {"registryId": repository.account, "repositoryName": repository.name, "imageIds": [wanted]}
     ask = aws.client("ecr", repository.region).describe_images
-    if (found := refusals.absent(lambda: ask(**named), *_NO_IMAGE)) is None:
+    if (answer := refusals.absent(lambda: ask(**named), *_NO_IMAGE)) is None:
         raise _missing(image)
-    return str(found["imageDetails"][0]["imageDigest"])
+    return str(answer["imageDetails"][0]["imageDigest"])
 
 
 def _missing(image: str) -> AwsRefused:

@@ -85,14 +85,14 @@ def fetch(
         raise no_run(s3, definition)
     folders = (*(() if exports else (EXPORTS,)), *((FINAL,) if light else ()))
     objects = [
-        each
-        for each in folder.objects()
-        if not each.name.startswith((CHECKPOINTS, bucket.FLEETS)) and _is_file(each.name, say)
+        stored
+        for stored in folder.objects()
+        if not stored.name.startswith((CHECKPOINTS, bucket.FLEETS)) and _is_file(stored.name, say)
     ]
-    wanted = [each for each in objects if not (each.name.startswith(folders) and each.name.endswith(WEIGHTS))]
-    remaining = sum(each.bytes for each in objects) - sum(each.bytes for each in wanted)
-    missing = [each for each in wanted if not _same(target / each.name, each)]
-    total = sum(each.bytes for each in missing)
+    wanted = [stored for stored in objects if not (stored.name.startswith(folders) and stored.name.endswith(WEIGHTS))]
+    remaining = sum(stored.bytes for stored in objects) - sum(stored.bytes for stored in wanted)
+    missing = [stored for stored in wanted if not _same(target / stored.name, stored)]
+    total = sum(stored.bytes for stored in missing)
     cost = Decimal(total) / 10**9 * load_catalog().price("transfer_out", definition.fleet.region).amount
     whose = "" if folder.is_of(definition.run.owner) else f" (owner {folder.owner})"
     say(f"s3://{folder.bucket}/{folder.run}/{whose} to {target}")
@@ -102,10 +102,10 @@ def fetch(
     if remaining:
         say(f"left in the bucket: {_readable(remaining)} of weights{'' if light else ' (--exports brings them)'}")
     with progress.shown("downloading", total) as advance:
-        for each in missing:
-            _download(folder, each, target / each.name, advance)
-            say(f"  {each.name}  {_readable(each.bytes)}")
-    names = {each.name for each in wanted}
+        for stored in missing:
+            _download(folder, stored, target / stored.name, advance)
+            say(f"  {stored.name}  {_readable(stored.bytes)}")
+    names = {stored.name for stored in wanted}
     lacking = [name for name in (RESULTS, RECEIPT) if name not in names]
     done: Done | None = folder.read_done() if lacking else None
     if RECEIPT in lacking:
@@ -117,10 +117,10 @@ def fetch(
         lacking = []
     if lacking == [RESULTS] and reason in EARLY:
         if definition.job.parameters.sizes().final_if_cut[0] and not any(
-            each.name.startswith(FINAL) for each in objects
+            stored.name.startswith(FINAL) for stored in objects
         ):
-            kept = f"s3://{folder.bucket}/{folder.run}/{CHECKPOINTS}"
-            say(f"The run left no {FINAL} either. If it has trained, its checkpoints are in {kept}")
+            checkpoints_uri = f"s3://{folder.bucket}/{folder.run}/{CHECKPOINTS}"
+            say(f"The run left no {FINAL} either. If it has trained, its checkpoints are in {checkpoints_uri}")
         say(f"Complete for a run that ended with {reason}, which left no results.json. Its cost: {target / RECEIPT}")
         return 0
     if lacking:
@@ -175,26 +175,27 @@ def earlier_receipt(path: Path) -> Receipt | None:
     return None
 
 
-def _download(folder: RunFolder, each: StoredObject, target: Path, advance: progress.Advance) -> None:
+def _download(folder: RunFolder, stored: StoredObject, target: Path, advance: progress.Advance) -> None:
     """Downloads an object under a temporary name, so that a file with the final name is whole. The file gets the
     object's time, which `_same` compares.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     try:
-        folder.s3.download_file(folder.bucket, f"{folder.run}/{each.name}", str(part), Callback=advance)
+        folder.s3.download_file(folder.bucket, f"{folder.run}/{stored.name}", str(part), Callback=advance)
     except OSError as error:  # a write error on a full disk names no file; the disk may be another's
         error.filename = error.filename or str(part.parent)
         raise
     size = part.stat().st_size
-    if size != each.bytes:  # a run that still trains rewrites its logs each minute, so the object may be a newer one
-        each = next((now for now in folder.objects(each.name) if now.name == each.name), each)
-    if size != each.bytes:
+    if size != stored.bytes:  # a run that still trains rewrites its logs each minute, so the object may be a newer one
+        stored = next((now for now in folder.objects(stored.name) if now.name == stored.name), stored)
+    if size != stored.bytes:
         part.unlink()
         raise AwsRefused(
-            f"{each.name} came with {size} bytes instead of {each.bytes}: it changed meanwhile. Run the command again."
+            f"{stored.name} came with {size} bytes instead of {stored.bytes}: it changed meanwhile. Run the command"
+            " again."
         )
-    os.utime(part, (each.written.timestamp(),) * 2)
+    os.utime(part, (stored.written.timestamp(),) * 2)
     part.replace(target)
 
 
@@ -207,14 +208,14 @@ def _is_file(name: str, say: Callable[[str], None]) -> bool:
     return not why
 
 
-def _same(path: Path, each: StoredObject) -> bool:
+def _same(path: Path, stored: StoredObject) -> bool:
     """Whether the file at `path` already is this object. Its size alone does not show it: another run may have had the
     same id.
     """
     if path.suffix not in WEIGHTS or not path.is_file():
         return False
     status = path.stat()
-    return status.st_size == each.bytes and int(status.st_mtime) == int(each.written.timestamp())
+    return status.st_size == stored.bytes and int(status.st_mtime) == int(stored.written.timestamp())
 
 
 def _readable(size: int) -> str:
@@ -232,13 +233,13 @@ def cut_off(
     owner's run has its own bucket. The run ended when its nodes last wrote. The end has no reason while the run may go
     on, or if no node has begun it. Returns None if AWS does not say.
     """
-    written = [each.written for each in objects if each.name.startswith(SIGNS)]
+    written = [stored.written for stored in objects if stored.name.startswith(SIGNS)]
     if not written:
         return GOES_ON
     try:
         nodes = [node for node in nodes_of(ec2, definition) if node["State"]["Name"] != "terminated"]
         fleets = [fleet for fleet in fleets_of(ec2, definition) if not is_over(fleet, now)]
-        if any(aws.owner_of(each) in ("", owner) or not owner for each in (*nodes, *fleets)):
+        if any(aws.owner_of(resource) in ("", owner) or not owner for resource in (*nodes, *fleets)):
             return GOES_ON
     except (BotoCoreError, ClientError):
         return None
@@ -264,11 +265,11 @@ def make_receipt(
         run, store = load(target / RUN), S3Store(f"s3://{folder.bucket}/{folder.run}", client=folder.s3)
         history = _history(definition, ec2, now - KEPT_S)
         known = attempts.reclaimed(before.attempts if before else ())
-        found = attempts.read_ended(store, run, done, history, now, known=known, say=say)
-        if not found:
+        records = attempts.read_ended(store, run, done, history, now, known=known, say=say)
+        if not records:
             raise ValueError("no node has left a record")
-        objects = {each.name: each.bytes for each in folder.objects()}
-        return receipt.build(run, found, done, objects=objects, results=results_in(target))
+        objects = {stored.name: stored.bytes for stored in folder.objects()}
+        return receipt.build(run, records, done, objects=objects, results=results_in(target))
     except (OSError, ArithmeticError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
@@ -278,10 +279,12 @@ def _history(definition: StackDefinition, ec2: Any, since: float) -> History | N
     second fleet, it returns the histories of both, because it is no longer known to which a node belonged.
     """
     try:
-        found = fleets_of(ec2, definition)
-        own = [each for each in found if aws.owner_of(each) == aws.owner_of(found[0])]
-        histories = [fleet.history(ec2, each["FleetId"], since) for each in own]
+        fleets = fleets_of(ec2, definition)
+        own = [described for described in fleets if aws.owner_of(described) == aws.owner_of(fleets[0])]
+        histories = [fleet.history(ec2, described["FleetId"], since) for described in own]
     except (BotoCoreError, ClientError):
         return None
-    noticed = [each for each, of in zip(histories, own, strict=True) if len(own) == 1 or market(of) in INTERRUPTED]
-    return fleet.merged(histories, (at for each in noticed for at in each.changes)) if histories else None
+    noticed = [
+        history for history, of in zip(histories, own, strict=True) if len(own) == 1 or market(of) in INTERRUPTED
+    ]
+    return fleet.merged(histories, (at for history in noticed for at in history.changes)) if histories else None

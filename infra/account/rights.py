@@ -42,7 +42,7 @@ def declared(definition: StackDefinition) -> dict[str, list[str]]:
 
 def needed(definition: StackDefinition) -> list[str]:
     """Every action that is needed, sorted."""
-    actions = {action for each in declared(definition).values() for action in each}
+    actions = {action for group in declared(definition).values() for action in group}
     if definition.account.kms_key:
         actions |= {"kms:Decrypt", "kms:GenerateDataKey"}  # for the encryption of the bucket's objects
     if definition.account.permissions_boundary:

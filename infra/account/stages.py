@@ -43,8 +43,8 @@ def look(whole: StackDefinition, s3: Any) -> list[StageSeen]:
 def begun(whole: StackDefinition, s3: Any) -> list[StackDefinition]:
     """The stages that have begun: those up to the first that is not done."""
     seen = look(whole, s3)
-    done = next((index for index, each in enumerate(seen) if not each.is_finished), len(seen))
-    return [each.stage for each in seen[: done + 1]]
+    done = next((index for index, seen_stage in enumerate(seen) if not seen_stage.is_finished), len(seen))
+    return [seen_stage.stage for seen_stage in seen[: done + 1]]
 
 
 def report(whole: StackDefinition, ec2: Any, s3: Any, now: datetime, scheduler: Any = None) -> Iterator[str]:
@@ -52,17 +52,17 @@ def report(whole: StackDefinition, ec2: Any, s3: Any, now: datetime, scheduler: 
     has neither a fleet nor a folder.
     """
     seen = look(whole, s3)
-    current = next((each.stage for each in seen if not each.is_finished), whole.stages[-1])
+    current = next((seen_stage.stage for seen_stage in seen if not seen_stage.is_finished), whole.stages[-1])
     first, *rest = status.report(current, ec2, s3, now, scheduler)
     yield first
-    for index, each in enumerate(seen):
-        if each.done:
-            state = f"{each.done.reason}, {each.done.at}"
-        elif each.stage is current:
-            state = "asked to end" if each.folder and each.folder.asked() else "under way"
+    for index, seen_stage in enumerate(seen):
+        if seen_stage.done:
+            state = f"{seen_stage.done.reason}, {seen_stage.done.at}"
+        elif seen_stage.stage is current:
+            state = "asked to end" if seen_stage.folder and seen_stage.folder.asked() else "under way"
         else:
             state = f"after {seen[index - 1].stage.stage}"
-        yield f"{'' if index else 'stage':<12}{each.stage.stage}: {state}"
+        yield f"{'' if index else 'stage':<12}{seen_stage.stage.stage}: {state}"
     yield from rest
 
 
@@ -70,13 +70,13 @@ def combine(whole: StackDefinition, folder: Path) -> Receipt | None:
     """The receipt of all stages that have one below `folder`; None without any. Its figures are their sums; lines name
     their stage. Its range is the bill's for the whole run, and for a run that ended early the sum of its stages'.
     """
-    found: list[tuple[str, Receipt]] = []
+    by_stage: list[tuple[str, Receipt]] = []
     for stage in whole.stages:
         with suppress(FileNotFoundError, reading.DoubtError):
-            found.append((stage.stage, parse((folder / stage.stage / RECEIPT).read_bytes())))
-    if not found:
+            by_stage.append((stage.stage, parse((folder / stage.stage / RECEIPT).read_bytes())))
+    if not by_stage:
         return None
-    receipts, (last, end) = [each for _, each in found], found[-1]
+    receipts, (last, end) = [receipt for _, receipt in by_stage], by_stage[-1]
     low, high = sum_of(receipts, "p10"), sum_of(receipts, "p90")
     is_done = end.reason == FINISHED and last == whole.stages[-1].stage
     if is_done and (span := load(folder / last / RUN).whole_usd) is not None:
@@ -85,20 +85,20 @@ def combine(whole: StackDefinition, folder: Path) -> Receipt | None:
         end,
         run=whole.run.id,
         detail=": ".join(filter(None, (last, end.detail))),
-        capacity=", ".join(dict.fromkeys(each.capacity for each in receipts)),
+        capacity=", ".join(dict.fromkeys(receipt.capacity for receipt in receipts)),
         estimate=sum_of(receipts, "estimate"),
         actual=sum_of(receipts, "actual"),
         p10=low,
         p90=high,
         estimate_h=sum_of(receipts, "estimate_h"),
         actual_h=sum_of(receipts, "actual_h"),
-        lines=tuple(replace(line, name=f"{name}: {line.name}") for name, each in found for line in each.lines),
-        causes={cause: sum((each.causes[cause] for each in receipts), Decimal(0)) for cause in CAUSES},
+        lines=tuple(replace(line, name=f"{name}: {line.name}") for name, receipt in by_stage for line in receipt.lines),
+        causes={cause: sum((receipt.causes[cause] for receipt in receipts), Decimal(0)) for cause in CAUSES},
         free_usd=sum_of(receipts, "free_usd"),
-        expected=sum(each.expected or 0.0 for each in receipts),
-        with_notice=sum(each.with_notice for each in receipts),
-        without_notice=sum(each.without_notice for each in receipts),
-        attempts=tuple(node for each in receipts for node in each.attempts),
+        expected=sum(receipt.expected or 0.0 for receipt in receipts),
+        with_notice=sum(receipt.with_notice for receipt in receipts),
+        without_notice=sum(receipt.without_notice for receipt in receipts),
+        attempts=tuple(node for receipt in receipts for node in receipt.attempts),
         goals=goal.grade(
             whole.goal.wanted,
             usd=sum_of(receipts, "actual"),
@@ -112,7 +112,7 @@ def combine(whole: StackDefinition, folder: Path) -> Receipt | None:
 
 def sum_of(receipts: Sequence[Receipt], name: str) -> Decimal:
     """The sum of one figure of the receipts."""
-    return sum((getattr(each, name) for each in receipts), Decimal(0))
+    return sum((getattr(receipt, name) for receipt in receipts), Decimal(0))
 
 
 def _elapsed_h(folder: Path, end: str) -> Decimal:

@@ -176,11 +176,11 @@ def _nodes(nodes: list[dict[str, Any]], owner: str) -> Iterator[str]:
 
 def _attempts(folder: RunFolder, alive: set[str]) -> Iterator[str]:
     odd: list[str] = []
-    found = {}
-    for each in folder.objects(bucket.ATTEMPTS):
-        name = bucket.node_of(each.name) or each.name
-        found[name] = attempt.record(folder.read(each.name), _set_aside(each, odd))
-    for name, record in sorted(found.items(), key=lambda pair: pair[1].booted_at):
+    records = {}
+    for stored in folder.objects(bucket.ATTEMPTS):
+        name = bucket.node_of(stored.name) or stored.name
+        records[name] = attempt.record(folder.read(stored.name), _set_aside(stored, odd))
+    for name, record in sorted(records.items(), key=lambda pair: pair[1].booted_at):
         how = "running" if name in alive else "gone without notice"
         if record.exit:
             how = f"ended: {record.exit.reason} at {record.exit.at}"
@@ -197,13 +197,13 @@ def _gang(folder: RunFolder, definition: StackDefinition, now: datetime) -> Gene
     instance; empty when there is none.
     """
     made, waiting = dict[int, GangGeneration](), list[Presence]()
-    for each in folder.objects(bucket.GANG):
-        content = folder.read(each.name) or b""
+    for stored in folder.objects(bucket.GANG):
+        content = folder.read(stored.name) or b""
         with suppress(reading.DoubtError):
-            if bucket.GENERATION_KEY.fullmatch(each.name):
+            if bucket.GENERATION_KEY.fullmatch(stored.name):
                 generation = GangGeneration.from_json(reading.parse(content))
                 made[generation.number] = generation
-            elif (now - each.written).total_seconds() <= AWAY_S:
+            elif (now - stored.written).total_seconds() <= AWAY_S:
                 presence = Presence.from_json(reading.parse(content))
                 waiting += [presence] if presence.state == "ready" else []
     newest = made[max(made)] if made else None
@@ -220,24 +220,26 @@ def _gang(folder: RunFolder, definition: StackDefinition, now: datetime) -> Gene
     return newest.leader if newest is not None else ""
 
 
-def _set_aside(each: StoredObject, odd: list[str]) -> attempt.Aside:
+def _set_aside(stored: StoredObject, odd: list[str]) -> attempt.Aside:
     """A callback that collects the sentences about damaged objects."""
-    return lambda why: odd.append(f"            {each.name}: set aside: {why}")
+    return lambda why: odd.append(f"            {stored.name}: set aside: {why}")
 
 
 def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, ended: bool, leader: str) -> Iterator[str]:
     odd: list[str] = []
     beating = folder.objects(bucket.HEARTBEATS)  # files that grow
-    ends = [(each, folder.read(each.name, last_bytes=4096)) for each in beating]
-    found = [attempt.last_beat(end, _set_aside(each, odd)) for each, end in ends]
+    ends = [(stored, folder.read(stored.name, last_bytes=4096)) for stored in beating]
+    last_beats = [attempt.last_beat(end, _set_aside(stored, odd)) for stored, end in ends]
     yield from odd
-    leads = [bucket.node_of(each.name) == leader for each in beating]
-    beats = [beat for beat in found if beat is not None]
+    leads = [bucket.node_of(stored.name) == leader for stored in beating]
+    beats = [beat for beat in last_beats if beat is not None]
     if not beats:
         yield f"heartbeat   none{'' if ended else ' yet: the node boots, pulls the image and stages its data first'}"
         return
     beat = max(beats, key=lambda beat: beat.ts)
-    own = next((each for each, is_leader in zip(found, leads, strict=True) if is_leader and each is not None), beat)
+    own = next(
+        (last for last, is_leader in zip(last_beats, leads, strict=True) if is_leader and last is not None), beat
+    )
     # with several nodes, only a recent heartbeat of this node shows how training goes
     if (epoch(beat.ts) or 0) - (epoch(own.ts) or 0) <= AWAY_S:
         beat = own
@@ -275,7 +277,7 @@ def _goals(folder: RunFolder, definition: StackDefinition) -> Iterator[str]:
 
 
 def _checkpoints(folder: RunFolder) -> Iterator[str]:
-    places = bucket.published(each.name for each in folder.objects(bucket.CHECKPOINTS))
+    places = bucket.published(stored.name for stored in folder.objects(bucket.CHECKPOINTS))
     steps = sorted({place.step for place in places})
     if not steps:
         yield "checkpoint  none published yet"

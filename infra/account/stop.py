@@ -60,13 +60,13 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, say: Call
     nodes = [node["InstanceId"] for node in running if aws.owner_of(node) == owner]
     config = definition.job.parameters
     looks = f"looks every {config.checkpoint.heartbeat_s:g} s"
-    left, later = "leaves final/", "leaves what the last checkpoint has"
+    leaves, later = "leaves final/", "leaves what the last checkpoint has"
     if not config.sizes().final_if_cut[0]:
-        left = later = f"leaves no result ({name} has none before its end)"
+        leaves = later = f"leaves no result ({name} has none before its end)"
     ends = "then ends the run and the fleet, and writes the receipt"
     wanted = any(map(wants, alive))
     if nodes:
-        say(f"{nodes[0]} {looks}, finishes its step, saves, {left}, {ends}.")
+        say(f"{nodes[0]} {looks}, finishes its step, saves, {leaves}, {ends}.")
     elif not wanted:
         how = f"`gpufleet wait {definition.argument}` says how one does"
         say(f"No node runs and the fleet is at 0, so no node will act on it. {how}.")

@@ -26,7 +26,11 @@ Found = Callable[[], list[Left]]
 
 
 def delete(
-    found: Found, client: Callable[[str], Any], *, pause: Callable[[float], None], say: Callable[[str], None] = print
+    list_leftovers: Found,
+    client: Callable[[str], Any],
+    *,
+    pause: Callable[[float], None],
+    say: Callable[[str], None] = print,
 ) -> None:
     """Deletes unwanted leftovers, and looks again until none is left, because some resources end slowly, and a fleet
     may have launched more. It prints each deletion, and the reason why a resource stays. It gives up after TIMEOUT_S,
@@ -34,43 +38,52 @@ def delete(
     """
     gone, waited = set[tuple[str, str]](), 0.0
     while True:
-        left = found()
-        unwanted = [each for each in left if each.unwanted]
+        leftovers = list_leftovers()
+        unwanted = [leftover for leftover in leftovers if leftover.unwanted]
         progress, refused = False, dict[str, ClientError]()
-        for each in unwanted:
+        for leftover in unwanted:
             try:
-                for step in each.steps:
+                for step in leftover.steps:
                     step.do(client)
             except ClientError as error:
-                refused[f"{each.kind} {each.id}"] = error
+                refused[f"{leftover.kind} {leftover.id}"] = error
                 continue
-            if each.steps and (each.kind, each.id) not in gone:
-                gone.add((each.kind, each.id))
+            if leftover.steps and (leftover.kind, leftover.id) not in gone:
+                gone.add((leftover.kind, leftover.id))
                 progress = True
-                say(f"deleted: {each.kind} {each.id}")
+                say(f"deleted: {leftover.kind} {leftover.id}")
         if not unwanted:
             return
-        ending = any(not each.steps for each in unwanted)
+        ending = any(not leftover.steps for leftover in unwanted)
         # the resource does not end by itself
-        blocked = not ending and any(each.foreign and not each.owner for each in left)
+        blocked = not ending and any(leftover.foreign and not leftover.owner for leftover in leftovers)
         freed = any(refusals.code(error) in IN_USE for error in refused.values()) and not blocked
         if waited >= TIMEOUT_S or not (progress or ending or freed):
-            for what, why in refused.items():
-                say(f"stays: {what}: {refusals.refusal(why)}")
+            for resource, why in refused.items():
+                say(f"stays: {resource}: {refusals.refusal(why)}")
             return
         if not progress:
             pause(POLL_S)
             waited += POLL_S
 
 
-def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
+def table(definition: StackDefinition, leftovers: list[Left]) -> Iterator[str]:
     """What `sweep` prints."""
-    unseen, found = [left for left in found if left.unseen], [left for left in found if not left.unseen]
-    theirs = [left for left in found if left.owner]
-    mine = [left for left in found if not left.owner]
-    unwanted, foreign = [left for left in mine if left.unwanted], [left for left in mine if left.foreign]
-    kept = [left for left in mine if left.asked_for]
-    billed, free = [left for left in unwanted if left.bills], [left for left in unwanted if not left.bills]
+    unseen, leftovers = (
+        [leftover for leftover in leftovers if leftover.unseen],
+        [leftover for leftover in leftovers if not leftover.unseen],
+    )
+    theirs = [leftover for leftover in leftovers if leftover.owner]
+    mine = [leftover for leftover in leftovers if not leftover.owner]
+    unwanted, foreign = (
+        [leftover for leftover in mine if leftover.unwanted],
+        [leftover for leftover in mine if leftover.foreign],
+    )
+    kept = [leftover for leftover in mine if leftover.asked_for]
+    billed, free = (
+        [leftover for leftover in unwanted if leftover.bills],
+        [leftover for leftover in unwanted if not leftover.bills],
+    )
     for title, group in (
         ("Not looked at, so these may exist and cost money:", unseen),
         (f"Kept on purpose (storage.keep of {definition.source.name}):", [left for left in kept if left.kind != AMI]),
@@ -85,13 +98,13 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
             " exist, and they may be billed. Ask whose they are:",
             foreign,
         ),
-        ("Perhaps of this stack (these have no tags):", [left for left in mine if not left.ours]),
+        ("Perhaps of this stack (these have no tags):", [leftover for leftover in mine if not leftover.ours]),
         (f"Of a stack of the same name and another owner than {definition.run.owner}: ask before removing it:", theirs),
     ):
         if group:
             yield title
-            for left in group:
-                yield from _lines(left, definition.fleet.region)
+            for leftover in group:
+                yield from _lines(leftover, definition.fleet.region)
     if unwanted:
         yield (
             "`pulumi destroy` removes the resources that the stack knows. For the rest, or if destroy cannot run, use "
@@ -108,16 +121,16 @@ def table(definition: StackDefinition, found: list[Left]) -> Iterator[str]:
 
 
 def _monthly(group: list[Left]) -> str:
-    return f"${sum((left.usd_per_month for left in group), Decimal(0)):.2f} a month"
+    return f"${sum((leftover.usd_per_month for leftover in group), Decimal(0)):.2f} a month"
 
 
 def _may_launch(group: list[Left]) -> str:
-    return " A fleet can launch a node at any time." if any(left.launches for left in group) else ""
+    return " A fleet can launch a node at any time." if any(leftover.launches for leftover in group) else ""
 
 
-def _lines(left: Left, region: str) -> Iterator[str]:
-    price = f"${left.usd_per_month:9.2f}/month" if left.usd_per_month else " " * 16
-    text = f"  {price}  {left.kind:<18} {left.id}{', ' + left.note if left.note else ''}"
-    yield text + (f", owner {left.owner}" if left.owner else "")
-    for step in left.steps:
+def _lines(leftover: Left, region: str) -> Iterator[str]:
+    price = f"${leftover.usd_per_month:9.2f}/month" if leftover.usd_per_month else " " * 16
+    text = f"  {price}  {leftover.kind:<18} {leftover.id}{', ' + leftover.note if leftover.note else ''}"
+    yield text + (f", owner {leftover.owner}" if leftover.owner else "")
+    for step in leftover.steps:
         yield f"{' ' * 20}{step.command} --region {region}"

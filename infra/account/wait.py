@@ -67,7 +67,7 @@ class WaitLoop:
                 if done := self._read_done(self.definition.run.owner):
                     return self._report_end(done)
                 raise self._no_fleet()
-            launching = [each for each in fleets if self._ours(each)]
+            launching = [candidate for candidate in fleets if self._ours(candidate)]
             if twice := too_many(launching, self.definition):
                 self._report_second_fleet(twice)
                 return 1
@@ -89,15 +89,15 @@ class WaitLoop:
                     return self._report_end(done)
                 self._report_missing(fleet, missing)
                 return 1
-            if node_of := next((each for each in looking if self._node(each)), None):
+            if node_of := next((candidate for candidate in looking if self._node(candidate)), None):
                 return self._for_nothing(node_of)
             if expired:
                 return self._no_more(fleet, "expired")
             if len(looking) > 1:
                 place = WAYS[self.definition.fleet.market.fleets[-1]].place
                 self._say(f"The hour has come to go on {place} (fleet.fallback): both fleets look for a node.")
-            for each in looking:
-                self._history(each)
+            for candidate in looking:
+                self._history(candidate)
             final = next((reason for reason in self.reasons if reason.final), None)
             if final:
                 self._keeps_away([])  # the reasons were printed a moment ago
@@ -146,7 +146,7 @@ class WaitLoop:
             active = self.ec2.describe_fleet_instances(FleetId=fleet["FleetId"])["ActiveInstances"]
             ids = [instance["InstanceId"] for instance in active]
         else:  # this call has no argument for paging
-            ids = [each for launched in fleet.get("Instances", []) for each in launched["InstanceIds"]]
+            ids = [instance_id for launched in fleet.get("Instances", []) for instance_id in launched["InstanceIds"]]
         return find_instances(self.ec2, [("instance-id", ids)]) if ids else []
 
     def _node(self, fleet: dict[str, Any]) -> bool:
@@ -160,7 +160,7 @@ class WaitLoop:
 
     def _missing(self, fleet: dict[str, Any]) -> int:
         """The number of nodes that the fleet lacks."""
-        there = [each for each in self._nodes(fleet) if each["State"]["Name"] in ("pending", "running")]
+        there = [node for node in self._nodes(fleet) if node["State"]["Name"] in ("pending", "running")]
         return max(wants(fleet) - len(there), 0)
 
     def _report_missing(self, fleet: dict[str, Any], missing: int) -> None:
@@ -397,12 +397,12 @@ def describe(record: dict[str, Any]) -> tuple[str, str, str]:
     )
 
 
-def _fill(text: str, definition: StackDefinition, said: str) -> str:
+def _fill(text: str, definition: StackDefinition, message: str) -> str:
     fleet = definition.fleet
     return text.format(
         stack=definition.argument,
         region=fleet.region,
         types=" or ".join(fleet.instance_types),
         zones=", ".join(fleet.zones),
-        said=said.removesuffix("."),
+        said=message.removesuffix("."),
     )

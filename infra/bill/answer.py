@@ -32,11 +32,11 @@ def answer(
     bill: Bill, command: str, *, today: date, cheaper: str = "", fallbacks: Sequence[Fallback] = ()
 ) -> Iterator[str]:
     """The lines. `command` shows the whole bill; `cheaper` is the line of infra.compare.cheaper, or empty."""
-    usd = next((each.usd for each in fallbacks), bill.usd)
+    usd = next((fallback.usd for fallback in fallbacks), bill.usd)
     lines = [*wrap(f"{bill.title}: {headline(bill, fallbacks)}"), *picture(usd, bill.cap.max_usd if bill.cap else None)]
     lines += _charges(bill, usd)
     lines += [*goals(bill), *(wrap(cheaper) if cheaper else [])]
-    to_do = [each for each in bill.warnings if isinstance(each, BeforeLaunch)]
+    to_do = [warning for warning in bill.warnings if isinstance(warning, BeforeLaunch)]
     rest, old = len(bill.warnings) - len(to_do), stale_prices(bill, today)
     actions = [*grouped(to_do), *([f"`gpufleet prices refresh`: {old}"] if old else [])]
     yield from lines
@@ -54,7 +54,7 @@ def headline(bill: Bill, fallbacks: Sequence[Fallback] = ()) -> str:
     """One sentence about what the run costs, how long it takes, on which type, and where it stops."""
     side, cap = bill.chosen, bill.cap
     dearest = f", the dearest of {len(bill.types)} types," if len(bill.types) > 1 else ""
-    late = "".join(each.in_brief for each in fallbacks)
+    late = "".join(fallback.in_brief for fallback in fallbacks)
     place = f"on {bill.market.filled_in('{times}')}{side.type} {bill.market.bought}{dearest}{late} in {bill.region}"
     if cap is None:
         stops = f"it cannot be launched: it {bill.only_priced}"
@@ -72,8 +72,8 @@ def headline(bill: Bill, fallbacks: Sequence[Fallback] = ()) -> str:
             f"{cap.max_usd.normalize():f} USD buy about {middle} h of training ({low} to {high} in eight runs of ten)"
         )
         return f"{money}, {place}; {stops}."
-    low, middle, high = figures_within(next((each.usd for each in fallbacks), bill.usd))
-    wall = next((each.wall_hours for each in fallbacks), side.wall_hours).p50
+    low, middle, high = figures_within(next((fallback.usd for fallback in fallbacks), bill.usd))
+    wall = next((fallback.wall_hours for fallback in fallbacks), side.wall_hours).p50
     return f"about {middle} USD ({low} to {high} in eight runs of ten), {about_hours(wall)} h, {place}; {stops}."
 
 
@@ -103,7 +103,7 @@ def grouped(warnings: Iterable[str]) -> list[str]:
     for warning in warnings:
         match = _RUN.fullmatch(warning)
         reasons.setdefault(match[2] if match else warning, []).extend([match[1]] if match else [])
-    return [f"{what}: {', and '.join(why)}" if why else what for what, why in reasons.items()]
+    return [f"{task}: {', and '.join(why)}" if why else task for task, why in reasons.items()]
 
 
 def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:
@@ -114,7 +114,9 @@ def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:
     ]
     if bill.buys is None:
         charges.append(("interruptions", interruptions_usd(bill), f"{bill.chosen.interruptions.mean:.2g} expected"))
-    matter = sorted((each for each in charges if each[1] >= SHARE * usd.p50), key=lambda each: -each[1])[:CHARGES]
+    matter = sorted((charge for charge in charges if charge[1] >= SHARE * usd.p50), key=lambda charge: -charge[1])[
+        :CHARGES
+    ]
     rest = usd.p50 - sum((amount for _, amount, _ in matter), Decimal(0))
     other = f"{counted(len(charges) - len(matter), 'smaller charge')}, uncertain speed and price"
     if usd.p50 == bill.usd.p50 != bill.chosen.needed_usd.p50:

@@ -101,8 +101,8 @@ class CampaignBill:
             " enough for nine runs in ten, the limit becomes that."
         )
         yield from text.wrap(self._worth()) if terms.pruner else ()
-        if too_dear := [each for each in self.trials if each.least_usd > terms.max_usd]:
-            least = max(each.bill.usd.p90 for each in too_dear)
+        if too_dear := [trial for trial in self.trials if trial.least_usd > terms.max_usd]:
+            least = max(trial.bill.usd.p90 for trial in too_dear)
             yield from text.wrap(
                 f"{counted(len(too_dear), 'run')} can never begin, as limits.max_usd is above the cap. Nine in ten of"
                 f" the dearest cost at most {least:.2f} USD."
@@ -124,7 +124,7 @@ class CampaignBill:
         """Keys as documented in docs/bill.md."""
         return {
             "schema": 1,
-            "trials": [{"trial": each.label, "usd": plain(each.bill.usd)} for each in self.trials],
+            "trials": [{"trial": trial.label, "usd": plain(trial.bill.usd)} for trial in self.trials],
             "max_usd": str(self.described.max_usd),
             "usd": plain(self.usd),
             **{name: plain(figure) for name, figure in self.played._asdict().items()},
@@ -138,12 +138,12 @@ def price(trials: Sequence[PricedTrial], described: CampaignFile) -> CampaignBil
     """
     trials = [*trials] * (described.trials or 1)
     cases = max(100, min(FEW, PLAYED // max(1, len(trials))))
-    chosen = [each.bill.chosen for each in trials]
-    simulated = simulation.simulate_together([each.exposure for each in chosen], runs=cases)
-    usd = np.array([each.usd + side.unsimulated_usd for each, side in zip(simulated, chosen, strict=True)])
-    hours = np.array([each.wall_hours for each in simulated])
+    chosen = [trial.bill.chosen for trial in trials]
+    simulated = simulation.simulate_together([side.exposure for side in chosen], runs=cases)
+    usd = np.array([outcome.usd + side.unsimulated_usd for outcome, side in zip(simulated, chosen, strict=True)])
+    hours = np.array([outcome.wall_hours for outcome in simulated])
     stopped = None
-    if described.pruner and all(each.steps for each in trials):
+    if described.pruner and all(trial.steps for trial in trials):
         share = _shares(trials, described, cases)
         stopped = _played(trials, described, usd * share, hours * share)
     return CampaignBill(

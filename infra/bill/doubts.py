@@ -36,7 +36,7 @@ def warnings(basis: BillBasis, bill: Bill) -> Iterator[str]:
     definition = basis.definition
     config = definition.job.parameters
     if not bill.calibrated and not batch.is_endless(config):
-        faster, slower = (unknown.span(each) for each in _speed(bill))
+        faster, slower = (unknown.span(sigma) for sigma in _speed(bill))
         yield (
             f"uncalibrated: {bill.chosen.runtime.basis}; in eight runs of ten the work takes {faster[0]:.0%} to"
             f" {slower[1]:.0%} of those hours"
@@ -135,10 +135,10 @@ def _leave_out(definition: StackDefinition, zones: Sequence[SpotPrice], prefix: 
     *others, high = zones
     if not others or high.price.amount < _SPOILS * others[-1].price.amount:
         return ""
-    kept = others[:1] if definition.fleet.is_gang else others  # several nodes are always in one zone
-    named = ", ".join(sorted(prefix + zone.zone for zone in kept))
+    remaining = others[:1] if definition.fleet.is_gang else others  # several nodes are always in one zone
+    named = ", ".join(sorted(prefix + zone.zone for zone in remaining))
     subnets = ", and account.vpc.subnets by these" if definition.account.vpc else ""
-    return f". Without {prefix}{high.zone} that is {kept[-1].price.amount}: fleet.zones: [{named}]{subnets}"
+    return f". Without {prefix}{high.zone} that is {remaining[-1].price.amount}: fleet.zones: [{named}]{subnets}"
 
 
 def _free_hours(bill: Bill) -> Iterator[str]:

@@ -99,7 +99,7 @@ def price_of(basis: BillBasis, *, not_ready: Sequence[str] = (), runs: int = sim
         calibrated=chosen.runtime.calibrated,
         goals=_chances(definition, chosen),
         buys=chosen.trained_hours if endless else None,
-        hourly_usd={each.name: each.usd_per_hour for each in lines.hourly_charges(definition, catalog)},
+        hourly_usd={charge.name: charge.usd_per_hour for charge in lines.hourly_charges(definition, catalog)},
     )
     return replace(bill, warnings=(*doubts.warnings(basis, bill), *not_ready))
 

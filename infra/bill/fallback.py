@@ -80,15 +80,15 @@ class Fallback:
 
     def to_json(self) -> dict[str, Any]:
         """Keys as documented in docs/bill.md."""
-        found: dict[str, Any] = plain(self, digits=20)  # 20 digits, which are all digits of a float
-        return found
+        document: dict[str, Any] = plain(self, digits=20)  # 20 digits, which are all digits of a float
+        return document
 
     def run_json(self) -> dict[str, Any]:
         """The `fallback` of run.json: seconds that a node needs to move the hour, and what a policy checks."""
         parts = {"work": self.work_h, "train": self.train_h, "start": self.start_h, "margin": self.margin_h}
         return {
             "usd_p90": str(self.usd.p90),
-            **{f"{part}_s": round(3600 * each, 1) for part, each in parts.items()},
+            **{f"{part}_s": round(3600 * part_h, 1) for part, part_h in parts.items()},
         }
 
 
@@ -139,9 +139,9 @@ def _launched(bill: Bill, dearest: Side) -> tuple[str, simulation.Exposure, floa
     """The instance type that EC2 launches on demand, the exposure of a run on it, and its hours of training. EC2 takes
     the listed type with the lowest hourly price: that is a fleet's default, which the provider cannot change.
     """
-    able = [each for each in bill.types if each.on_demand and each.runtime and each.holds_the_job]
+    able = [option for option in bill.types if option.on_demand and option.runtime and option.holds_the_job]
     cheapest = min(
-        able, key=lambda each: each.on_demand.amount if each.on_demand else Decimal(0), default=dearest.option
+        able, key=lambda option: option.on_demand.amount if option.on_demand else Decimal(0), default=dearest.option
     )
     runtime, price = cheapest.runtime or dearest.runtime, cheapest.on_demand or dearest.price
     train_h = sum(phase.seconds for phase in runtime.phases if phase.steps) / 3600
@@ -165,7 +165,7 @@ def fallback_problems(definition: StackDefinition, bill: Bill, fallbacks: Iterab
     if bill.on_demand is None:
         yield definition.problem("fleet.fallback", "on-demand", "types with an on-demand price: none of the listed has")
     most = definition.limits.max_usd
-    for usd in (each.metered_usd for each in fallbacks if most < each.metered_usd.p50):
+    for usd in (fallback.metered_usd for fallback in fallbacks if most < fallback.metered_usd.p50):
         allowed = f"at least {enough(usd.p50)} USD with fleet.fallback: half of the simulated runs need"
         hint = f"{enough(usd.p90)} is enough for nine runs in ten."
         yield definition.problem("limits.max_usd", str(most), f"{allowed} that {AS_COUNTED}", hint)

@@ -158,7 +158,7 @@ def _misfit_reason(config: JobConfig, instance: Instance, index: int, rung: Rung
 
 def _narrower(config: JobConfig, instance: Instance) -> str:
     """The change to the narrow state, if that is enough."""
-    held = (each.setting for each in config.variants() if each.narrower and _holds(each.config, instance))
+    held = (variant.setting for variant in config.variants() if variant.narrower and _holds(variant.config, instance))
     return next(held, "")
 
 

@@ -121,7 +121,9 @@ def line(name: str, quantity: float, price: Price, kind: Kind, item: str = "") -
 def account_discount(lines: Iterable[Line]) -> Decimal:
     """USD that an account saves when it has used nothing of the month's free quantities."""
     free = (
-        min(each.quantity, FREE_A_MONTH[each.item]) * each.unit_price for each in lines if each.item in FREE_A_MONTH
+        min(charge.quantity, FREE_A_MONTH[charge.item]) * charge.unit_price
+        for charge in lines
+        if charge.item in FREE_A_MONTH
     )
     return sum(free, Decimal(0)).quantize(CENT_100)
 
@@ -130,14 +132,14 @@ def stored(definition: StackDefinition, dataset_bytes: int | None) -> StoredSize
     """Upper bound of the data in the bucket when the run has ended."""
     config = definition.job.parameters
     # of the phase that leaves most; a phase without optimizer steps saves nothing more than the phase before it
-    kept = max(
+    kept_bytes = max(
         (KEPT_CHECKPOINTS - (1 if phase.evaluations else 2)) * config.sizes().checkpoints[index]
         + config.sizes().phase_ends[index]
         for index, phase in enumerate(config.phases())
     )
     return StoredSizes(
         dataset=dataset_gb(definition, dataset_bytes) + weights_gb(definition),
-        checkpoints=kept / 1e9,
+        checkpoints=kept_bytes / 1e9,
         exports=sum(config.sizes().exports.values()) / 1e9,
         final=sum(config.sizes().final.values()) / 1e9,
     )

@@ -184,8 +184,8 @@ def type_cost(
     which no definition file may list.
     """
     definition, catalog, speeds = basis.definition, basis.catalog, basis.speeds
-    found = basis.calibrations.get(type_)
-    calibration = found if isinstance(found, Calibration) else None
+    measurement = basis.calibrations.get(type_)
+    calibration = measurement if isinstance(measurement, Calibration) else None
     config, region = definition.job.parameters, definition.fleet.region
     root = definition.storage.root
     instance = catalog.instances.get(type_)

@@ -48,7 +48,7 @@ class StepTime:
         if gpu != self.gpu:
             if not gpu.bf16_tflops or not self.gpu.bf16_tflops:
                 return None
-            own, other = (SpeedGroup(each.name, "", NOBODY, self.gpus > 1) for each in (self.gpu, gpu))
+            own, other = (SpeedGroup(device.name, "", NOBODY, self.gpus > 1) for device in (self.gpu, gpu))
             share, sigma = speeds.ratio(own, other)
             times *= share * gpu.bf16_tflops / self.gpu.bf16_tflops
         scaled = abs(math.log2(gpus / self.gpus)) * unknown.PER_DOUBLING
@@ -75,8 +75,8 @@ def known_steps(
 
 def step_time(known: Iterable[StepTime], instance: Instance, ranks: int, speeds: Speeds | None) -> StepTime | None:
     """The step time on `ranks` GPUs of a type, from the least uncertain figure; None without a usable one."""
-    there = (each.carried_over(instance.gpu, ranks, speeds or shipped()) for each in known)
-    return min(filter(None, there), key=lambda each: each.faster + each.slower, default=None)
+    there = (figure.carried_over(instance.gpu, ranks, speeds or shipped()) for figure in known)
+    return min(filter(None, there), key=lambda figure: figure.faster + figure.slower, default=None)
 
 
 def untried(known: Sequence[StepTime], instance: Instance, ranks: int) -> str:
@@ -84,13 +84,13 @@ def untried(known: Sequence[StepTime], instance: Instance, ranks: int) -> str:
     does not say how much it needs; else empty.
     """
 
-    def holds(each: StepTime) -> bool:
+    def holds(figure: StepTime) -> bool:
         has = instance.gpu_memory_gb
-        return each.gpu.memory_gb <= has and each.gpus * each.gpu.memory_gb <= ranks * has
+        return figure.gpu.memory_gb <= has and figure.gpus * figure.gpu.memory_gb <= ranks * has
 
     if not known or any(map(holds, known)):
         return ""
-    least = min(known, key=lambda each: each.gpus * each.gpu.memory_gb)
+    least = min(known, key=lambda figure: figure.gpus * figure.gpu.memory_gb)
     return (
         f"whether {ranks} x {instance.gpu_memory_gb:g} GB hold it is not known, {least.gpus} x"
         f" {least.gpu.memory_gb:g} GB do: job.memory_gb would say"
@@ -104,35 +104,37 @@ def _known(
     if (declared := config.told_speed) is None:
         return
     counts = config.phases()[-1].counts
-    listed = [each for name in definition.fleet.instance_types if (each := catalog.instances.get(name))]
+    listed = [type_ for name in definition.fleet.instance_types if (type_ := catalog.instances.get(name))]
 
-    def figure(gpu: Gpu, gpus: int, step_ms: float, faster: float, slower: float, said: str) -> StepTime:
+    def figure(gpu: Gpu, gpus: int, step_ms: float, faster: float, slower: float, source: str) -> StepTime:
         shared = min(faster, slower)
-        return StepTime(gpu=gpu, gpus=gpus, step_ms=step_ms, faster=faster, slower=slower, shared=shared, said=said)
+        return StepTime(gpu=gpu, gpus=gpus, step_ms=step_ms, faster=faster, slower=slower, shared=shared, said=source)
 
     if stated is not None or counts == "seconds":
-        step_ms, said = (SECOND_MS, f"{config.path}.work") if stated is None else (float(stated[0]), "estimate.step_ms")
+        step_ms, basis = (
+            (SECOND_MS, f"{config.path}.work") if stated is None else (float(stated[0]), "estimate.step_ms")
+        )
         # hours that the file declares take equally long on every type, and are never too few
         bought = batch.is_endless(config)
         spread = (0.0, 0.0) if declared.hours is None else _spread(*declared.hours)
         if stated is not None:
             spread = unknown.STATED, unknown.STATED
-        for each in catalog.types_for(config.gpus_needed()).values() if bought else listed:
-            yield figure(each.gpu, config.ranks(each.gpu_count, nodes), step_ms, *spread, said)
+        for type_ in catalog.types_for(config.gpus_needed()).values() if bought else listed:
+            yield figure(type_.gpu, config.ranks(type_.gpu_count, nodes), step_ms, *spread, basis)
         return
-    for name, found in measured.items():
-        if isinstance(found, Calibration) and counts == "steps":
-            instance, sigma = catalog.instances[name], max(unknown.MEASURED, found.spread)
-            step_ms = found.phases[0].step_ms
+    for name, calibration in measured.items():
+        if isinstance(calibration, Calibration) and counts == "steps":
+            instance, sigma = catalog.instances[name], max(unknown.MEASURED, calibration.spread)
+            step_ms = calibration.phases[0].step_ms
             yield figure(instance.gpu, config.ranks(instance.gpu_count), step_ms, sigma, sigma, "what was measured")
     sigma = unknown.PAGE if declared.from_page else unknown.STATED
-    said = declared.key + (", a page's," if declared.from_page else "")
-    gpus = {each.gpu.name: each.gpu for each in catalog.instances.values()}
+    basis = declared.key + (", a page's," if declared.from_page else "")
+    gpus = {known_type.gpu.name: known_type.gpu for known_type in catalog.instances.values()}
     for time in declared.times:
-        own = next((each for each in listed if each.gpu.name == time.gpu), listed[0])
+        own = next((own_type for own_type in listed if own_type.gpu.name == time.gpu), listed[0])
         if time.counts and time.gpu in gpus:
             ranks = time.gpus or config.ranks(own.gpu_count, nodes)
-            yield figure(gpus[time.gpu], ranks, time.ms, sigma, sigma, said)
+            yield figure(gpus[time.gpu], ranks, time.ms, sigma, sigma, basis)
 
 
 def _spread(low: float, likely: float, high: float) -> tuple[float, float]:

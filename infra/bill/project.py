@@ -65,10 +65,10 @@ def bill_basis(
 
 def _as_measured(definition: StackDefinition, calibrations: Calibrations) -> StackDefinition:
     """Returns the definition. What it says about saves is replaced by the figures of the newest measurement."""
-    measured = [each for each in calibrations.values() if isinstance(each, Calibration)]
+    measured = [calibration for calibration in calibrations.values() if isinstance(calibration, Calibration)]
     if not measured:
         return definition
-    newest = max(measured, key=lambda each: each.at)
+    newest = max(measured, key=lambda calibration: calibration.at)
     parameters = definition.job.parameters.completed(
         save_bytes=newest.phases[-1].save_bytes,
         save_steps=newest.phases[-1].save_steps,

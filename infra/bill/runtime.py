@@ -263,7 +263,8 @@ def _spread(
         return unknown.STATED, unknown.STATED, 0.0
     whole = sum(phase.seconds for phase in phases)
     sigma, shared = (
-        sum(phase.seconds * getattr(each, name) for phase, each in zip(phases, expected, strict=True)) / whole
+        sum(phase.seconds * getattr(expectation, name) for phase, expectation in zip(phases, expected, strict=True))
+        / whole
         for name in ("sigma", "shared")
     )
     return sigma, sigma, shared
@@ -296,11 +297,11 @@ def _step_ms(
         peak = (
             "" if instance.gpu.bf16_tflops else f", and the catalog has no peak of a {instance.gpu.name} to guess from"
         )
-        what, ways = "a step", f"measure it (`gpufleet calibrate`), or write {declared.key}"
+        unit, ways = "a step", f"measure it (`gpufleet calibrate`), or write {declared.key}"
         if sizes[index].counts == "epochs":
-            what, ways = "an epoch", f"write {declared.key}"
+            unit, ways = "an epoch", f"write {declared.key}"
         raise GpufleetError(
-            f"{instance.type}: it is not known how long {what} takes there{peak}: {ways}: {{{instance.gpu.name}: ...}}"
+            f"{instance.type}: it is not known how long {unit} takes there{peak}: {ways}: {{{instance.gpu.name}: ...}}"
         )
     if config.device == "cpu":
         raise GpufleetError(f"job.parameters.device: cpu has no roofline; give {_STEP_MS}")
@@ -406,12 +407,16 @@ def _basis(
         return "nothing trains here; the time of its other work as assumed"
     if estimate.step_ms is not None:
         return "step times from estimate.step_ms"
-    derived = [each for phase, each in zip(phases, expected, strict=True) if phase.steps and phase.name not in launched]
-    shares = [each.share for each in derived] or [each.share for each in expected]
+    derived = [
+        expectation
+        for phase, expectation in zip(phases, expected, strict=True)
+        if phase.steps and phase.name not in launched
+    ]
+    shares = [expectation.share for expectation in derived] or [expectation.share for expectation in expected]
     if estimate.efficiency is not None:
         basis = f"{float(estimate.efficiency):.0%} of the roofline, estimate.efficiency"
     else:
-        low, high = (f"{each:.0%}" for each in (min(shares), max(shares)))
-        whose = " and ".join(dict.fromkeys(each.whose for each in derived or expected))
+        low, high = (f"{bound:.0%}" for bound in (min(shares), max(shares)))
+        whose = " and ".join(dict.fromkeys(expectation.whose for expectation in derived or expected))
         basis = f"{low if low == high else f'{low} to {high}'} of the roofline, {whose}"
     return f"{basis}, but for {', '.join(launched)}: what the host needs to launch a step" if launched else basis

@@ -57,9 +57,9 @@ class Several:
     @property
     def alike(self) -> Quantiles:
         """USD of all runs if every run, of every file, has the same random draws."""
-        each = [part.one.times(part.times) for part in self.parts]
+        ranges = [part.one.times(part.times) for part in self.parts]
         p10, p50, p90, mean = (
-            sum((getattr(one, name) for one in each), Decimal(0)) for name in ("p10", "p50", "p90", "mean")
+            sum((getattr(one, name) for one in ranges), Decimal(0)) for name in ("p10", "p50", "p90", "mean")
         )
         return Quantiles(p10=p10, p50=p50, p90=p90, mean=mean)
 
@@ -77,9 +77,9 @@ class Several:
         columns = (name, Column("runs", unit="runs"), p10._replace(head="USD p10"), *others)
         yield from Sheet(columns, [(first, str(count), *cells) for count, (first, *cells) in rows]).text()
         yield ""
-        each = ", ".join(f"{counted(part.times, 'run')} of {part.name}" for part in self.parts)
+        parts = ", ".join(f"{counted(part.times, 'run')} of {part.name}" for part in self.parts)
         yield from text.wrap(
-            f"{each}. Interruptions and spot prices differ from run to run. A speed that nobody has measured is off by"
+            f"{parts}. Interruptions and spot prices differ from run to run. A speed that nobody has measured is off by"
             " as much in all runs, so the last line holds until `gpufleet calibrate`. Limits:"
             f" {self.max_usd:f} USD together."
         )

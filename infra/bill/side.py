@@ -118,7 +118,7 @@ def prepare(
     `likely` it uses the price that the fleet may expect, not that of its dearest zone.
     """
     definition, catalog = basis.definition, basis.catalog
-    extras = float(sum(each.usd_per_hour for each in lines.hourly_charges(definition, catalog)))
+    extras = float(sum(charge.usd_per_hour for charge in lines.hourly_charges(definition, catalog)))
     option = options.dearest(types, capacity, extras)
     hourly = None if option is None else option.likely(capacity) if likely else option.hourly(capacity)
     if option is None or hourly is None or option.runtime is None:
@@ -163,7 +163,7 @@ def settle(
     if needed is not outcome:
         needed_usd, needed_hours, _, metered_usd = _figures(needed, prepared)
     return Side(
-        **{each.name: getattr(prepared, each.name) for each in fields(Prepared)},
+        **{spec.name: getattr(prepared, spec.name) for spec in fields(Prepared)},
         usd=usd,
         hours=hours,
         wall_hours=wall_hours,
@@ -219,7 +219,7 @@ def supposed(
     # all simulations together, because they take longest
     outcomes = simulation.simulate_each(exposures, runs=min(FEW, side.runs))
     usd = [_figures(outcome, side)[0] for outcome in outcomes]
-    at_hazards = ((word, hazard, each.mean) for (word, hazard), each in zip(words, usd, strict=False))
+    at_hazards = ((word, hazard, quantiles.mean) for (word, hazard), quantiles in zip(words, usd, strict=False))
     return tuple(at_hazards), usd[-1] if measured else None
 
 
@@ -311,9 +311,13 @@ def _unknown(definition: StackDefinition, option: TypeCost, runtime: Runtime, pr
 
 def reserve_h(config: JobConfig, option: TypeCost) -> float:
     """Hours before a limit at which the job's meter stops it at the end of its work, so that all is saved by then."""
-    notice = [NoticeEstimate(type=each.type, phase=each.phase, seconds=each.total_s) for each in option.notices]
+    notice = [
+        NoticeEstimate(type=noticed.type, phase=noticed.phase, seconds=noticed.total_s) for noticed in option.notices
+    ]
     phases = option.runtime.phases if option.runtime else ()
-    pace = [PhaseEstimate(phase=each.name, steps=each.steps, step_ms=each.step_ms) for each in phases if each.steps]
+    pace = [
+        PhaseEstimate(phase=phase.name, steps=phase.steps, step_ms=phase.step_ms) for phase in phases if phase.steps
+    ]
     forecast = Forecast(config, option.type, phases=pace, notice=notice)
     return (forecast.end_s(batch.total_steps(config), None) + RESERVE_S) / 3600
 

@@ -114,7 +114,7 @@ def price_stages(
     """The bill, and the problems that refuse the definition. There is no bill if the limits do not pay for half of all
     runs. `price` gives the bill of one stage, and its errors are raised.
     """
-    needs = [_need(price(each)) for each in whole.stages]
+    needs = [_need(price(stage)) for stage in whole.stages]
     if wrong := list(_too_low(whole, needs)):
         return None, wrong
     launched, alone = [], []
@@ -122,10 +122,10 @@ def price_stages(
         later, others = _total(needs[index + 1 :]), _total([*needs[:index], *needs[index + 1 :]])
         launched.append(_limited(stage, whole, later))
         alone.append(_limited(stage, whole, others))
-    bills = [price(each) for each in alone]
+    bills = [price(stage) for stage in alone]
     together = repeated(list(zip(alone, bills, strict=True)), 1, today)
-    found = StagedBill(whole=whole, launched=tuple(launched), bills=tuple(bills), together=together)
-    return found, []
+    staged = StagedBill(whole=whole, launched=tuple(launched), bills=tuple(bills), together=together)
+    return staged, []
 
 
 def _need(bill: Bill) -> Need:
@@ -137,9 +137,9 @@ def _total(needs: Sequence[Need]) -> Need:
     return sum((usd for usd, _ in needs), Decimal(0)), sum((hours for _, hours in needs), Decimal(0))
 
 
-def _limited(stage: StackDefinition, whole: StackDefinition, kept: Need) -> StackDefinition:
-    """The stage with the file's limits minus the amounts `kept` for later stages."""
-    usd, hours = whole.limits.max_usd - kept[0], whole.limits.max_hours - kept[1]
+def _limited(stage: StackDefinition, whole: StackDefinition, reserved: Need) -> StackDefinition:
+    """The stage with the file's limits minus the amounts `reserved` for later stages."""
+    usd, hours = whole.limits.max_usd - reserved[0], whole.limits.max_hours - reserved[1]
     return replace(stage, limits=replace(whole.limits, max_usd=usd, max_hours=hours))
 
 
@@ -148,6 +148,6 @@ def _too_low(whole: StackDefinition, needs: Sequence[Need]) -> Iterator[Problem]
     parts = zip(named, (limits.max_usd, limits.max_hours), _total(needs), ("USD", "node-hours"), strict=True)
     for at, (key, limit, least, unit) in enumerate(parts):
         if limit < least:
-            each = ", ".join(f"{stage.stage} {need[at]}" for stage, need in zip(whole.stages, needs, strict=True))
-            allowed = f"at least {least} {unit}: half of the simulated runs need that or more in {each}"
+            by_stage = ", ".join(f"{stage.stage} {need[at]}" for stage, need in zip(whole.stages, needs, strict=True))
+            allowed = f"at least {least} {unit}: half of the simulated runs need that or more in {by_stage}"
             yield whole.problem(key, str(limit), allowed)

@@ -119,7 +119,7 @@ def _totals(bill: Bill, fallbacks: Sequence[Fallback]) -> Iterator[str]:
         rows.append(counted_usd)
     by_the_hour = (("spot", bill.spot), ("on-demand", bill.on_demand))
     rows += [_other(bill, name, side) for name, side in by_the_hour if name != bill.capacity]
-    rows += [figures(*each.row()) for each in fallbacks]
+    rows += [figures(*fallback.row()) for fallback in fallbacks]
     rows.append(figures(bill.market.hours_of, bill.hours))
     if bill.market.is_interrupted:
         rows.append(figures("hours with waits for capacity", chosen.wall_hours))
@@ -199,7 +199,9 @@ def _spot_span(option: TypeCost) -> str | None:
 
 
 def _phases(bill: Bill) -> Iterator[str]:
-    times = {(each.type, time.name): time for each in bill.types if each.runtime for time in each.runtime.phases}
+    times = {
+        (option.type, time.name): time for option in bill.types if option.runtime for time in option.runtime.phases
+    }
     notices = {(notice.type, notice.phase): notice for notice in bill.notice}
 
     def timed(value: Callable[[PhaseTime], Any]) -> Callable[[Fit], Any]:
@@ -262,7 +264,7 @@ def _held_by(fit: Fit, time: PhaseTime | None) -> str:
 def _trained(bill: Bill) -> str:
     """The share of the billed GPU-hours at p50 in which the job works, and dollars for one such hour."""
     runtime, exposure = bill.chosen.runtime, bill.chosen.exposure
-    (option,) = (each for each in bill.types if each.type == bill.chosen.type)
+    (option,) = (listed for listed in bill.types if listed.type == bill.chosen.type)
     billed_h = float(bill.hours.p50) * option.instance.gpu_count
     used_h = min(runtime.ranks, exposure.nodes * option.instance.gpu_count) * runtime.compute_s / 3600
     if not billed_h or not used_h:
@@ -281,7 +283,7 @@ def _setup_and_idle(bill: Bill) -> str:
     parts = [f"{runtime.setup_s / 60:.1f} min of set-up before the first phase{source}"]
     if runtime.held_s:
         parts.append(f"{runtime.held_s / 3600:.2f} h held idle after the last")
-    (used,) = (each.instance.used(runtime.ranks) for each in bill.types if each.type == bill.chosen.type)
+    (used,) = (option.instance.used(runtime.ranks) for option in bill.types if option.type == bill.chosen.type)
     return f"{bill.chosen.type}: {', '.join(parts)}; {used} in use."
 
 
@@ -314,18 +316,18 @@ def goals(bill: Bill) -> Iterator[str]:
     """A sentence about the goals and the chance of each; nothing without a goal."""
     if not bill.goals:
         return
-    said = [
+    phrases = [
         f"{goal_text(goal.name, goal.wanted)} ({'the run will tell' if goal.share is None else share(goal.share)})"
         for goal in bill.goals
     ]
-    yield from wrap(f"Goals, and the share of runs that meet each: {', '.join(said)}.")
+    yield from wrap(f"Goals, and the share of runs that meet each: {', '.join(phrases)}.")
 
 
 def kept_sentence(bill: Bill) -> str:
     """A sentence about what stays in the bucket and its price."""
-    kept = bill.kept
-    stored = f"at most {kept.gb:.1f} GB for {kept.days} days, {kept.usd_per_month:.2f} USD a month"
-    return f"Kept after destroy: {stored if kept.days else 'nothing'}."
+    remains = bill.kept
+    stored = f"at most {remains.gb:.1f} GB for {remains.days} days, {remains.usd_per_month:.2f} USD a month"
+    return f"Kept after destroy: {stored if remains.days else 'nothing'}."
 
 
 def price_age(bill: Bill, today: date) -> str:
@@ -395,7 +397,7 @@ def _limits(bill: Bill, fallbacks: Sequence[Fallback]) -> str:
     if bill.buys is not None:
         return f"Limits: {money}, {hours}. The first one ends the run."
     sentence = f"Limits: {money}, {hours}; chance that one stops the run: {share(cap.probability)}."
-    notes = [each.sentence() for each in fallbacks]
+    notes = [fallback.sentence() for fallback in fallbacks]
     if cap.deadline is not None and not notes:
         notes.append(
             f"limits.deadline, {deadline_text(cap.deadline)}, is not part of this chance, nor of any figure here:"

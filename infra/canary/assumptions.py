@@ -66,36 +66,39 @@ def known() -> tuple[Assumption, ...]:
 
 
 def _assumption(row: dict[str, Any]) -> Assumption:
-    found = [(name, row.pop(name)) for name in EXPECTATIONS if name in row]
+    expectations = [(name, row.pop(name)) for name in EXPECTATIONS if name in row]
     if row.get("ask"):
-        found.append(("is", row["refused"]))
-    expected = found[0] if found else ("has", row["has"])
+        expectations.append(("is", row["refused"]))
+    expected = expectations[0] if expectations else ("has", row["has"])
     return Assumption(**{**row, "has": tuple(row.get("has", ()))}, expected=expected)
 
 
 def judge(facts: FlightFacts) -> list[Judgement]:
     """Every assumption, as the facts have it."""
-    return [_judged(each, facts) for each in known()]
+    return [_judged(assumption, facts) for assumption in known()]
 
 
-def _judged(each: Assumption, facts: FlightFacts) -> Judgement:
-    how, value = each.expected
-    if each.answer:
-        lacking = facts.lacking(each.answer, list(each.has))
-        expected = f"{each.answer} answers with {', '.join(each.has)}"
+def _judged(assumption: Assumption, facts: FlightFacts) -> Judgement:
+    how, value = assumption.expected
+    if assumption.answer:
+        lacking = facts.lacking(assumption.answer, list(assumption.has))
+        expected = f"{assumption.answer} answers with {', '.join(assumption.has)}"
         if lacking is None:
-            return Judgement(assumption=each, state="not met", expected=expected, seen="")
+            return Judgement(assumption=assumption, state="not met", expected=expected, seen="")
         state: State = "refuted" if lacking else "held"
         return Judgement(
-            assumption=each, state=state, expected=expected, seen=f"without {', '.join(lacking)}" if lacking else "all"
+            assumption=assumption,
+            state=state,
+            expected=expected,
+            seen=f"without {', '.join(lacking)}" if lacking else "all",
         )
-    values = facts.seen.get(each.fact, [])
+    values = facts.seen.get(assumption.fact, [])
     expected = f"{how.replace('_', ' ')} {value}"
     wrong = [one for one in values if not _fits(how, value, one)]
     state = "not met" if not values else "refuted" if wrong else "held"
     shown = wrong or values
     return Judgement(
-        assumption=each, state=state, expected=expected, seen=", ".join(dict.fromkeys(map(_shown, shown)))[:300]
+        assumption=assumption, state=state, expected=expected, seen=", ".join(dict.fromkeys(map(_shown, shown)))[:300]
     )
 
 

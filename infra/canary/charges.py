@@ -27,18 +27,20 @@ def keep(receipts: Sequence[Receipt], proof: Path, root: Path) -> None:
     """Keeps a canary's receipts for the day after."""
     place = root / FOLDER / proof.stem
     place.mkdir(parents=True, exist_ok=True)
-    for each in receipts:
-        atomic.write_bytes(place / f"{each.stack}-{each.run}.json", (json.dumps(each.to_json()) + "\n").encode())
+    for receipt in receipts:
+        atomic.write_bytes(
+            place / f"{receipt.stack}-{receipt.run}.json", (json.dumps(receipt.to_json()) + "\n").encode()
+        )
 
 
 def kept_receipts(proof: Proof, root: Path) -> list[Receipt]:
     """Its receipts. Raises GpufleetError when they are not here."""
-    found = [parse(path.read_bytes()) for path in sorted((root / FOLDER / proof.path.stem).glob("*.json"))]
-    if not found:
+    receipts = [parse(path.read_bytes()) for path in sorted((root / FOLDER / proof.path.stem).glob("*.json"))]
+    if not receipts:
         raise GpufleetError(
             f"the receipts of {proof.path} are not on this machine: ask for its bill where the canary flew"
         )
-    return found
+    return receipts
 
 
 def judged(proof: Proof, receipts: Sequence[Receipt], ce: Any, today: date) -> Iterator[str]:
@@ -46,16 +48,20 @@ def judged(proof: Proof, receipts: Sequence[Receipt], ce: Any, today: date) -> I
     Raises AwsRefused where Cost Explorer has none.
     """
     facts, usd = FlightFacts(), defaultdict[str, Decimal](Decimal)  # by stack
-    for each in receipts:
-        charges = actual_bill.charged(ce, each, today)
-        yield from actual_bill.compared(each, charges, today)
+    for receipt in receipts:
+        charges = actual_bill.charged(ce, receipt, today)
+        yield from actual_bill.compared(receipt, charges, today)
         if not charges.usd:
-            raise AwsRefused(f"Cost Explorer has no charge of {each.stack} yet: ask again a day after the canary")
-        _add(facts, each, charges)
-        usd[each.stack] += charges.total
-    told = {each.assumption.id: each.to_json() for each in judge(facts) if each.assumption.fact.startswith(_FACTS)}
+            raise AwsRefused(f"Cost Explorer has no charge of {receipt.stack} yet: ask again a day after the canary")
+        _add(facts, receipt, charges)
+        usd[receipt.stack] += charges.total
+    verdicts = {
+        judgement.assumption.id: judgement.to_json()
+        for judgement in judge(facts)
+        if judgement.assumption.fact.startswith(_FACTS)
+    }
     proof.tree["charged"] = {stack: str(total) for stack, total in usd.items()}
-    proof.tree["assumptions"] = [told.get(each["id"], each) for each in proof.tree["assumptions"]]
+    proof.tree["assumptions"] = [verdicts.get(assumption["id"], assumption) for assumption in proof.tree["assumptions"]]
 
 
 def _add(facts: FlightFacts, receipt: Receipt, charges: Charged) -> None:

@@ -94,19 +94,19 @@ class FlightFacts:
             raw = self._raw.setdefault(name, [])
             if len(raw) < 200:
                 raw.append(parsed)
-            kept = redacted({key: item for key, item in parsed.items() if key not in ("ResponseMetadata", "Body")})
-            if name not in self.answers or (not any(self.answers[name].values()) and any(kept.values())):
-                self.answers[name] = kept
+            answer = redacted({key: item for key, item in parsed.items() if key not in ("ResponseMetadata", "Body")})
+            if name not in self.answers or (not any(self.answers[name].values()) and any(answer.values())):
+                self.answers[name] = answer
 
     def lacking(self, call: str, paths: list[str]) -> list[str] | None:
         """Returns those of the paths (such as Fleets[].FleetId) that are missing in the items of every answer to the
         call. Returns None if no answer had such items.
         """
-        found = [{path: _has(answer, path.split(".")) for path in paths} for answer in self._raw.get(call, [])]
-        known = [each for each in found if all(has is not None for has in each.values())]
+        presence = [{path: _has(answer, path.split(".")) for path in paths} for answer in self._raw.get(call, [])]
+        known = [by_path for by_path in presence if all(has is not None for has in by_path.values())]
         if not known:
             return None
-        return [path for path in paths if any(each[path] is False for each in known)]
+        return [path for path in paths if any(by_path[path] is False for by_path in known)]
 
 
 def _has(answer: Any, path: list[str]) -> bool | None:

@@ -177,28 +177,28 @@ class Flight:
     def wait_for(self, fact: str, look: Callable[[], Any], most_s: float) -> Any:
         """What `look` finds once it finds something; the fact has the seconds. Raises PhaseError when it never does."""
         began = self.clock()
-        while not (found := look()):
+        while not (seen := look()):
             if self.clock() - began > most_s:
                 self.facts.add(fact, LATE.format(most_s))
                 raise PhaseError(f"{fact}: {LATE.format(most_s)}")
             self.sleep(self.scale.poll_s)
         self.facts.add(fact, self.clock() - began)
-        return found
+        return seen
 
     def _watch(self, stack: StackDefinition, act: Act | None = None) -> Done:
         """Follows the run to its end, and acts once on the first node that has published a checkpoint."""
         ec2, s3 = self.asked("ec2"), self.asked("s3")
         nodes: dict[str, ObservedNode] = {}
-        news, told = self.clock(), set[int]()
+        news, announced = self.clock(), set[int]()
         before: tuple[frozenset[tuple[str, bool]], frozenset[int]] | None = None
         while True:
             folder = find_folder(s3, stack)
             steps = traces.published(folder) if folder else {}
             for described in nodes_of(ec2, stack):
                 self._look(stack, described, nodes, max(steps, default=0))
-            for step in steps.keys() - told:
+            for step in steps.keys() - announced:
                 self.say(f"{stack.name}: a checkpoint of step {step}")
-                told.add(step)
+                announced.add(step)
             now = (frozenset((each.id, each.gone_at > 0) for each in nodes.values()), frozenset(steps))
             if now != before:
                 news, before = self.clock(), now
@@ -225,7 +225,7 @@ class Flight:
             nodes[name].gone_at = time.time()
         if name in nodes or state != "running":
             return
-        gone = [each.gone_at for each in nodes.values() if each.gone_at]
+        gone = [other.gone_at for other in nodes.values() if other.gone_at]
         nodes[name] = ObservedNode(id=name, number=len(nodes) + 1, launched=node["LaunchTime"], step=step)
         self.say(f"{stack.name}: node {len(nodes)}, {node['InstanceType']} in {node['Placement']['AvailabilityZone']}")
         fleet = fleets_of(self.asked("ec2"), stack)[0]
@@ -242,9 +242,9 @@ class Flight:
         add("node.type", node["InstanceType"] in stack.fleet.instance_types)
         add("node.kind", node["InstanceType"])
         add("node.image", node["ImageId"] == stack.fleet.starts_from)
-        for each in node["BlockDeviceMappings"]:
-            add("volume.goes", each["Ebs"]["DeleteOnTermination"])
-            (volume,) = self.asked("ec2").describe_volumes(VolumeIds=[each["Ebs"]["VolumeId"]])["Volumes"]
+        for disk in node["BlockDeviceMappings"]:
+            add("volume.goes", disk["Ebs"]["DeleteOnTermination"])
+            (volume,) = self.asked("ec2").describe_volumes(VolumeIds=[disk["Ebs"]["VolumeId"]])["Volumes"]
             add("volume.encrypted", volume["Encrypted"])
             add("volume.type", volume["VolumeType"])
             add("volume.gib", volume["Size"])
@@ -283,7 +283,7 @@ class Flight:
         self.wait_for("end.nodes_s", lambda: not _running(nodes_of(ec2, stack)), self.scale.patience_s)
         self.say(f"{run}: over, {done.reason}; its node has ended the fleet")
         add("end.clock_s", abs(time.time() - at))
-        since = min(each.launched for each in nodes.values()) - timedelta(minutes=10)
+        since = min(node.launched for node in nodes.values()) - timedelta(minutes=10)
         events = [
             (describe(each)[1], each["Timestamp"], each["EventInformation"].get("InstanceId", ""))
             for each in _history(ec2, fleet, since)
@@ -294,9 +294,9 @@ class Flight:
             if node.number < len(nodes):  # the last one has ended the fleet
                 add("history.ended", TERMINATED in of)
             traces.of_node(self.facts, folder, node, of.get(TERMINATED))
-        for each in nodes_of(ec2, stack):
-            if each["State"]["Name"] in GONE:
-                add("node.end_code", str((each.get("StateReason") or {}).get("Code", "")))
+        for instance in nodes_of(ec2, stack):
+            if instance["State"]["Name"] in GONE:
+                add("node.end_code", str((instance.get("StateReason") or {}).get("Code", "")))
         if done.reason == TIMER:
             add("timer.ended", True)
 
@@ -307,14 +307,14 @@ class Flight:
         self.command("results", name, "--to", str(target))
         receipt = parse((target / RECEIPT).read_bytes())
         self.receipts.append(receipt)
-        for each in receipt.attempts:
-            if each.started_s is not None:
-                add("node.started_s", float(each.started_s))
+        for attempt in receipt.attempts:
+            if attempt.started_s is not None:
+                add("node.started_s", float(attempt.started_s))
                 if not self.scale.gpus:
                     add("node.without_gpu", True)
-            if each.pulled_s is not None:
-                add("node.pulled_s", float(each.pulled_s))
-            add("price.untold_s", float(each.ceiling_s))
+            if attempt.pulled_s is not None:
+                add("node.pulled_s", float(attempt.pulled_s))
+            add("price.untold_s", float(attempt.ceiling_s))
         add("run.usd_of_bill", float(receipt.actual / receipt.p90) if receipt.p90 else 0.0)
         folder = find_folder(self.asked("s3"), stack)
         assert folder is not None
@@ -327,14 +327,18 @@ class Flight:
         began = time.monotonic()
         _ok(engine.destroy())
         self.facts.add("destroy.s", time.monotonic() - began)
-        left = [f"{each.kind} {each.id}" for each in self._left(stack) if each.kind != "fleet" or each.bills]
-        self.facts.add("destroy.left", ", ".join(left) or "nothing")
+        remains = [
+            f"{leftover.kind} {leftover.id}"
+            for leftover in self._left(stack)
+            if leftover.kind != "fleet" or leftover.bills
+        ]
+        self.facts.add("destroy.left", ", ".join(remains) or "nothing")
         self._deleted(stack)
 
     def _deleted(self, stack: StackDefinition) -> None:
         """Waits until AWS calls the fleets deleted."""
         ec2 = self.asked("ec2")
-        gone = lambda: all(each["FleetState"] == "deleted" for each in fleets_of(ec2, stack))  # noqa: E731
+        gone = lambda: all(fleet["FleetState"] == "deleted" for fleet in fleets_of(ec2, stack))  # noqa: E731
         try:
             self.wait_for("fleet.deleted_s", gone, self.scale.patience_s)
         except PhaseError as error:
@@ -342,7 +346,7 @@ class Flight:
 
     def _left(self, stack: StackDefinition) -> list[Left]:
         """What of the stack is still there that nobody asked for, but for FIS's role, which goes last."""
-        return [each for each in self._resources(stack) if each.unwanted and each.id != notice.ROLE]
+        return [leftover for leftover in self._resources(stack) if leftover.unwanted and leftover.id != notice.ROLE]
 
     def _resources(self, stack: StackDefinition) -> list[Left]:
         return list(leftovers.look(stack, lambda service, region: self.asked(service), datetime.now(UTC)))
@@ -354,23 +358,23 @@ class Flight:
                 notice.forget(self.client)
         except ClientError as error:
             self.say(f"FIS: {refusals.refusal(error)}")
-        left, doubtful = list[Left](), list[Left]()
+        remains, doubtful = list[Left](), list[Left]()
         for name in NAMES:
             if not (self.project / "stacks" / f"{name}.yaml").is_file():
                 continue
             stack = definition(self.project, name)
             if self._left(stack):
                 sweep.delete(lambda: self._left(stack), self.client, pause=self.sleep, say=self.say)  # noqa: B023
-            left += [each for each in self._left(stack) if each.kind != "fleet" or each.bills]
-            doubtful += [each for each in self._resources(stack) if not each.ours]
-        for each in doubtful:  # a kill between CreateBucket and its tags
-            self.say(f"Perhaps of a canary that was killed: {each.kind} {each.id}, which has no tags")
-        if left:
-            self.say("STILL THERE: " + ", ".join(f"{each.kind} {each.id}" for each in left))
+            remains += [leftover for leftover in self._left(stack) if leftover.kind != "fleet" or leftover.bills]
+            doubtful += [leftover for leftover in self._resources(stack) if not leftover.ours]
+        for leftover in doubtful:  # a kill between CreateBucket and its tags
+            self.say(f"Perhaps of a canary that was killed: {leftover.kind} {leftover.id}, which has no tags")
+        if remains:
+            self.say("STILL THERE: " + ", ".join(f"{leftover.kind} {leftover.id}" for leftover in remains))
             self.say(f"Look again with: cd {self.project} && gpufleet sweep {RUN} --delete, and {CAP}")
         else:
             self.say("AWS shows nothing more of it.")
-        self.facts.add("left.at_end", len(left))
+        self.facts.add("left.at_end", len(remains))
 
     def command(self, *words: str) -> str:
         """Runs `gpufleet WORDS` in the project; its output. Raises PhaseError when it fails."""
@@ -384,8 +388,8 @@ class Flight:
             check=False,
         )
         if done.returncode:
-            said = (done.stderr or done.stdout).strip()
-            raise PhaseError(f"gpufleet {' '.join(words)}: {said}")
+            output = (done.stderr or done.stdout).strip()
+            raise PhaseError(f"gpufleet {' '.join(words)}: {output}")
         return done.stdout
 
 
@@ -402,4 +406,4 @@ def _history(ec2: Any, fleet: str, since: datetime) -> Iterator[dict[str, Any]]:
 
 
 def _running(nodes: list[dict[str, Any]]) -> bool:
-    return any(each["State"]["Name"] not in GONE for each in nodes)
+    return any(node["State"]["Name"] not in GONE for node in nodes)

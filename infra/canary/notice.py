@@ -70,11 +70,11 @@ def interrupt(
 
 def _role(stack: StackDefinition, iam: Any) -> str:
     """The role with which FIS interrupts nodes of this stack, and nothing else."""
-    found = refusals.absent(lambda: iam.get_role(RoleName=ROLE), "NoSuchEntity")
-    if found is None:
+    answer = refusals.absent(lambda: iam.get_role(RoleName=ROLE), "NoSuchEntity")
+    if answer is None:
         tags = [{"Key": key, "Value": value} for key, value in own_tags(stack).items()]
         trust = json.dumps({"Version": "2012-10-17", "Statement": [_TRUST]})
-        found = iam.create_role(RoleName=ROLE, AssumeRolePolicyDocument=trust, Tags=tags)
+        answer = iam.create_role(RoleName=ROLE, AssumeRolePolicyDocument=trust, Tags=tags)
     may = [
         {
             "Effect": "Allow",
@@ -86,14 +86,14 @@ def _role(stack: StackDefinition, iam: Any) -> str:
     ]
     policy = json.dumps({"Version": "2012-10-17", "Statement": may})
     iam.put_role_policy(RoleName=ROLE, PolicyName=POLICY, PolicyDocument=policy)
-    return str(found["Role"]["Arn"])
+    return str(answer["Role"]["Arn"])
 
 
 def forget(client: Callable[[str], Any]) -> None:
     """Removes the templates and the role, also those that a killed canary left."""
     fis, iam = client("fis"), client("iam")
-    for each in pages(fis, "list_experiment_templates", "experimentTemplates"):
-        if each.get("tags", {}).get(STACK_TAG) == RUN:
-            fis.delete_experiment_template(id=each["id"])
+    for template in pages(fis, "list_experiment_templates", "experimentTemplates"):
+        if template.get("tags", {}).get(STACK_TAG) == RUN:
+            fis.delete_experiment_template(id=template["id"])
     refusals.absent(lambda: iam.delete_role_policy(RoleName=ROLE, PolicyName=POLICY), "NoSuchEntity")
     refusals.absent(lambda: iam.delete_role(RoleName=ROLE), "NoSuchEntity")

@@ -37,23 +37,25 @@ def account(facts: FlightFacts, stack: StackDefinition, asked: Asked) -> None:
     """What the account says before anything is made: quotas, zones, offers, types, prices, the AMI, roles, rights."""
     ec2, region, catalog, add = asked("ec2"), stack.fleet.region, load_catalog(), facts.add
     asked("sts").get_caller_identity()
-    zones = {each["ZoneName"]: each["ZoneId"] for each in ec2.describe_availability_zones()["AvailabilityZones"]}
+    zones = {zone["ZoneName"]: zone["ZoneId"] for zone in ec2.describe_availability_zones()["AvailabilityZones"]}
     add("zones.known", set(catalog.zones(region)) <= zones.keys())
-    add("zones.prefix", all(each.startswith(catalog.zone_id_prefix(region)) for each in zones.values()))
+    add("zones.prefix", all(zone_id.startswith(catalog.zone_id_prefix(region)) for zone_id in zones.values()))
     filters = [{"Name": "instance-type", "Values": list(stack.fleet.instance_types)}]
     by = {
-        kind: {(each["InstanceType"], each["Location"]) for each in aws.pages(
+        kind: {(offer["InstanceType"], offer["Location"]) for offer in aws.pages(
             ec2, "describe_instance_type_offerings", "InstanceTypeOfferings", LocationType=kind, Filters=filters)}
         for kind in ("availability-zone", "availability-zone-id")
     }  # fmt: skip
     named = {(kind, zones[zone]) for kind, zone in by["availability-zone"] if zone in zones}
     add("offers.by_id", named == {(kind, id) for kind, id in by["availability-zone-id"] if id in zones.values()})
-    for each in ec2.describe_instance_types(InstanceTypes=list(stack.fleet.instance_types))["InstanceTypes"]:
-        own = catalog.instances[each["InstanceType"]]
-        add("type.vcpus", int(each["VCpuInfo"]["DefaultVCpus"]) == own.vcpu)
-        add("type.memory", round(int(each["MemoryInfo"]["SizeInMiB"]) / 1024) == round(own.memory_gib))
-        add("type.gpus", sum(int(gpu["Count"]) for gpu in each.get("GpuInfo", {}).get("Gpus", [])) == own.gpu_count)
-    gpus = any(catalog.instances[each].gpu_count for each in stack.fleet.instance_types)
+    for described in ec2.describe_instance_types(InstanceTypes=list(stack.fleet.instance_types))["InstanceTypes"]:
+        own = catalog.instances[described["InstanceType"]]
+        add("type.vcpus", int(described["VCpuInfo"]["DefaultVCpus"]) == own.vcpu)
+        add("type.memory", round(int(described["MemoryInfo"]["SizeInMiB"]) / 1024) == round(own.memory_gib))
+        add(
+            "type.gpus", sum(int(gpu["Count"]) for gpu in described.get("GpuInfo", {}).get("Gpus", [])) == own.gpu_count
+        )
+    gpus = any(catalog.instances[type_].gpu_count for type_ in stack.fleet.instance_types)
     for need in quotas.needs(stack.fleet, "spot")[0]:
         quota = asked("service-quotas").get_service_quota(ServiceCode="ec2", QuotaCode=need.code)["Quota"]
         add("quota.name" if gpus else "quota.standard_name", quota["QuotaName"])
@@ -75,31 +77,31 @@ def _prices(facts: FlightFacts, stack: StackDefinition, ec2: Any) -> None:
     """Spot prices now, beside the known ones and the on-demand price."""
     catalog, region = load_catalog(), stack.fleet.region
     prefix = catalog.zone_id_prefix(region)
-    ids = {each["ZoneName"]: each["ZoneId"] for each in ec2.describe_availability_zones()["AvailabilityZones"]}
+    ids = {zone["ZoneName"]: zone["ZoneId"] for zone in ec2.describe_availability_zones()["AvailabilityZones"]}
     now = datetime.now(UTC)
     for kind in stack.fleet.instance_types:
         history = ec2.describe_spot_price_history(
             InstanceTypes=[kind], ProductDescriptions=["Linux/UNIX"], StartTime=now, EndTime=now
         )["SpotPriceHistory"]
         facts.add("price.told", bool(history))
-        held = {prefix + each.zone: each.price.amount for each in catalog.spot_zones(kind, region)}
-        for each in history:
-            facts.add("price.spot_usd", float(each["SpotPrice"]))
+        held = {prefix + zone.zone: zone.price.amount for zone in catalog.spot_zones(kind, region)}
+        for row in history:
+            facts.add("price.spot_usd", float(row["SpotPrice"]))
             try:
                 dearest = float(catalog.on_demand(kind, region).amount)
-                facts.add("price.of_on_demand", float(each["SpotPrice"]) / dearest)
+                facts.add("price.of_on_demand", float(row["SpotPrice"]) / dearest)
             except PriceMissing:
                 pass
-            if known_usd := held.get(ids.get(each["AvailabilityZone"], "")):
-                facts.add("price.of_known", float(each["SpotPrice"]) / float(known_usd))
+            if known_usd := held.get(ids.get(row["AvailabilityZone"], "")):
+                facts.add("price.of_known", float(row["SpotPrice"]) / float(known_usd))
 
 
 def refusals(facts: FlightFacts, asked: Asked) -> None:
     """The calls that AWS refuses, with the code of each."""
-    for each in known():
-        if each.ask:
-            service, _, operation = each.ask.partition(".")
-            facts.add(each.fact, _code(lambda: getattr(asked(service), operation)(**(each.given or {}))))  # noqa: B023
+    for assumption in known():
+        if assumption.ask:
+            service, _, operation = assumption.ask.partition(".")
+            facts.add(assumption.fact, _code(lambda: getattr(asked(service), operation)(**(assumption.given or {}))))  # noqa: B023
 
 
 def bucket(facts: FlightFacts, s3: Any, name: str) -> None:
@@ -130,7 +132,7 @@ def bucket(facts: FlightFacts, s3: Any, name: str) -> None:
     upload = s3.create_multipart_upload(Bucket=name, Key=key)["UploadId"]
     s3.upload_part(Bucket=name, Key=key, UploadId=upload, PartNumber=1, Body=b"part")
     listed = s3.list_multipart_uploads(Bucket=name).get("Uploads", [])
-    add("s3.upload_listed", [each["Key"] for each in listed] == [key])
+    add("s3.upload_listed", [pending["Key"] for pending in listed] == [key])
     s3.abort_multipart_upload(Bucket=name, Key=key, UploadId=upload)
     add("s3.upload_aborted", not s3.list_multipart_uploads(Bucket=name).get("Uploads"))
     public = s3.get_public_access_block(Bucket=name)["PublicAccessBlockConfiguration"]
@@ -179,7 +181,9 @@ def _template(ec2: Any, stack: StackDefinition) -> str:
 def _declared_stop(scheduler: Any, stack: StackDefinition) -> dict[str, Any]:
     """The schedule that ends the stack's fleet, as AWS describes it."""
     groups = list(aws.pages(scheduler, "list_schedule_groups", "ScheduleGroups", NamePrefix=name_prefix(stack.name)))
-    group = next(each["Name"] for each in groups if "-cap-" not in each["Name"] or stack.name.endswith("cap"))
+    group = next(
+        described["Name"] for described in groups if "-cap-" not in described["Name"] or stack.name.endswith("cap")
+    )
     return dict(scheduler.get_schedule(Name=STOP, GroupName=group))
 
 
@@ -202,9 +206,9 @@ def stops_begin(facts: FlightFacts, stack: StackDefinition, asked: Asked, stop_s
     subnets = ec2.describe_subnets(Filters=[{"Name": f"tag:{STACK_TAG}", "Values": [stack.name]}])["Subnets"]
     until = datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=stop_s)
     due, later = until, until + timedelta(hours=1)
-    wanted = [_empty_fleet(stack, _template(ec2, stack), subnets[0]["SubnetId"], each) for each in (due, later)]
+    wanted = [_empty_fleet(stack, _template(ec2, stack), subnets[0]["SubnetId"], ends) for ends in (due, later)]
     add("dry.run", _code(lambda: ec2.create_fleet(**wanted[0], DryRun=True)))
-    fleets = [str(ec2.create_fleet(**each)["FleetId"]) for each in wanted]
+    fleets = [str(ec2.create_fleet(**request)["FleetId"]) for request in wanted]
     add("dry.run", _code(lambda: ec2.delete_fleets(FleetIds=fleets, TerminateInstances=True, DryRun=True)))
     target = schedule["Target"]
     asked_for = {
@@ -290,7 +294,7 @@ def stops_end(facts: FlightFacts, stops: Stops, asked: Asked, sleep: Callable[[f
 
 def _undeleted(answer: dict[str, Any]) -> str:
     """The code for a fleet that was not deleted."""
-    return next((each["Error"]["Code"] for each in answer.get("UnsuccessfulFleetDeletions", [])), "deleted")
+    return next((failure["Error"]["Code"] for failure in answer.get("UnsuccessfulFleetDeletions", [])), "deleted")
 
 
 def _event(ec2: Any, fleet: str, kind: str, due: float) -> float | None:

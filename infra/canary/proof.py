@@ -47,9 +47,10 @@ def make(
         "types": sorted(set(flight.facts.seen.get("node.kind", []))),
         "notice": "by FIS" if flight.by_notice else "left out",
         "cost": [
-            {"stack": each.stack, "usd": str(each.actual), "estimate": str(each.estimate)} for each in flight.receipts
+            {"stack": receipt.stack, "usd": str(receipt.actual), "estimate": str(receipt.estimate)}
+            for receipt in flight.receipts
         ],
-        "assumptions": [{**each.to_json(), "seen": redacted(each.seen)} for each in judged],
+        "assumptions": [{**judgement.to_json(), "seen": redacted(judgement.seen)} for judgement in judged],
         "figures": {name: spread(values) for name, values in sorted(flight.facts.seen.items()) if _numbers(values)},
         "answers": (answers := dict(sorted(flight.facts.answers.items()))),
         **(_replayed(answers, beside) if embedded else {}),
@@ -59,8 +60,8 @@ def make(
 def _replayed(answers: dict[str, Any], recorded: Proof | None) -> dict[str, Any]:
     """How the embedded AWS's answers differ from AWS's."""
     theirs = recorded.tree["answers"] if recorded else replay.documented(answers)
-    found = [each._asdict() for each in replay.differences(theirs, answers)]
-    return {"beside": recorded.path.name if recorded else replay.STANDS_IN, "differences": found}
+    differences = [difference._asdict() for difference in replay.differences(theirs, answers)]
+    return {"beside": recorded.path.name if recorded else replay.STANDS_IN, "differences": differences}
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -72,14 +73,14 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _numbers(values: Sequence[Any]) -> list[float]:
-    return [float(each) for each in values if isinstance(each, int | float) and not isinstance(each, bool)]
+    return [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
 
 
 def spread(values: Sequence[Any]) -> dict[str, float]:
     """How many figures there are, the least, the middle and the largest."""
     numbers = _numbers(values)
-    found = {"least": min(numbers), "median": statistics.median(numbers), "most": max(numbers)}
-    return {"count": len(numbers), **{key: float(f"{figure:.4g}") for key, figure in found.items()}}
+    figures = {"least": min(numbers), "median": statistics.median(numbers), "most": max(numbers)}
+    return {"count": len(numbers), **{key: float(f"{figure:.4g}") for key, figure in figures.items()}}
 
 
 def write(proof: dict[str, Any], folder: Path) -> Path:
@@ -98,7 +99,7 @@ def path(proof: dict[str, Any], folder: Path) -> Path:
 
 def page(proof: dict[str, Any]) -> Iterator[str]:
     """The page's lines."""
-    says = {each.id: each for each in known()}
+    says = {assumption.id: assumption for assumption in known()}
     where = "the embedded AWS, which proves nothing of AWS" if proof["embedded"] else proof["region"]
     yield f"# A canary in {where}, {proof['at'][:10]}"
     yield ""
@@ -106,17 +107,17 @@ def page(proof: dict[str, Any]) -> Iterator[str]:
     if proof["ended_early"]:
         yield f"\nIt ended early: {proof['ended_early'].splitlines()[0]}"
     yield f"\nNotice: {proof['notice']}. " + ", ".join(
-        f"{each['stack']} cost {each['usd']} USD" for each in proof["cost"]
+        f"{cost['stack']} cost {cost['usd']} USD" for cost in proof["cost"]
     )
     for state in STATES:
-        rows = [each for each in proof["assumptions"] if each["state"] == state]
+        rows = [row for row in proof["assumptions"] if row["state"] == state]
         if rows:
             yield f"\n## {state.capitalize()}: {len(rows)}\n"
             yield "| | Assumption | Expected | Seen | Relies on it |"
             yield "|---|---|---|---|---|"
-            for each in rows:
-                own = says.get(each["id"])
-                cells = (each["id"], own.says if own else "", each["expected"], each["seen"], own.where if own else "")
+            for row in rows:
+                own = says.get(row["id"])
+                cells = (row["id"], own.says if own else "", row["expected"], row["seen"], own.where if own else "")
                 yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield "\n## Figures\n"
     yield "| | Count | Least | Median | Most |"
@@ -128,23 +129,23 @@ def page(proof: dict[str, Any]) -> Iterator[str]:
         yield f"Beside: {proof['beside']}.\n"
         yield "| Call | Field | AWS | Embedded |"
         yield "|---|---|---|---|"
-        yield from (f"| {' | '.join(each.values())} |" for each in proof["differences"])
-    yield "\nVersions: " + ", ".join(f"{name} {each}" for name, each in proof["versions"].items())
+        yield from (f"| {' | '.join(difference.values())} |" for difference in proof["differences"])
+    yield "\nVersions: " + ", ".join(f"{name} {release}" for name, release in proof["versions"].items())
 
 
 def summary(proof: dict[str, Any]) -> str:
     """How many assumptions were held, refuted and not met, in a sentence."""
-    count = Counter(each["state"] for each in proof["assumptions"])
-    said = counted(len(proof["assumptions"]), "assumption")
-    return f"Of {said}, {count['held']} held, {count['refuted']} refuted, {count['not met']} not met."
+    count = Counter(assumption["state"] for assumption in proof["assumptions"])
+    assumptions = counted(len(proof["assumptions"]), "assumption")
+    return f"Of {assumptions}, {count['held']} held, {count['refuted']} refuted, {count['not met']} not met."
 
 
 def lines(proof: dict[str, Any]) -> Iterator[str]:
     """What was refuted, as a table for the screen."""
-    where = {each.id: each.where for each in known()}
-    wrong = [each for each in proof["assumptions"] if each["state"] == "refuted"]
+    where = {assumption.id: assumption.where for assumption in known()}
+    wrong = [row for row in proof["assumptions"] if row["state"] == "refuted"]
     if wrong:
-        rows = [(each["id"], each["expected"], each["seen"], where.get(each["id"], "")) for each in wrong]
+        rows = [(row["id"], row["expected"], row["seen"], where.get(row["id"], "")) for row in wrong]
         yield from table(("refuted", "expected", "seen", "relies on it"), rows, right=())
 
 
@@ -153,11 +154,11 @@ def check(root: Path, region: str, today: date) -> Check:
     if (last := newest(root, region)) is None:
         return Check(name="canary", found=f"none has flown in {region}: `gpufleet canary` holds AWS to what is assumed")
     age = (today - last.day).days
-    said = f"the newest of {region} is {counted(age, 'day')} old. {summary(last.tree)}"
+    finding = f"the newest of {region} is {counted(age, 'day')} old. {summary(last.tree)}"
     if age > STALE_DAYS:
         fix = f"gpufleet canary --region {region}"
-        return Check(name="canary", state="warning", found=said, fix=fix)
-    return Check(name="canary", found=said)
+        return Check(name="canary", state="warning", found=finding, fix=fix)
+    return Check(name="canary", found=finding)
 
 
 def sentence(root: Path) -> str:

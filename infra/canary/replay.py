@@ -43,13 +43,13 @@ def differences(recorded: Answers, own: Answers) -> Iterator[AnswerDifference]:
 
 def documented(calls: Iterable[str]) -> dict[str, Any]:
     """The answers in AWS's documented examples of these calls, as a canary's file would have them."""
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     for call in calls:
         service, _, operation = call.partition(".")
         for example in _examples(service).get(operation, []):
             if output := example.get("output"):
-                found.setdefault(call, redacted(output))
-    return found
+                answers.setdefault(call, redacted(output))
+    return answers
 
 
 @cache
@@ -66,13 +66,13 @@ def _examples(service: str) -> dict[str, list[dict[str, Any]]]:
 def _kinds(answer: Any, path: str = "") -> dict[str, str]:
     """The kind of value by the path of each field: Fleets[].FleetId."""
     if isinstance(answer, Mapping):
-        found = {path: "object"} if path else {}
+        kinds = {path: "object"} if path else {}
         for key, value in answer.items():
-            found |= _kinds(value, f"{path}.{key}" if path else key)
-        return found
+            kinds |= _kinds(value, f"{path}.{key}" if path else key)
+        return kinds
     if isinstance(answer, list):
-        found = {path: "list" if answer else "empty list"}
+        kinds = {path: "list" if answer else "empty list"}
         for item in answer:
-            found |= _kinds(item, f"{path}[]")
-        return found
+            kinds |= _kinds(item, f"{path}[]")
+        return kinds
     return {path: next(kind for of, kind in _KINDS if isinstance(answer, of))}

@@ -58,7 +58,7 @@ def ask(facts: FlightFacts, stack: StackDefinition, iam: Any, role: str, places:
     """Adds the rights that the role lacks, and those that it has beyond its own. `role` is its ARN; `places` has the
     ARNs of the run's own resources by the names in the file.
     """
-    answers = [each for row in known() for each in _asked(row, stack, iam, role, places)]
+    answers = [answer for row in known() for answer in _asked(row, stack, iam, role, places)]
     for fact, expected in (("role.lacks", True), ("role.exceeds", False)):
         wrong = [name for name, wanted, allowed in answers if wanted == expected != allowed]
         facts.add(fact, ", ".join(wrong) or "nothing")
@@ -86,6 +86,6 @@ def _asked(
             for key, value in context.items()
         ],
     )
-    for each in answers:
-        action = each["EvalActionName"]
-        yield f"{action} on {row.of}", action in row.may, each["EvalDecision"] == "allowed"
+    for answer in answers:
+        action = answer["EvalActionName"]
+        yield f"{action} on {row.of}", action in row.may, answer["EvalDecision"] == "allowed"

@@ -76,7 +76,7 @@ CAPPED_S = 90  # seconds that a run needs below its cap: the meter's reserve, an
 def text(name: str, run: str, region: str, zones: list[str], types: list[str], scale: Scale) -> str:
     """Returns the definition file of one of the two stacks."""
     capped = name == CAP
-    step_ms = json.dumps({load_catalog().instances[each].gpu.name: scale.pace_s * 1000 for each in types})
+    step_ms = json.dumps({load_catalog().instances[type_].gpu.name: scale.pace_s * 1000 for type_ in types})
     here = EMBEDDED
     if capped:
         last, fails_at, length, saves = 10**6, "", "", f"minutes: {scale.every * scale.pace_s / 60:.4f}"
@@ -194,7 +194,7 @@ def choose(project: Path, run: str, region: str, client: Callable[[str], Any], s
             reasons.append(f"{kind}: its price is above what the canary may cost ({_first(error)})")
             continue
         allowed = list(quotas.vcpu_quotas(definition(project, RUN), client("service-quotas"), client("ec2")))
-        if lacking := [each for each in allowed if each.state == "problem"]:
+        if lacking := [check for check in allowed if check.state == "problem"]:
             reasons.append(f"{kind}: {lacking[0].found}. {lacking[0].fix.splitlines()[0]}")
             continue
         fitting, zones = [*fitting, kind], zones or offers[kind]
@@ -238,18 +238,18 @@ def _refuse_account(stack: StackDefinition, client: Callable[[str], Any]) -> Non
         lambda: checks.service_roles(stack, client("iam")),
         lambda: quotas.vpc_quota(stack, client("ec2"), client("service-quotas")),
     )
-    found = [each for group in groups for each in doctor.guarded(group) if each.state == "problem"]
-    if found:
-        said = "\n  - ".join(f"{each.found}. {each.fix}".rstrip(". ") for each in found)
-        raise AwsRefused(f"the canary cannot run in this account, and nothing was made:\n  - {said}")
+    failed = [check for group in groups for check in doctor.guarded(group) if check.state == "problem"]
+    if failed:
+        lines = "\n  - ".join(f"{check.found}. {check.fix}".rstrip(". ") for check in failed)
+        raise AwsRefused(f"the canary cannot run in this account, and nothing was made:\n  - {lines}")
 
 
 def _bill(project: Path, name: str) -> Bill:
     """The stack's bill. Raises DefinitionError where it does not fit into the stack's limits."""
     stack = definition(project, name)
     bill = bill_of(stack, project, load_catalog())
-    if found := list(problems(stack, bill)):
-        raise DefinitionError(str(stack.source), found)
+    if wrong := list(problems(stack, bill)):
+        raise DefinitionError(str(stack.source), wrong)
     return bill
 
 
@@ -260,7 +260,7 @@ def _cheapest(region: str, gpus: int) -> Iterator[tuple[str, Decimal]]:
     for kind in catalog.instances.values():
         zones = catalog.spot_zones(kind.type, region)
         if zones and not kind.unusable and kind.gpu_count == gpus and region in (kind.regions or (region,)):
-            priced.append((max(each.price.amount for each in zones), kind.type))
+            priced.append((max(zone.price.amount for zone in zones), kind.type))
     yield from ((kind, usd) for usd, kind in sorted(priced))
 
 
@@ -274,12 +274,12 @@ def _offers(ec2: Any, region: str, types: list[str]) -> dict[str, set[str]]:
         LocationType="availability-zone",
         Filters=filters,
     )
-    found: dict[str, set[str]] = {}
+    zones: dict[str, set[str]] = {}
     known = load_catalog().zones(region)
-    for each in listed:
-        if each["Location"] in known:
-            found.setdefault(each["InstanceType"], set()).add(each["Location"])
-    return found
+    for offer in listed:
+        if offer["Location"] in known:
+            zones.setdefault(offer["InstanceType"], set()).add(offer["Location"])
+    return zones
 
 
 def _first(error: GpufleetError) -> str:

@@ -169,7 +169,7 @@ class Catalog:
 
     def types_for(self, gpus: int) -> dict[str, Instance]:
         """The types for a job that asks for `gpus` GPUs: types with a GPU if that is above 0, else all types."""
-        return {name: each for name, each in self.instances.items() if each.gpu_count or not gpus}
+        return {name: instance for name, instance in self.instances.items() if instance.gpu_count or not gpus}
 
     def regions(self) -> tuple[str, ...]:
         """The regions that have prices, even if only of a few items."""
@@ -222,16 +222,16 @@ class Catalog:
         """
         if priced := self.spot_zones(type_, region, zones):
             return priced
-        found = self.spot_zones(type_, region)
-        if not found:
+        elsewhere = self.spot_zones(type_, region)
+        if not elsewhere:
             raise PriceMissing(self._missing("spot", type_, region, self.spot_prices))
-        known = ", ".join(sorted(each.zone for each in found))
+        known = ", ".join(sorted(zone.zone for zone in elsewhere))
         raise PriceMissing(f"no spot price for {type_} in {', '.join(zones)} of {region}; known in {known}")
 
     def spot_zones(self, type_: str, region: str, zones: Sequence[str] = ()) -> tuple[SpotPrice, ...]:
         """Like `spot`, but empty instead of raising."""
         known = self.spot_prices.get((type_, region), ())
-        return tuple(each for each in known if each.zone in zones) if zones else known
+        return tuple(zone for zone in known if zone.zone in zones) if zones else known
 
     def nearest_type(self, type_: str, among: Iterable[str] | None = None) -> str | None:
         """The instance type, of all or `among` these, with the spelling nearest to `type_`. Its family must be spelled
@@ -278,7 +278,7 @@ def project_prices(start: Path) -> Path:
     """The folder `prices/` in the nearest folder with `stacks/`, at or above `start`; in `start` itself if there is
     none.
     """
-    return next((each for each in (start, *start.parents) if (each / "stacks").is_dir()), start) / "prices"
+    return next((folder for folder in (start, *start.parents) if (folder / "stacks").is_dir()), start) / "prices"
 
 
 @cache
@@ -307,16 +307,16 @@ def _offered(instances: dict[str, Instance], prices: files.Prices) -> dict[str, 
     """The types with all their regions. For a region that instances.csv lacks, because it was added later, a price
     shows that the region offers the type.
     """
-    listed = {region for each in instances.values() for region in each.regions or ()}
+    listed = {region for instance in instances.values() for region in instance.regions or ()}
     added: dict[str, list[str]] = {}
     for type_, region in {**prices.on_demand, **prices.dated}:
         if region not in listed:
             added.setdefault(type_, []).append(region)
     return {
-        name: each
-        if each.regions is None or name not in added
-        else replace(each, regions=(*each.regions, *added[name]))
-        for name, each in instances.items()
+        name: instance
+        if instance.regions is None or name not in added
+        else replace(instance, regions=(*instance.regions, *added[name]))
+        for name, instance in instances.items()
     }
 
 

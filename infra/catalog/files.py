@@ -117,7 +117,7 @@ def read(folder: Path) -> Prices:
                 _first(prices.on_demand, key)
                 prices.on_demand[key] = price
                 continue
-            before = {_begin(each): each for each in prices.dated.get(key, ())}
+            before = {_begin(other): other for other in prices.dated.get(key, ())}
             if _begin(price) in before:
                 raise ValueError(f"{key[0]} in {key[1]} is there twice from {price.valid_from} on")
             prices.dated[key] = tuple(sorted((*before.values(), price), key=_begin))

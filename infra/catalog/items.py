@@ -31,7 +31,7 @@ def known_items() -> dict[str, Item]:
 
 
 def _item(row: dict[str, str]) -> Item:
-    factors = (each.partition("=") for each in row["price_list_units"].split())
+    factors = (word.partition("=") for word in row["price_list_units"].split())
     return Item(
         in_every_bill=row["every_bill"] == "yes",
         service=row["service"],

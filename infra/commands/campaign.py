@@ -77,36 +77,36 @@ def _carried_out(args: argparse.Namespace) -> int:
     described = campaigns.load(args.campaign, root)
     listed = campaigns.trials(described, root)
     campaigns.write(listed, root)
-    wholes = [whole_run(each.name, root) for each in listed]
+    wholes = [whole_run(trial.name, root) for trial in listed]
     region = wholes[0].definition.fleet.region
     if args.forget:
         return _forget(described, root, region)
     if args.look:
         return _look(described, region)
-    if len(owners := sorted({each.definition.run.owner for each in wholes})) > 1:
+    if len(owners := sorted({whole.definition.run.owner for whole in wholes})) > 1:
         raise GpufleetError(f"the campaign's runs have the owners {', '.join(owners)}; allowed is one")
     if described.pruner or described.sampler:
         search.require_optuna()
     trials = [StackTrial.plan(trial, whole) for trial, whole in zip(listed, wholes, strict=True)]
     if described.order == "cheapest":
-        trials.sort(key=lambda each: each.priced.bill.usd.p90 if each.priced else 0)
-    approved = approval.of_campaign([each.made for each in trials if each.made], described)
+        trials.sort(key=lambda entry: entry.priced.bill.usd.p90 if entry.priced else 0)
+    approved = approval.of_campaign([trial.made for trial in trials if trial.made], described)
     if args.approve != approved:
-        print("\n".join(price([each.priced for each in trials if each.priced], described).lines()))
+        print("\n".join(price([trial.priced for trial in trials if trial.priced], described).lines()))
         if described.open:
             print(f"It also takes what is put into {campaigns.FOLDER}/{described.name}/, under the same cap.")
         print("This is not the approved campaign." if args.approve else f"Hash of this campaign: {approved}.")
         if not run_command.agreed():
             return 1
     with only_driver(root, described.name) as driver:
-        _require_month(described, root, [each.whole.definition for each in trials])
+        _require_month(described, root, [trial.whole.definition for trial in trials])
         ledger = opened_ledger(described, [*trials, *earlier_trials(described, root)], approved, region, owners[0])
         if args.take_over:
             ledger.change(lambda was: was.taken_over(args.take_over, driver))
         records = CampaignRecords(store=ledger.store)
         looks = CampaignSearch(described=described, records=records, root=root)
-        for each in trials:
-            each.records = records
+        for trial in trials:
+            trial.records = records
         later = LaterTrials(described=described, root=root, owner=owners[0], search=looks, base=trials[0])
         return Campaign(
             name=described.name,
@@ -128,7 +128,7 @@ def opened_ledger(
     name, known = described.name, {"approved": approved, "max_usd": described.max_usd, "at_once": described.at_once}
     ledger = campaign_bucket.find_ledger(aws.client, name, region)
     if ledger is None or not ledger.is_there():
-        begun = [each.name for each in trials if each.has_begun() or each.is_over()]
+        begun = [trial.name for trial in trials if trial.has_begun() or trial.is_over()]
         if begun:
             raise GpufleetError(
                 f"{', '.join(begun)}: begun, and the campaign has no ledger. It is lost, or they were begun by"
@@ -172,12 +172,12 @@ def _look(described: CampaignFile, region: str) -> int:
     if ledger is None or not ledger.is_there():
         print(f"{described.name} has no ledger: nothing of it has begun.")
         return 1
-    found = ledger.read()
-    for name, each in found.runs.items():
-        state = "cost" if each.ended else f"of {each.by} may cost"
-        print(f"{name} {state} {each.usd:.2f} USD.")
-    print(f"{found.rest:.2f} of {found.max_usd:f} USD are left.")
-    _tell(described.name, found, [], [])
+    balance = ledger.read()
+    for name, entry in balance.runs.items():
+        state = "cost" if entry.ended else f"of {entry.by} may cost"
+        print(f"{name} {state} {entry.usd:.2f} USD.")
+    print(f"{balance.rest:.2f} of {balance.max_usd:f} USD are left.")
+    _tell(described.name, balance, [], [])
     return 0
 
 
@@ -186,7 +186,7 @@ def _tell(name: str, ledger: CampaignLedger, waiting: list[str], wrong: list[str
     tell(
         {
             "campaign": name,
-            "ended": [run for run, each in ledger.runs.items() if each.ended],
+            "ended": [run for run, entry in ledger.runs.items() if entry.ended],
             "going_on": {run: ledger.runs[run].by for run in ledger.open_runs()},
             "not_begun": waiting,
             "look_at": wrong,
@@ -199,8 +199,8 @@ def _require_month(described: CampaignFile, root: Path, definitions: Sequence[St
     """Raises GpufleetError if the campaign's cap breaks max_usd_per_month of policy.yaml. Its own runs, which the cap
     holds, do not count beside it.
     """
-    owner, regions = definitions[0].run.owner, {each.fleet.region for each in definitions}
-    own = {f"{each.name}/{each.run.id}" for each in definitions}
+    owner, regions = definitions[0].run.owner, {definition.fleet.region for definition in definitions}
+    own = {f"{definition.name}/{definition.run.id}" for definition in definitions}
 
     def look_around() -> month.MonthUsd:
         return month.look(root, owner, regions, aws.client, datetime.now(UTC), but=own)
@@ -251,23 +251,23 @@ class Campaign:
         """Brings home what has ended, and begins one run or waits. False: nothing is left for this driver to do."""
         ledger = self.ledger.read()
         self.trials += self.find_more(self.trials, ledger, self._hours_left(ledger))
-        own = [each for each in self.trials if each.name in ledger.open_runs(self.driver)]
-        over = [each for each in own if each.is_over()]
-        for each in over:
-            self.finished[each.name] = each.finish()
-            self.ledger.change(lambda was, each=each: was.settled(each.name, each.cost()))  # type: ignore[misc]
+        own = [trial for trial in self.trials if trial.name in ledger.open_runs(self.driver)]
+        over = [trial for trial in own if trial.is_over()]
+        for trial in over:
+            self.finished[trial.name] = trial.finish()
+            self.ledger.change(lambda was, ended=trial: was.settled(ended.name, ended.cost()))  # type: ignore[misc]
         if over:
             return True
         going_on = own
-        for each in going_on:
-            if not each.has_begun():  # a kill came between its reservation and its beginning
-                each.begin(ledger.runs[each.name].usd)
+        for trial in going_on:
+            if not trial.has_begun():  # a kill came between its reservation and its beginning
+                trial.begin(ledger.runs[trial.name].usd)
         lost = self.find_losers(self.trials, ledger) if going_on else ()
-        for each in going_on:
-            if each.name in lost and each.name not in self.stopped:
-                print(f"{each.name} loses, and is asked to end: it saves, and what it does not use comes back.")
-                each.stop()
-                self.stopped.add(each.name)
+        for trial in going_on:
+            if trial.name in lost and trial.name not in self.stopped:
+                print(f"{trial.name} loses, and is asked to end: it saves, and what it does not use comes back.")
+                trial.stop()
+                self.stopped.add(trial.name)
         if begins := self._next(ledger):
             self._begin(begins)
             return True
@@ -280,9 +280,9 @@ class Campaign:
         """The first run that fits what is left of dollars, hours and runs at a time."""
         if len(ledger.open_runs()) >= ledger.at_once:
             return None
-        ready = [each for each in self.trials if each.name not in ledger.runs]
+        ready = [trial for trial in self.trials if trial.name not in ledger.runs]
         hours = self._hours_left(ledger)
-        return next((each for each in ready if self._least(each) <= ledger.rest and each.most_hours <= hours), None)
+        return next((trial for trial in ready if self._least(trial) <= ledger.rest and trial.most_hours <= hours), None)
 
     def _least(self, trial: CampaignTrial) -> Decimal:
         return trial.most if trial.name in self.too_dear else trial.least
@@ -319,8 +319,8 @@ class Campaign:
 
     def _report(self) -> int:
         ledger = self.ledger.read()
-        ended = [name for name, each in ledger.runs.items() if each.ended]
-        waiting = [each.name for each in self.trials if each.name not in ledger.runs]
+        ended = [name for name, entry in ledger.runs.items() if entry.ended]
+        waiting = [trial.name for trial in self.trials if trial.name not in ledger.runs]
         wrong = [name for name, code in self.finished.items() if code]
         held = {name: ledger.runs[name].by for name in ledger.open_runs()}
         _tell(self.name, ledger, waiting, wrong)

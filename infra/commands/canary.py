@@ -174,4 +174,4 @@ def _written(made: dict[str, Any], folder: Path) -> int:
     for line in proof.lines(made):
         print(line)
     print(f"{proof.summary(made)} {path}")
-    return int(any(each["state"] == "refuted" for each in made["assumptions"]))
+    return int(any(assumption["state"] == "refuted" for assumption in made["assumptions"]))

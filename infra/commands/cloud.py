@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             ):
                 print("# The embedded AWS answers on this machine only. Paste into another shell:")
                 if args.proof:
-                    print(*(f"# As in {args.proof}: {each}." for each in like.sentences()), sep="\n")
+                    print(*(f"# As in {args.proof}: {sentence}." for sentence in like.sentences()), sep="\n")
                 print("unset AWS_PROFILE AWS_SESSION_TOKEN")
                 for name, value in {**cloud.environment(), **engine.settings(project, port)}.items():
                     print(f"export {name}={shlex.quote(value)}")

@@ -107,8 +107,8 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.flush()
     facts = policy.facts(definition, bill, fallbacks)
     broken = () if definition.variant.only_priced else policy.broken(rules, facts)
-    for each in broken:
-        print(f"gpufleet: breaks {each.rule} of policy.yaml: {each.message}", file=sys.stderr)
+    for breach in broken:
+        print(f"gpufleet: breaks {breach.rule} of policy.yaml: {breach.message}", file=sys.stderr)
     late = [*limits.deadline_problems(definition, bill, now), *without]
     if refusals := [*code_problems(definition, root), *image_problems(definition), *problems(definition, bill), *late]:
         raise DefinitionError(str(definition.source), refusals)
@@ -135,7 +135,9 @@ def _stages(definition: StackDefinition, root: Path, now: datetime, *, as_json: 
     if whole is not None:
         sys.stdout.write(json.dumps(whole.to_json(), indent=2) + "\n" if as_json else "\n".join(whole.lines()) + "\n")
         wrong += [
-            each for stage, bill in zip(definition.stages, whole.bills, strict=True) for each in problems(stage, bill)
+            problem
+            for stage, bill in zip(definition.stages, whole.bills, strict=True)
+            for problem in problems(stage, bill)
         ]
     for stage in definition.stages:
         wrong += [*code_problems(stage, root), *image_problems(stage)]
@@ -143,7 +145,7 @@ def _stages(definition: StackDefinition, root: Path, now: datetime, *, as_json: 
         facts = replace(
             policy.facts(stage, bill), usd_p90=whole.usd.p90 if whole else None
         )  # rules apply to the whole run
-        broken |= {each.rule: each.message for each in policy.broken(rules, facts)}
+        broken |= {breach.rule: breach.message for breach in policy.broken(rules, facts)}
     for rule, message in broken.items():
         print(f"gpufleet: breaks {rule} of policy.yaml: {message}", file=sys.stderr)
     if wrong:
@@ -164,14 +166,16 @@ def _campaign(args: argparse.Namespace, root: Path, now: datetime) -> int:
     trials = campaigns.trials(described, root)
     campaigns.write(trials, root)
     catalog, hazards, priced = load_catalog(day=now.date()), learn(observations(root)), []
-    for each in trials:
-        definition = stack.definition_of(argparse.Namespace(stack=each.name), past_deadline=False)
+    for trial in trials:
+        definition = stack.definition_of(argparse.Namespace(stack=trial.name), past_deadline=False)
         bill = bill_of(definition, root, catalog, today=now.date(), hazards=hazards)
-        priced.append(PricedTrial.build(str(each), definition, bill, is_made=each.is_made))
+        priced.append(PricedTrial.build(str(trial), definition, bill, is_made=trial.is_made))
     if described.order == "cheapest":
-        priced.sort(key=lambda each: each.bill.usd.p90)
-    found = price(priced, described)
-    sys.stdout.write(json.dumps(found.to_json(), indent=2) + "\n" if args.json else "\n".join(found.lines()) + "\n")
+        priced.sort(key=lambda trial: trial.bill.usd.p90)
+    campaign_bill = price(priced, described)
+    sys.stdout.write(
+        json.dumps(campaign_bill.to_json(), indent=2) + "\n" if args.json else "\n".join(campaign_bill.lines()) + "\n"
+    )
     return 0
 
 

@@ -35,10 +35,10 @@ def run(args: argparse.Namespace) -> int:
         definition = stack.definition_of(args, staged=True)
     root = project_root(Path.cwd())
     checks = [
-        *dict.fromkeys(check for each in definition.parts for check in doctor.examine(each, root, aws.client)),
+        *dict.fromkeys(check for part in definition.parts for check in doctor.examine(part, root, aws.client)),
         proof.check(root, definition.fleet.region, datetime.now(UTC).date()),
     ]
-    tell([{key: getattr(each, key) for key in ("name", "state", "found", "fix")} for each in checks])
+    tell([{key: getattr(entry, key) for key in ("name", "state", "found", "fix")} for entry in checks])
     count = Counter(check.state for check in checks)
     problems, warnings = counted(count["problem"], "problem"), counted(count["warning"], "warning")
     verdict = "everything is in place. Next: `pulumi preview`, then `pulumi up`."
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         verdict = f"nothing{' that was checked' if skipped else ''} stands in the way; read the {warnings}."
     print(f"{definition.name} in {definition.fleet.region}: {verdict}")
     for state in ("problem", "warning", "ok") if args.all else ("problem", "warning"):
-        for check in (each for each in checks if each.state == state):
+        for check in (entry for entry in checks if entry.state == state):
             print(f"  {MARKS[check.state]} {check.name}: {check.found}")
             if check.fix:
                 print(f"          {check.fix}")

@@ -11,9 +11,9 @@ from gpufleet.infra.commands import stack
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     stack.argument(parser, earlier_runs=True)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--follow", "-f", action="store_true", help="print new lines until the run is done")
-    what.add_argument(
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--follow", "-f", action="store_true", help="print new lines until the run is done")
+    group.add_argument(
         "--boot", action="store_true", help="print the output of the nodes' boot scripts instead of the job's"
     )
 

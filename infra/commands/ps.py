@@ -32,14 +32,14 @@ def run(args: argparse.Namespace) -> int:
             definitions += load(find(name, root), now=now, past_deadline=True, staged=True).parts
         except DefinitionError:  # `gpufleet cost` shows its problems
             continue
-    regions = sorted({*args.region, *(each.fleet.region for each in definitions)})
+    regions = sorted({*args.region, *(definition.fleet.region for definition in definitions)})
     if not regions:
         raise GpufleetError("no definition in stacks/ here says which regions to look in: name one by --region NAME")
     runs = all_runs(definitions, receipts.read(root)[0], regions, aws.client, now)
     if args.json:
-        print(json.dumps([each._asdict() for each in runs], indent=2))
+        print(json.dumps([listed._asdict() for listed in runs], indent=2))
         return 0
-    live = sum(bool(each.region and each.since) and each.state != "over" for each in runs)
+    live = sum(bool(listed.region and listed.since) and listed.state != "over" for listed in runs)
     print(f"{counted(live, 'run')} in {', '.join(regions)}, {len(runs) - live} over or not launched.")
     if runs:
         print("\n".join(text.table(ListedRun._fields, runs, spare=(5, 2, 3))))

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     known, damaged = receipts.read(root, _name(args.stack, root) if args.stack else None)
     for sentence in damaged:
         print(f"gpufleet: {sentence}", file=sys.stderr)
-    tell([each.to_json() for each in known])
+    tell([receipt.to_json() for receipt in known])
     if not known:
         stacks_of(root)  # raises outside of a project, where no receipts can be
         of = f" of {args.stack}" if args.stack else ""
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         f"{counted(len(known), 'receipt')}, and none counts: a receipt counts if its run was real and came to its end."
     )
     print("\n".join(summary(total)) if total else none)
-    shown = known if args.all else sorted(known, key=lambda each: each.at)[-SHOWN:]
+    shown = known if args.all else sorted(known, key=lambda receipt: receipt.at)[-SHOWN:]
     print("\n".join(table(shown, CAUSES if args.all else {})))
     if not args.all:
         more = f"{len(known) - SHOWN} earlier ones, and why" if len(known) > SHOWN else "Why"

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if not definition.stages:
         code = fetch(definition, s3, ec2, target)
     else:
-        code = max(fetch(each, s3, ec2, target / each.stage) for each in stages.begun(definition, s3))
+        code = max(fetch(stage, s3, ec2, target / stage.stage) for stage in stages.begun(definition, s3))
         if (whole := stages.combine(definition, target)) is not None:
             atomic.write_json(target / RECEIPT, whole.to_json())
             say(receipt.text(whole))

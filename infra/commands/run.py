@@ -155,13 +155,13 @@ class WholeRun:
         """Whether `up` was done, and the run has neither a node nor a fleet that may launch one."""
         if self._of_stack() != self.definition.run.id or self._fleets():
             return False
-        return all(each["State"]["Name"] in GONE for each in nodes_of(self._client("ec2"), self.definition))
+        return all(node["State"]["Name"] in GONE for node in nodes_of(self._client("ec2"), self.definition))
 
     def _fleets(self) -> list[dict[str, Any]]:
         """The run's fleets that may launch nodes."""
         now, owner = datetime.now(UTC), self.definition.run.owner
-        found = fleets_of(self._client("ec2"), self.definition)
-        return [each for each in found if not is_over(each, now) and aws.owner_of(each) in ("", owner)]
+        fleets = fleets_of(self._client("ec2"), self.definition)
+        return [fleet for fleet in fleets if not is_over(fleet, now) and aws.owner_of(fleet) in ("", owner)]
 
     def plan(self) -> plan.Plan:
         """What `up` would begin now. Raises GpufleetError for what it would refuse, or what breaks policy.yaml."""
@@ -178,7 +178,9 @@ class WholeRun:
         )
         rules = policy.find_policy(self.root) or policy.Policy()
         if broken := policy.broken(rules, policy.facts(made.definition, made.bill, made.fallbacks)):
-            raise GpufleetError("\n".join(f"breaks {each.rule} of policy.yaml: {each.message}" for each in broken))
+            raise GpufleetError(
+                "\n".join(f"breaks {breach.rule} of policy.yaml: {breach.message}" for breach in broken)
+            )
         return made
 
     def approved(self) -> str:
@@ -207,14 +209,14 @@ class WholeRun:
         """
         ec2, s3, scheduler = (self._client(service) for service in ("ec2", "s3", "scheduler"))
         watch = WaitLoop(definition=self.definition, ec2=ec2, s3=s3, sleep=self.sleep)
-        said = ""
+        printed = ""
         while not self.is_over():
             if code := watch.until_node(math.inf):
                 return 0 if self.is_over() else code
             line = headline(list(report(self.definition, ec2, s3, datetime.now(UTC), scheduler)))
-            if line != said:
+            if line != printed:
                 print(line)
-            said = line
+            printed = line
             self.sleep(LOOK_S)
         return 0
 

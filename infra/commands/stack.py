@@ -53,7 +53,7 @@ def definition_of(args: argparse.Namespace, *, past_deadline: bool = True, stage
         print(f"gpufleet: {definition.name}'s scenario {chosen.scenario}, as `pulumi config` says", file=sys.stderr)
     if "/" in run:
         return _stage_of(definition, run)
-    stages = tuple(_as_run(each, f"{run}/{each.stage}") for each in definition.stages)
+    stages = tuple(_as_run(stage, f"{run}/{stage.stage}") for stage in definition.stages)
     return replace(_as_run(definition, run), stages=stages) if run else definition
 
 
@@ -63,10 +63,10 @@ def _as_run(definition: StackDefinition, run: str) -> StackDefinition:
 
 def _stage_of(definition: StackDefinition, run: str) -> StackDefinition:
     """The stage that --run names. Raises GpufleetError."""
-    for each in definition.stages:
-        if each.stage == run.partition("/")[2]:
-            return _as_run(each, run)
-    named = ", ".join(each.stage for each in definition.stages)
+    for stage in definition.stages:
+        if stage.stage == run.partition("/")[2]:
+            return _as_run(stage, run)
+    named = ", ".join(stage.stage for stage in definition.stages)
     raise GpufleetError(f"{definition.source} has no stage {run.partition('/')[2]}; it has {named or 'none'}")
 
 

@@ -17,6 +17,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     definition = stack.definition_of(args, staged=True)
     region = definition.fleet.region
-    for each in definition.parts:  # each later stage also sees that the run was asked to end
-        ask(each, aws.client("ec2", region), aws.client("s3", region), datetime.now(UTC))
+    for part in definition.parts:  # each later stage also sees that the run was asked to end
+        ask(part, aws.client("ec2", region), aws.client("s3", region), datetime.now(UTC))
     return 0

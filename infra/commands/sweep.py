@@ -41,17 +41,17 @@ def run(args: argparse.Namespace) -> int:
 
     leftovers = list_leftovers()
     print("\n".join(sweep.table(definition, leftovers)))
-    if args.delete and any(each.unwanted for each in leftovers):
+    if args.delete and any(leftover.unwanted for leftover in leftovers):
         if not args.yes:
             _ask(definition, who.found)
         sweep.delete(list_leftovers, lambda service: aws.client(service, region), pause=time.sleep)
         leftovers = list_leftovers()
         print("\n".join(sweep.table(definition, leftovers)))
     shown = ("kind", "id", "usd_per_month", "unwanted")
-    tell([{key: getattr(each, key) for key in shown} for each in leftovers])
-    if any(each.unwanted for each in leftovers):
+    tell([{key: getattr(leftover, key) for key in shown} for leftover in leftovers])
+    if any(leftover.unwanted for leftover in leftovers):
         return 1
-    return 2 if any(each.unseen for each in leftovers) else 0
+    return 2 if any(leftover.unseen for leftover in leftovers) else 0
 
 
 def _ask(definition: StackDefinition, who: str) -> None:

@@ -56,7 +56,11 @@ class Board:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        new = [each for each in metrics.records(content.split(b"\n")) if (each["ts"], each["step"]) not in self._seen]
+        new = [
+            record
+            for record in metrics.records(content.split(b"\n"))
+            if (record["ts"], record["step"]) not in self._seen
+        ]
         for record in new:
             at, step = record["ts"], record["step"]
             if step <= self._step:

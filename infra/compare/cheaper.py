@@ -76,7 +76,7 @@ class Cheaper:
         beyond = f"{counted(self.beyond, 'cheaper one')} beyond a limit or rule" if self.beyond else ""
         unsure = f"{self.unsure} perhaps cheaper, in fewer than {SURE:.0%} of runs" if self.unsure else ""
         if not self.rows:
-            others = "".join(f"; {each}" for each in (unsure, beyond) if each)
+            others = "".join(f"; {note}" for note in (unsure, beyond) if note)
             yield from text.wrap(f"No other type is sure to do this work for less{others}; all: `{self.command}`.")
             return
         yield "Cheaper to finish this work; less: how likely that is:"
@@ -193,7 +193,7 @@ def _half_setup(
     """The minutes of the bill's set-up, and the USD that its p50 falls by if each start takes half as long; None below
     LEAST.
     """
-    p50, less = (Decimal(simulation.quantiles(each.usd)[1]) for each in (own, quick))
+    p50, less = (Decimal(simulation.quantiles(outcome.usd)[1]) for outcome in (own, quick))
     return (minutes, (p50 - less).quantize(CENT)) if p50 - less >= max(ranking.LEAST * p50, CENT) else None
 
 

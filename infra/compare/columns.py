@@ -41,7 +41,7 @@ NOTEBOOK = ("* scenario place market gpus_used hours_p50 hours_p90 usd_p50 usd_p
 
 def sheet(rows: Sequence[Row], table: tuple[str, str], edge: Sequence[Row] = ()) -> Sheet:
     """One of the tables above, for these rows; `*` marks those of `edge`."""
-    keys, spare = (each.split() for each in table)
+    keys, spare = (words.split() for words in table)
     marked = {id(row) for row in edge}
     mark = Column("*", "", of=lambda row: "*" if id(row) in marked else "")
     return Sheet.build([mark if key == "*" else COLUMNS[key] for key in keys], rows, spare=spare)

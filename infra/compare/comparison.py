@@ -75,8 +75,8 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
     rules = policy.find_policy(root)
     definition = policy.held_to(load(path, now=now, past_deadline=True, staged=True), rules)
     # The work of each stage is ranked by itself, like the work of a scenario.
-    stages = tuple(replace(each, scenario=each.stage) for each in definition.stages)
-    variants = tuple(policy.held_to(each, rules) for each in stages or scenarios(path, now=now))
+    stages = tuple(replace(stage, scenario=stage.stage) for stage in definition.stages)
+    variants = tuple(policy.held_to(variant, rules) for variant in stages or scenarios(path, now=now))
     asked = chosen(path, variants, scenario)
     whose = asked[0] if scenario else definition
     study = Study(

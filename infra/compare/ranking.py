@@ -89,7 +89,7 @@ def every_option(
         region = work.fleet.region
         listed = tuple(types or catalog.types_for(work.job.parameters.gpus_needed()))
         if below is not None:
-            listed = tuple(each for each in listed if _is_sold(each, region, catalog))
+            listed = tuple(instance for instance in listed if _is_sold(instance, region, catalog))
         basis = _by_the_hour(study.basis(work, listed))
         holder = "-" if below is not None else fit.cheapest_holder(basis.definition.job.parameters, catalog, region)
         known = basis.known_steps
@@ -149,10 +149,10 @@ def every_region(definition: StackDefinition, study: Study, *, runs: int = RUNS_
         return []
     basis = _by_the_hour(study.basis(definition, catalog.instances))
     work, known, drafts = basis.definition, _on_every_type(basis), list[Row]()
-    for region in (each for each in catalog.regions() if not catalog.missing(each)):
+    for region in (name for name in catalog.regions() if not catalog.missing(name)):
         fleet = replace(work.fleet, region=region, zones=catalog.zones(region))
         there = basis.with_definition(replace(work, fleet=fleet))
-        priced = (replace(each, offers=options.offers_of(there.definition, catalog, each.type)) for each in known)
+        priced = (replace(option, offers=options.offers_of(there.definition, catalog, option.type)) for option in known)
         cheapest = _on_the_cheapest(there, work.name, priced, study.hours_left)
         drafts += [replace(row, inputs_usd=_brought(work, region)) for row in cheapest]
     rows = [row for row in filled(drafts, study.hours_left, runs=runs) if row.ranked]
@@ -163,7 +163,9 @@ def every_batch(definition: StackDefinition, study: Study, *, runs: int = RUNS_E
     """The work with the file's batch and then with larger ones, if the parameters allow them: each on the type and
     capacity with the lowest uninterrupted cost. Empty if they allow no larger batch.
     """
-    larger = [(each.setting, each.config) for each in definition.job.parameters.variants() if not each.narrower]
+    larger = [
+        (variant.setting, variant.config) for variant in definition.job.parameters.variants() if not variant.narrower
+    ]
     if not _moves_elsewhere(definition) or not larger:
         return []
     drafts: list[Row] = []
@@ -211,7 +213,7 @@ def _on_the_cheapest(basis: BillBasis, name: str, known: Iterable[TypeCost], hou
     ]
     if not priced:
         return []
-    *_, option, market = min(priced, key=lambda each: each[:2])
+    *_, option, market = min(priced, key=lambda offer: offer[:2])
     return [draft(basis, name, option, market, likely=True)]
 
 
@@ -249,17 +251,17 @@ def _own(rows: Sequence[Row], name: str, fleet: Fleet) -> Side | None:
         and (row.capacity, row.nodes) == (fleet.capacity, fleet.nodes)
         and row.side
     ]
-    return max(sides, key=lambda each: each.total, default=None)
+    return max(sides, key=lambda side: side.total, default=None)
 
 
 def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row]:
     """The rows in order. The first rows of each work are simulated with more runs, so that their noise is small."""
     seen = Counter[str]()
     shown: dict[int, list[Row]] = {simulation.RUNS: [], RUNS_SHOWN: []}
-    each = max(REFINED_EACH, REFINED // max(1, len({row.scenario for row in rows})))
+    most = max(REFINED_EACH, REFINED // max(1, len({row.scenario for row in rows})))
     for row in rows:
         seen[row.scenario] += 1
-        if seen[row.scenario] <= each and row.ranked and row.side is not None and row.side.runs > 1:
+        if seen[row.scenario] <= most and row.ranked and row.side is not None and row.side.runs > 1:
             shown[simulation.RUNS if seen[row.scenario] == 1 else RUNS_SHOWN].append(row)
     better: dict[int, Row] = {}
     for runs, some in shown.items():
@@ -318,7 +320,7 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
 def _highest(ceilings: Iterable[Decimal | None]) -> Decimal | None:
     """The highest of several ceilings; None if one of them is None."""
     known = list(ceilings)
-    return None if None in known else max(each for each in known if each is not None)
+    return None if None in known else max(ceiling for ceiling in known if ceiling is not None)
 
 
 def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int]:
@@ -384,9 +386,9 @@ def default_scenario(definition: StackDefinition, variants: Sequence[StackDefini
     """The name of the scenario that equals the file, where a scenario that only holds its node longer does not count;
     if there is none, the name of the first priced scenario.
     """
-    own = [each for each in variants if not each.variant.only_priced and _work(each) == _work(definition)]
-    priced = [each for each in variants if not each.variant.reference]
-    return next((each.scenario for each in (*own, *priced, *variants)), "") or definition.name
+    own = [variant for variant in variants if not variant.variant.only_priced and _work(variant) == _work(definition)]
+    priced = [variant for variant in variants if not variant.variant.reference]
+    return next((variant.scenario for variant in (*own, *priced, *variants)), "") or definition.name
 
 
 def _work(definition: StackDefinition) -> tuple[object, ...]:

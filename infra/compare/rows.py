@@ -282,7 +282,7 @@ def filled(
     whose mean is not below this number of USD.
     """
     prepared = [row.prepared for row in rows if row.prepared is not None]
-    outcomes = iter(_simulated([each.exposure.unlimited for each in prepared], runs=runs, attempts=attempts))
+    outcomes = iter(_simulated([ready.exposure.unlimited for ready in prepared], runs=runs, attempts=attempts))
     rows_filled = []
     for row in rows:
         if row.prepared is None:
@@ -302,12 +302,12 @@ def _simulated(exposures: Sequence[simulation.Exposure], *, runs: int, attempts:
     by_exposure: dict[simulation.Exposure, simulation.SimulatedRuns] = {}
     different = list(dict.fromkeys(exposures))
     for many, some in (
-        (runs, [each for each in different if each.is_drawn]),
-        (1, [each for each in different if not each.is_drawn]),
+        (runs, [exposure for exposure in different if exposure.is_drawn]),
+        (1, [exposure for exposure in different if not exposure.is_drawn]),
     ):
         outcomes = simulation.simulate_each(some, runs=many, attempts=attempts)
         by_exposure.update(zip(some, outcomes, strict=True))
-    return [by_exposure[each] for each in exposures]
+    return [by_exposure[exposure] for exposure in exposures]
 
 
 def in_phases(runtime: Runtime, instance: Instance) -> str:

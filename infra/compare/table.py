@@ -128,7 +128,7 @@ def answer(comparison: Comparison, command: str, today: date) -> Iterator[str]:
 def _stages(comparison: Comparison, command: str) -> Iterator[str]:
     """The cheapest way to do the work of each stage, and what they cost together."""
     best, own = list[Row](), list[Row]()
-    for name in (each.stage for each in comparison.definition.stages):
+    for name in (stage.stage for stage in comparison.definition.stages):
         able = [row for row in comparison.rows if row.ranked and name in row.scenario.split(", ")]
         if not able:
             yield from wrap(f"{name}: no type of the catalog can run this in {comparison.definition.fleet.region}.")

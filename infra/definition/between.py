@@ -94,16 +94,16 @@ def when(condition: Schema, then: Schema) -> Schema:
     return {"if": condition, "then": then}
 
 
-def every(*each: Schema) -> Schema:
-    return {"allOf": [*each]}
+def every(*schemas: Schema) -> Schema:
+    return {"allOf": [*schemas]}
 
 
-def some(*each: Schema) -> Schema:
-    return {"anyOf": [*each]}
+def some(*schemas: Schema) -> Schema:
+    return {"anyOf": [*schemas]}
 
 
-def no(each: Schema) -> Schema:
-    return {"not": each}
+def no(schema: Schema) -> Schema:
+    return {"not": schema}
 
 
 # the shipped catalog, because the schema must not depend on a project's prices
@@ -209,7 +209,7 @@ def of_a_command() -> Iterator[Schema]:
     yield when(
         every(named, no(rewritten)), each_of("job.checkpoint.each", pattern(_COUNTED, "names with {step} or {epoch}"))
     )
-    by_format = has("job.checkpoint.format", {"enum": [name for name, each in FORMATS.items() if each.each]})
+    by_format = has("job.checkpoint.format", {"enum": [name for name, form in FORMATS.items() if form.each]})
     yield when(no(some(named, saves_nothing)), every(by_format, no(rewritten)))
     has_interval = some(*(has(f"job.checkpoint.every.{key}") for key in ("steps", "minutes", "epochs")))
     yield some(on_demand, saves_nothing, has_interval)
@@ -222,16 +222,18 @@ def of_a_command() -> Iterator[Schema]:
 
 
 def _lengths() -> Iterator[Schema]:
-    steps, epochs, hours, each = (has(f"job.work.{key}") for key in ("steps", "epochs", "hours", "steps_per_epoch"))
+    steps, epochs, hours, per_epoch = (
+        has(f"job.work.{key}") for key in ("steps", "epochs", "hours", "steps_per_epoch")
+    )
     for one, other in combinations((steps, epochs, hours), 2):
         yield no(every(one, other))
     saves = {key: has(f"job.checkpoint.every.{key}") for key in ("steps", "minutes", "epochs")}
     for one, other in combinations(saves.values(), 2):
         yield no(every(one, other))
-    counts_steps = some(steps, every(epochs, each))
+    counts_steps = some(steps, every(epochs, per_epoch))
     yield when(saves["steps"], counts_steps)
-    yield when(saves["epochs"], some(epochs, every(steps, each)))
-    yield when(has("job.work.step_ms"), no(every(epochs, no(each))))
+    yield when(saves["epochs"], some(epochs, every(steps, per_epoch)))
+    yield when(has("job.work.step_ms"), no(every(epochs, no(per_epoch))))
     yield when(has("job.work.epoch_minutes"), no(counts_steps))
     above_0 = {"exclusiveMinimum": 0}
     for key, most in (("step_ms", 1e9), ("epoch_minutes", 1e6)):
@@ -244,7 +246,7 @@ def _lengths() -> Iterator[Schema]:
 
 def _output() -> Iterator[Schema]:
     """The rules for how a command reports its step: by patterns of its own, a file, or the patterns of a format."""
-    telling = [name for name, each in FORMATS.items() if each.progress]
+    telling = [name for name, form in FORMATS.items() if form.progress]
     stdout = has("job.progress.stdout", {"not": _EMPTY})
     silent = every(no(stdout), no(has("job.progress.file")))
     by_checkpoint = every(no(has("job.progress.format")), has("job.checkpoint.format", {"enum": telling}))

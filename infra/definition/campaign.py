@@ -125,45 +125,45 @@ def load(name: str, root: Path) -> CampaignFile:
     """The campaign `name`. Raises DefinitionError with every problem of its file, GpufleetError without the file."""
     path = path_of(name, root)
     if path is None:
-        names = sorted(each.stem for each in (root / FOLDER).glob("[!.]*.yaml"))
+        names = sorted(file.stem for file in (root / FOLDER).glob("[!.]*.yaml"))
         allowed = f"has {', '.join(names)}" if names else "has no file"
         raise GpufleetError(f"there is no campaign {name!r}: {FOLDER}/ {allowed}. {nearest(name, names)}".rstrip())
     _, tree = open_file(path)
     findings = Findings(tree=tree)
-    keys = [each.name for each in fields(CampaignFile) if each.name != "name"]
+    keys = [spec.name for spec in fields(CampaignFile) if spec.name != "name"]
     check_keys(tree.entries, keys, "", findings)
     grid, rows, draw = _grid(tree, findings), _rows(tree, findings), _read_ranges(tree, findings)
     own = {key: node for key, node in tree.entries.items() if key in keys and key not in ("grid", "list", "draw")}
     named = Scalar(path="name", line=0, text=name)
-    found: CampaignFile = build(CampaignFile, replace(tree, entries={**own, "name": named}), "", findings)
-    if not found.files and ".files" not in findings.bad:
+    campaign: CampaignFile = build(CampaignFile, replace(tree, entries={**own, "name": named}), "", findings)
+    if not campaign.files and ".files" not in findings.bad:
         findings.add(".files", "at least one stack", value="an empty list")
-    if found.open and found.max_hours is None:
+    if campaign.open and campaign.max_hours is None:
         findings.add(".max_hours", "hours, after which an open campaign ends")
     for key in (key for key in NEEDED if key in tree.entries):
         for other in (other for other in NEEDED[key] if other not in tree.entries):
             findings.add(f".{other}", f"a value, as {key} needs it")
-    if "draw" in tree.entries and (grid or rows or len(found.files) > 1):
+    if "draw" in tree.entries and (grid or rows or len(campaign.files) > 1):
         findings.add("draw", "a file alone, without grid and list", value="beside other values")
     if findings.problems:
         raise DefinitionError(str(path), findings.problems)
-    return replace(found, grid=grid, list=rows, draw=draw)
+    return replace(campaign, grid=grid, list=rows, draw=draw)
 
 
 def trials(campaign: CampaignFile, root: Path) -> list[DefinedTrial]:
     """The trials that the file names, in its order. Raises GpufleetError."""
     names = campaign.files
     if not campaign.grid and not campaign.list:  # with draw: the file whose values are drawn
-        made = [DefinedTrial(name=find(each, root).stem, is_made=bool(campaign.draw)) for each in names]
+        made = [DefinedTrial(name=find(name, root).stem, is_made=bool(campaign.draw)) for name in names]
     else:
         count = len(names) * len(campaign.list or (1,))
         for values in campaign.grid.values():
             count *= len(values)
         if count > MOST:
             raise GpufleetError(f"{FOLDER}/{campaign.name}.yaml: {count} trials; allowed are {MOST}")
-        made = [_trial(campaign, each, values, root) for each in names for values in _combined(campaign)]
-    if twice := sorted({each.name for each in made if [other.name for other in made].count(each.name) > 1}):
-        shown = next(str(each) for each in made if each.name == twice[0])
+        made = [_trial(campaign, name, values, root) for name in names for values in _combined(campaign)]
+    if twice := sorted({trial.name for trial in made if [other.name for other in made].count(trial.name) > 1}):
+        shown = next(str(trial) for trial in made if trial.name == twice[0])
         raise GpufleetError(f"{FOLDER}/{campaign.name}.yaml: {shown} twice: each trial once; another seed is another")
     return made
 
@@ -199,11 +199,11 @@ def lower_limit(name: str, usd: Decimal, root: Path) -> None:
 
 def write(made: list[DefinedTrial], root: Path) -> None:
     """Writes the definitions of trials that have no file of `stacks/`, where they are not there as they are."""
-    for each in made:
-        path = root / TRIALS / f"{each.name}.yaml"
-        if each.text is not None and not (path.is_file() and path.read_text(encoding="utf-8") == each.text):
+    for trial in made:
+        path = root / TRIALS / f"{trial.name}.yaml"
+        if trial.text is not None and not (path.is_file() and path.read_text(encoding="utf-8") == trial.text):
             path.parent.mkdir(parents=True, exist_ok=True)
-            atomic.write_bytes(path, each.text.encode())
+            atomic.write_bytes(path, trial.text.encode())
 
 
 def offered(campaign: CampaignFile, root: Path) -> list[DefinedTrial]:
@@ -222,14 +222,14 @@ def offered(campaign: CampaignFile, root: Path) -> list[DefinedTrial]:
 def _grid(tree: Mapping, findings: Findings) -> dict[str, tuple[Node, ...]]:
     allowed = "a section with a list of values for each key, as in --lr: [1e-3, 3e-3]"
     entries = entries_of(tree.entries.get("grid"), "grid", allowed, findings)
-    found = {}
+    grid = {}
     for key, node in entries.items():
         _check_key(key, f"grid.{key}", node, findings)
         if isinstance(node, Items) and node.items:
-            found[key] = tuple(node.items)
+            grid[key] = tuple(node.items)
         else:
             findings.add(f"grid.{key}", "a list with at least one value", "Write [VALUE, VALUE].", node=node)
-    return found
+    return grid
 
 
 def _rows(tree: Mapping, findings: Findings) -> tuple[dict[str, Node], ...]:
@@ -309,7 +309,7 @@ def _as_text(node: Node) -> str:
         return " ".join(node.text.split())
     if isinstance(node, Items):
         return f"[{', '.join(map(_as_text, node.items))}]"
-    return "{" + ", ".join(f"{key}: {_as_text(each)}" for key, each in node.entries.items()) + "}"
+    return "{" + ", ".join(f"{key}: {_as_text(value)}" for key, value in node.entries.items()) + "}"
 
 
 def _with_argument(laid: Node, argument: str, value: Node, path: Path) -> Scalar:

@@ -80,8 +80,8 @@ def check(
         _base_weights(s, findings)
         _saves(s, findings)
         _estimate(s, findings)
-    for each in fallbacks:
-        each.check(findings, s.fleet, beside)
+    for fallback in fallbacks:
+        fallback.check(findings, s.fleet, beside)
 
 
 def _model(config: JobConfig, findings: Findings) -> bool:
@@ -124,7 +124,7 @@ def _placement(fleet: Fleet, findings: Findings, catalog: Catalog) -> None:
                 findings.add(path, f"ids of zones of {fleet.region}, as {prefix}az1")
         elif zones and zone not in zones:
             other = next((region for region in regions if zone in catalog.zones(region)), None)
-            theirs = [each for each in fleet.zones if other and each in catalog.zones(other)]
+            theirs = [listed for listed in fleet.zones if other and listed in catalog.zones(other)]
             if zone in theirs[1:]:
                 continue  # reported with the first problem, because both are one mistake, in the region or in the zones
             hint = f"In {other}: {', '.join(theirs)}." if other else nearest(zone, zones)

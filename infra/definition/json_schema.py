@@ -119,7 +119,7 @@ class Page:
         value, why = map(plain, self.words(key))
         return ". ".join(filter(None, ((why or about).rstrip("."), (value or allowed).rstrip(".")))) + "."
 
-    def examples(self, key: str, found: Schema, allowed: str) -> Schema:
+    def examples(self, key: str, field_schema: Schema, allowed: str) -> Schema:
         """An example of the key's value: from an example file, from the key's words, or any that is not its default."""
         from jsonschema import Draft7Validator  # imported here, because it is a development tool
 
@@ -130,12 +130,12 @@ class Page:
         ]:
             whole = text.replace("...", "0123456789abcdef0")
             values += [yaml.safe_load(whole) if whole[0] in "{[" else whole]
-        default = found.get("default")
-        for each in (found, *found.get("anyOf", [])):
-            choices = [True, False] if each.get("type") == "boolean" else each.get("enum", [])
+        default = field_schema.get("default")
+        for arm in (field_schema, *field_schema.get("anyOf", [])):
+            choices = [True, False] if arm.get("type") == "boolean" else arm.get("enum", [])
             values += [choice for choice in choices if choice not in (default, None)]
-            values += [each[name] for name in ("default", "minimum") if each.get(name) is not None]
-        takes = Draft7Validator(found).is_valid
+            values += [arm[name] for name in ("default", "minimum") if arm.get(name) is not None]
+        takes = Draft7Validator(field_schema).is_valid
         return {"examples": [next(filter(takes, values))]}
 
 
@@ -164,7 +164,7 @@ def schema() -> Schema:
     sections = {name: _section([cls], pages[name]) for name, cls in SECTIONS.items() if name != "job"}
     definitions = {}
     for name, config in EXPERIMENTS.items():
-        tables = [f"job.parameters of {each}" for each in (_EXPLAINS.get(name), name) if each]
+        tables = [f"job.parameters of {title}" for title in (_EXPLAINS.get(name), name) if title]
         page = Page.read("job.parameters", "Keys of several experiments", *tables)
         definitions[f"parameters of {name}"] = _section([config], page)
     definitions[COMMAND] = _section([CommandConfig], pages[COMMAND], partial=True)
@@ -246,10 +246,10 @@ def _keys(part: Any) -> Iterator[tuple[Schema, str]]:
     """The keys that a part of the schema describes, each in its section: the keys of a section come before the keys
     within them.
     """
-    for word, each in part.items() if isinstance(part, dict) else enumerate(part if isinstance(part, list) else ()):
+    for word, child in part.items() if isinstance(part, dict) else enumerate(part if isinstance(part, list) else ()):
         if word == "properties":
-            yield from ((each, key) for key in each)
-        yield from _keys(each)
+            yield from ((child, key) for key in child)
+        yield from _keys(child)
 
 
 def text() -> str:
@@ -351,34 +351,40 @@ def _required(cls: type[Any]) -> list[str]:
 
 def _field(cls: type[Any], name: str, page: Page, *, partial: bool = False, default: Any = None) -> Schema:
     """The schema of one key. `default` is the default of the surrounding section, if it has one."""
-    (spec,) = (each for each in dataclasses.fields(cls) if each.name == name)
+    (spec,) = (field for field in dataclasses.fields(cls) if field.name == name)
     hint, rule = hints_of(cls)[name], rule_of_key(cls, spec)  # type: ignore[arg-type]  # mypy: type[Any] unhashable
-    kept = spec.default if default is None else getattr(default, name)
+    preset = spec.default if default is None else getattr(default, name)
     inner, optional = unwrap(hint)
     if is_dataclass(inner) and isinstance(inner, type):
-        own = kept if isinstance(kept, inner) else None
-        found: Schema = _section([inner], page.section_at(key_of(name)), partial=partial, default=own)
+        own = preset if isinstance(preset, inner) else None
+        field_schema: Schema = _section([inner], page.section_at(key_of(name)), partial=partial, default=own)
         if any(page.words(key_of(name))):
-            found["description"] = page.describe(key_of(name), "")
-        if optional and found["type"] == "object":
-            found["type"] = ["object", "null"]
+            field_schema["description"] = page.describe(key_of(name), "")
+        if optional and field_schema["type"] == "object":
+            field_schema["type"] = ["object", "null"]
         if words := getattr(inner, "WORDS", {}):
-            found |= {"type": [*found["type"], "string"], "if": {"type": "string"}, "then": {"enum": [*words]}}
-        return found
-    found = _value(inner, rule) | _KNOWN.get((cls, name), {})
+            field_schema |= {
+                "type": [*field_schema["type"], "string"],
+                "if": {"type": "string"},
+                "then": {"enum": [*words]},
+            }
+        return field_schema
+    field_schema = _value(inner, rule) | _KNOWN.get((cls, name), {})
     # a scenario may list a retired type, which is then shown with the reason
     if (cls, name) == (Fleet, "instance_types") and not partial:
-        found["items"] = {"enum": sorted(between.USABLE)}
+        field_schema["items"] = {"enum": sorted(between.USABLE)}
     if optional or (inner is str and spec.default == ""):
         empty = {"type": "null"} if optional else {"enum": [None, ""]}
-        found = {"anyOf": [found, empty]}
+        field_schema = {"anyOf": [field_schema, empty]}
     allowed = REQUIRED.get((cls, name)) or describe(hint, rule)
-    found["description"] = page.describe(key_of(name), allowed, _meaning(cls) if page.section else "")
-    if kept is not dataclasses.MISSING and kept is not None and not partial:
-        found["default"] = list(kept) if isinstance(kept, tuple) else float(kept) if type(kept) is Decimal else kept
+    field_schema["description"] = page.describe(key_of(name), allowed, _meaning(cls) if page.section else "")
+    if preset is not dataclasses.MISSING and preset is not None and not partial:
+        field_schema["default"] = (
+            list(preset) if isinstance(preset, tuple) else float(preset) if type(preset) is Decimal else preset
+        )
     if (cls, name) in _EXAMPLES:
-        return found | {"examples": [_EXAMPLES[cls, name]]}
-    return found | page.examples(key_of(name), found, allowed)
+        return field_schema | {"examples": [_EXAMPLES[cls, name]]}
+    return field_schema | page.examples(key_of(name), field_schema, allowed)
 
 
 def _value(hint: Any, rule: Rule) -> Schema:
@@ -403,8 +409,8 @@ def _value(hint: Any, rule: Rule) -> Schema:
     if hint is datetime:
         return {"type": "string", **pattern(f"^{_TIME}$" if rule.moment else MOMENT, describe(hint, rule))}
     bounds = {"minimum": rule.minimum, "maximum": rule.maximum}
-    kept = {key: bound for key, bound in bounds.items() if bound is not None}
-    return {"type": "integer" if hint is int else "number", **kept}
+    stated = {key: bound for key, bound in bounds.items() if bound is not None}
+    return {"type": "integer" if hint is int else "number", **stated}
 
 
 def _text(rule: Rule) -> Schema:
@@ -441,11 +447,11 @@ _FILLED, _FILLED_AFTER = (
 )
 _STARTED, _STARTED_AFTER = (
     {
-        **each,
-        "pattern": between.no_key(each["pattern"][1:]),
-        "patternErrorMessage": _NO_KEY + each["patternErrorMessage"],
+        **condition,
+        "pattern": between.no_key(condition["pattern"][1:]),
+        "patternErrorMessage": _NO_KEY + condition["patternErrorMessage"],
     }
-    for each in (_FILLED, _FILLED_AFTER)
+    for condition in (_FILLED, _FILLED_AFTER)
 )
 _BELOW = pattern(between.NAMES_BELOW + r"[\s\S]*\S", "names below checkpoint.folder")
 _SECRET = {"type": "string", **pattern(_anchored(SECRET.pattern), "ssm:/name or secretsmanager:name")}

@@ -145,8 +145,10 @@ def variants(
         entries = entries_of(entry, where, f"a section with the keys {', '.join([*own, *OVERLAID])}", findings)
         check_keys(entries, [*own, *OVERLAID, "nodes"], where, findings)
         _same_job(entries, tree, where, findings)
-        kept = Mapping(path=where, line=entry.line, entries={key: node for key, node in entries.items() if key in own})
-        variant = build(Variant, kept, where, findings)
+        own_entries = Mapping(
+            path=where, line=entry.line, entries={key: node for key, node in entries.items() if key in own}
+        )
+        variant = build(Variant, own_entries, where, findings)
         sections = {key: node for key, node in entries.items() if key in (*OVERLAID, "nodes")}
         laid = apply_overlay(tree, sections)
         merged, variant_problems = definition(

@@ -52,8 +52,8 @@ def load(
         raise ValueError("now must be aware of its time zone")
     text, tree = open_file(path)
     problems = _name_problems(path)
-    plain, found = layers.definition(tree, path, text, now, past_deadline, catalog=catalog)
-    problems += found
+    plain, wrong = layers.definition(tree, path, text, now, past_deadline, catalog=catalog)
+    problems += wrong
     overlay = tree.entries.get("rehearsal")
     merged, sound = plain, None if problems else plain
     # these problems are enough to fix first; each overlaid form would report all of them again
@@ -62,23 +62,23 @@ def load(
     if overlay is not None:
         problems += layers.overlay_problems(overlay, tree)
     if (laid := layers.rehearsed(tree)) is not tree:
-        merged, found = layers.definition(laid, path, text, now, past_deadline, catalog=catalog, plain=sound)
-        problems += of_form("rehearsal", found)
+        merged, wrong = layers.definition(laid, path, text, now, past_deadline, catalog=catalog, plain=sound)
+        problems += of_form("rehearsal", wrong)
     problems += layers.variants(tree, path, text, now, catalog, sound)[1]
     if problems:
         raise DefinitionError(str(path), in_order(problems))
     chosen = merged if rehearsal else plain
     if chosen.stages and not staged:
-        named = ", ".join(each.run.id for each in chosen.stages)
+        named = ", ".join(stage.run.id for stage in chosen.stages)
         raise GpufleetError(f"{path} has stages, and this takes a single job. Commands with --run take one of {named}")
     return chosen
 
 
 def tagged(definition: StackDefinition, tags: abc.Mapping[str, str]) -> StackDefinition:
     """The definition with `tags` added to those of its `account`. Raises DefinitionError for an invalid tag."""
-    given = {**(definition.account.tags or {}), **tags}
+    merged = {**(definition.account.tags or {}), **tags}
     entries: dict[str, Node] = {
-        key: Scalar(path=f"account.tags.{key}", line=0, text=str(value)) for key, value in given.items()
+        key: Scalar(path=f"account.tags.{key}", line=0, text=str(value)) for key, value in merged.items()
     }
     tree = Mapping(path="", line=0, entries={"tags": Mapping(path="account.tags", line=0, entries=entries)})
     findings = Findings(tree=Mapping(path="", line=0, entries={"account": tree}))
@@ -104,9 +104,9 @@ def find(name_or_path: str, root: Path) -> Path:
             raise GpufleetError(f"{name_or_path} is a folder, and a stack is one file{hint or ': name that'}")
         raise GpufleetError(f"there is no file {name_or_path}{hint}")
     path = root / "stacks" / f"{name_or_path}.yaml"
-    for each in (path, root / TRIALS / path.name):
-        if each.is_file():
-            return each
+    for file in (path, root / TRIALS / path.name):
+        if file.is_file():
+            return file
     if path.exists():
         raise GpufleetError(f"{path} is a folder or device, not a file; a stack is one file: move it away")
     if path.with_suffix(".yml").is_file():

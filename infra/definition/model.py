@@ -299,8 +299,8 @@ class Goal:
     @property
     def wanted(self) -> dict[str, Decimal]:
         """Every goal by its name."""
-        given = {USD: self.usd, HOURS: self.hours, **(self.results or {})}
-        return {name: figure for name, figure in given.items() if figure is not None}
+        goals = {USD: self.usd, HOURS: self.hours, **(self.results or {})}
+        return {name: figure for name, figure in goals.items() if figure is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -384,7 +384,9 @@ class StackDefinition:
     def left(self) -> dict[str, str]:
         """The folder of each earlier stage, by the stage's name. A stage may take the outputs of earlier stages."""
         run = self.run.id.partition("/")[0]
-        return {each.partition("/")[2]: each for each in (*self.taken, *(f"{run}/{name}" for name in self.before))}
+        return {
+            folder.partition("/")[2]: folder for folder in (*self.taken, *(f"{run}/{name}" for name in self.before))
+        }
 
     @property
     def stage(self) -> str:

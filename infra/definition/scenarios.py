@@ -32,7 +32,7 @@ def scenario(
 
     Raises GpufleetError when it is not there or cannot be run, DefinitionError for what is wrong in it.
     """
-    by_name = {each.scenario: each for each in scenarios(path, now=now)}
+    by_name = {candidate.scenario: candidate for candidate in scenarios(path, now=now)}
     if name not in by_name:
         raise unknown(path, name, by_name)
     variant = by_name[name].variant

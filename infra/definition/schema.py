@@ -119,7 +119,7 @@ class Findings:
         key may contain dots and brackets.
         """
         separators = islice(re.finditer(r"[.\[]", path), 2 * MAX_DEPTH)  # a key may hold any number of characters
-        if path in self.found or any(path[: each.start()] in self.found for each in separators):
+        if path in self.found or any(path[: match.start()] in self.found for match in separators):
             return
         node = node or find_node(self.tree, path)
         if node is not None:
@@ -237,10 +237,10 @@ def _values(
             continue
         hint, rule, where = hints[spec.name], rule_of_key(cls, spec), f"{path}.{key_of(spec.name)}"
         required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
-        kept = spec.default if default is None else getattr(default, spec.name)
+        preset = spec.default if default is None else getattr(default, spec.name)
         allowed = REQUIRED.get((cls, spec.name), "")
         written = entries.get(key_of(spec.name))
-        value = _BAD if written is None else _convert(hint, written, where, rule, findings, kept, allowed)
+        value = _BAD if written is None else _convert(hint, written, where, rule, findings, preset, allowed)
         if value is not _BAD:
             values[spec.name] = value
         elif required and default is None:
@@ -293,8 +293,8 @@ def _nested_keys(names: list[str], hints: dict[str, Any]) -> dict[str, list[str]
     paths_by_key: dict[str, list[str]] = {}
     for name in names:
         inner, _ = unwrap(hints[name])
-        for each in dataclasses.fields(inner) if is_dataclass(inner) else ():
-            paths_by_key.setdefault(key_of(each.name), []).append(f"{name}.{key_of(each.name)}")
+        for spec in dataclasses.fields(inner) if is_dataclass(inner) else ():
+            paths_by_key.setdefault(key_of(spec.name), []).append(f"{name}.{key_of(spec.name)}")
     return paths_by_key
 
 
@@ -388,7 +388,7 @@ def _convert(
             findings.add(path, f"at most {rule.most}", value=f"{len(node.entries)} of them")
             return _BAD
         arm = typing.get_args(inner)[1]
-        named = {key: _convert(arm, each, f"{path}.{key}", rule, findings) for key, each in node.entries.items()}
+        named = {key: _convert(arm, child, f"{path}.{key}", rule, findings) for key, child in node.entries.items()}
         return _BAD if _BAD in named.values() else named
     if not isinstance(node, Scalar):
         findings.add(path, allowed, value="a list" if isinstance(node, Items) else "a section")

@@ -38,7 +38,7 @@ class Selected:
             definition = load(self.path, now=now, past_deadline=past_deadline, staged=staged)
         else:
             definition = one_scenario(self.path, self.scenario, now=now, past_deadline=past_deadline)
-        return definition.changed(lambda each: replace(each, asked=self.asked))
+        return definition.changed(lambda part: replace(part, asked=self.asked))
 
 
 def selected(stack: str, root: Path) -> Selected:

@@ -53,7 +53,7 @@ def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]
     jobs: dict[str, JobConfig] = {}
     for index, (path, entry) in enumerate(entries):
         check_keys(entry, list(KEYS), path, findings)
-        name = _name(entry.get("name"), path, [*names, *(each.partition("/")[2] for each in taken)], findings)
+        name = _name(entry.get("name"), path, [*names, *(folder.partition("/")[2] for folder in taken)], findings)
         own = {key: merge(rest.get(key), entry[key]) for key in LAID if key in entry}
         if isinstance(rehearsal := entry.get(REHEARSAL), Mapping) and INTERRUPTIONS in rehearsal.entries:
             own[REHEARSAL] = merge(rest.get(REHEARSAL), _reduced_to(rehearsal, INTERRUPTIONS))
@@ -70,7 +70,7 @@ def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]
         built.append(replace(stage, run=run, before=before))
     if not built:
         return build(replace(tree, entries=rest), Earlier())[0], findings.problems
-    built = [replace(each, next_stage=name) for each, name in zip(built, [*names[1:], ""], strict=True)]
+    built = [replace(definition, next_stage=name) for definition, name in zip(built, [*names[1:], ""], strict=True)]
     storage = build_section(Storage, tree.entries.get("storage"), "storage", Findings(tree=tree))
     run = replace(built[0].run, id=built[0].run.id.partition("/")[0])
     whole = replace(built[0], run=run, storage=storage, before=(), taken=(), next_stage="", stages=tuple(built))
@@ -83,8 +83,8 @@ def _rerun(tree: Mapping, stages: Sequence[dict[str, Node]], findings: Findings)
         return "", 0
     entries = entries_of(tree.entries[RERUN], RERUN, "a section with run and from", findings)
     check_keys(entries, ["run", "from"], RERUN, findings)
-    run, begin = (each.text if isinstance(each := entries.get(key), Scalar) else "" for key in ("run", "from"))
-    names = [each.text if isinstance(each := entry.get("name"), Scalar) else "" for entry in stages]
+    run, begin = (node.text if isinstance(node := entries.get(key), Scalar) else "" for key in ("run", "from"))
+    names = [node.text if isinstance(node := entry.get("name"), Scalar) else "" for entry in stages]
     if not re.fullmatch(RULES[Run, "id"].pattern, run):
         findings.add(f"{RERUN}.run", "the id of an earlier run of this stack", value=run)
     if begin not in names[1:]:
@@ -96,14 +96,14 @@ def _rerun(tree: Mapping, stages: Sequence[dict[str, Node]], findings: Findings)
 def rehearsed(tree: Mapping) -> Mapping:
     """The tree whose stages have their `rehearsal` laid over."""
     stages = tree.entries.get(STAGES)
-    if not isinstance(stages, Items) or not any(REHEARSAL in each.entries for each in _sections(stages)):
+    if not isinstance(stages, Items) or not any(REHEARSAL in stage.entries for stage in _sections(stages)):
         return tree
-    items = [_rehearsed(each) if isinstance(each, Mapping) else each for each in stages.items]
+    items = [_rehearsed(stage) if isinstance(stage, Mapping) else stage for stage in stages.items]
     return replace(tree, entries={**tree.entries, STAGES: replace(stages, items=items)})
 
 
 def _sections(stages: Items) -> list[Mapping]:
-    return [each for each in stages.items if isinstance(each, Mapping)]
+    return [stage for stage in stages.items if isinstance(stage, Mapping)]
 
 
 def _rehearsed(entry: Mapping) -> Mapping:
@@ -111,9 +111,9 @@ def _rehearsed(entry: Mapping) -> Mapping:
     if not isinstance(laid, Mapping):
         return entry
     over = {key: merge(entry.entries.get(key), node) for key, node in laid.entries.items() if key != INTERRUPTIONS}
-    kept = {REHEARSAL: _reduced_to(laid, INTERRUPTIONS)} if INTERRUPTIONS in laid.entries else {}
+    interruptions = {REHEARSAL: _reduced_to(laid, INTERRUPTIONS)} if INTERRUPTIONS in laid.entries else {}
     rest = {key: node for key, node in entry.entries.items() if key != REHEARSAL}
-    return replace(entry, entries={**rest, **over, **kept})
+    return replace(entry, entries={**rest, **over, **interruptions})
 
 
 def _reduced_to(section: Mapping, key: str) -> Mapping:
@@ -129,8 +129,8 @@ def _entries(tree: Mapping, findings: Findings) -> list[tuple[str, dict[str, Nod
         return []
     paths = [f"{STAGES}[{index}]" for index in range(len(items))]
     return [
-        (path, entries_of(each, path, f"a section with {', '.join(KEYS)}", findings))
-        for path, each in zip(paths, items, strict=True)
+        (path, entries_of(node, path, f"a section with {', '.join(KEYS)}", findings))
+        for path, node in zip(paths, items, strict=True)
     ]
 
 

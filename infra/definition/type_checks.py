@@ -93,9 +93,9 @@ def declared_steps(config: JobConfig, findings: Findings, catalog: Catalog) -> N
         if time.gpu not in known:
             import difflib  # imported here: only errors need the nearest name
 
-            spelled = {_letters(each): each for each in known}
-            close = [spelled[each] for each in difflib.get_close_matches(_letters(time.gpu), spelled, n=1)]
-            meant = [each for each in known if _letters(each.split()[0]) == _letters(time.gpu)] or close
+            spelled = {_letters(gpu): gpu for gpu in known}
+            close = [spelled[letters] for letters in difflib.get_close_matches(_letters(time.gpu), spelled, n=1)]
+            meant = [gpu for gpu in known if _letters(gpu.split()[0]) == _letters(time.gpu)] or close
             hint = f"Nearest: {' or '.join(meant)}." if meant else ""
             allowed = f"a GPU, or so many of one as in `8 x H100`: {', '.join(known)}"
             written = find_node(findings.tree, time.section)

@@ -60,11 +60,11 @@ class Framework:
 def frameworks() -> tuple[Framework, ...]:
     """All rows of frameworks.yaml, in the order in which they are tried."""
     rows: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-    found = []
+    all_rows = []
     for row in rows:
-        typed: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in row.items()}
-        found.append(Framework(**typed))
-    return tuple(found)
+        typed: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+        all_rows.append(Framework(**typed))
+    return tuple(all_rows)
 
 
 def framework_of(reach: Reach | None, start: StartedProgram) -> Framework | None:
@@ -88,13 +88,13 @@ def _distance(reach: Reach, row: Framework) -> int | None:
     """The distance from the start at which a used framework is imported; None if the framework is not used."""
     if row.uses and not any(_is_used(reach, row, name) for name in row.uses):
         return None
-    found = [
+    distances = [
         far for module, far in reach.imported.items() for name in row.imports if f"{module}.".startswith(f"{name}.")
     ]
     for index, file in enumerate(reach.files):  # this is the framework's own repository
         if file.removeprefix("src/").split("/")[0] in row.imports:
-            found.append(index)
-    return min(found, default=None)
+            distances.append(index)
+    return min(distances, default=None)
 
 
 def _is_used(reach: Reach, row: Framework, name: str) -> bool:
@@ -104,6 +104,6 @@ def _is_used(reach: Reach, row: Framework, name: str) -> bool:
     module, _, last = name.rpartition(".")
     if module:
         return any(f"{reach.full_name(site)}.".startswith(f"{module}.") for site in reach.by_name.get(last, ()))
-    owners = [each for each in reach.imported if each.endswith(f".{name}")]
-    is_own = not owners or any(each.startswith(wanted) for each in owners for wanted in row.imports)
+    owners = [imported for imported in reach.imported if imported.endswith(f".{name}")]
+    is_own = not owners or any(owner.startswith(wanted) for owner in owners for wanted in row.imports)
     return is_own and (name in reach.by_name or name in reach.based_on)

@@ -36,20 +36,20 @@ def lacking(folder: Path, command: str, python: Path, environment: Mapping[str, 
         programs = starts(code, re.sub(r"\{code\}/?", "", command))
     except GpufleetError:
         return {}
-    if _CHOOSES.search(command) or any(each.through for each in programs):
+    if _CHOOSES.search(command) or any(program.through for program in programs):
         return {}
     own = {part.partition(".")[0] for name in code.files for part in name.split("/")}
-    found: dict[str, str] = {}
+    imports: dict[str, str] = {}
     for program in programs:
         for name, where in _imports(code, program):
             if name not in own and name not in sys.stdlib_module_names:
-                found.setdefault(name, where)
-    if not found or any(_CHANGES.search(code.text(where.partition(":")[0])) for where in found.values()):
+                imports.setdefault(name, where)
+    if not imports or any(_CHANGES.search(code.text(where.partition(":")[0])) for where in imports.values()):
         return {}
     try:
-        asked = [str(python), "-c", _LOOK, json.dumps(list(found))]
+        asked = [str(python), "-c", _LOOK, json.dumps(list(imports))]
         answer = subprocess.run(asked, cwd=folder, env=environment, capture_output=True, timeout=LOOKS_S, check=True)
-        return {name: found[name] for name in json.loads(answer.stdout)}
+        return {name: imports[name] for name in json.loads(answer.stdout)}
     except (OSError, subprocess.SubprocessError, ValueError):
         return {}
 

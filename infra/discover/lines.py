@@ -57,7 +57,7 @@ def find_lines(reach: Reach, values: Values) -> list[PrintedLine]:
     """The lines with a step, an epoch or both. Lines of training come first; among them lines with a loss, and then
     those that count in the smallest unit.
     """
-    found: dict[str, PrintedLine] = {}
+    lines: dict[str, PrintedLine] = {}
     for site in reach.sites:
         regex = ""
         is_bars_own = site.name == "write" and re.search(r"std(out|err)|tqdm|bar", dotted(site.call.func))
@@ -66,10 +66,10 @@ def find_lines(reach: Reach, values: Values) -> list[PrintedLine]:
         elif site.name in _BARS:
             regex = _bar(site, values)
         if regex:
-            names = " ".join((site.scope.file, *(each.name for each in site.scope.functions))).lower()
+            names = " ".join((site.scope.file, *(function.name for function in site.scope.functions))).lower()
             line = PrintedLine(regex=regex, where=site.where, is_of_training=not _NO_TRAINING.search(names))
-            found.setdefault(regex, line)
-    return sorted(found.values(), key=_order)
+            lines.setdefault(regex, line)
+    return sorted(lines.values(), key=_order)
 
 
 def _order(line: PrintedLine) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ def _printed(site: Site, values: Values) -> list[Piece]:
         bound = (node for node, _ in values.bound(chain, first, site.scope) if pieces(node))
         first = next((node for node in bound if isinstance(node, ast.expr)), first)
     if more and _PRINTS_ALL.fullmatch(site.name):
-        return [piece for each in site.call.args for piece in (" ", *(pieces(each) or [(each, "")]))][1:]
+        return [piece for argument in site.call.args for piece in (" ", *(pieces(argument) or [(argument, "")]))][1:]
     if more and isinstance(text := literal(first), str):  # logging.info("step %d", step)
         return percented(text, more) if "%" in text else braced(text, ast.Call(first, more, []))
     return pieces(first)
@@ -150,10 +150,10 @@ def _counted(value: ast.expr | None, named: str, near: str, in_epoch: bool, site
         counted = unit(plain)
     loops = [node for node in site.around if isinstance(node, ast.For)]
     if isinstance(value, ast.Name):
-        own = [each for each in loops if value.id in (n.id for n in walk(each.target) if isinstance(n, ast.Name))]
+        own = [loop for loop in loops if value.id in (n.id for n in walk(loop.target) if isinstance(n, ast.Name))]
         kind = values.kinds(value, site.scope) if counted is None and own else None
         counted = counted or ("epoch" if kind == "step" and near.strip() == "epoch" else kind)
-        if counted == "step" and in_epoch and any(loop_unit(values, each, site.scope) == "batch" for each in own):
+        if counted == "step" and in_epoch and any(loop_unit(values, loop, site.scope) == "batch" for loop in own):
             counted = "batch"
     return counted or ""
 
@@ -161,10 +161,15 @@ def _counted(value: ast.expr | None, named: str, near: str, in_epoch: bool, site
 def _bar(site: Site, values: Values) -> str:
     """The pattern of a progress bar over steps or epochs, or over the batches of an epoch that its words name."""
     loop = next(
-        (each for each in reversed(site.around) if isinstance(each, ast.For) and site.call in walk(each.iter)), None
+        (
+            statement
+            for statement in reversed(site.around)
+            if isinstance(statement, ast.For) and site.call in walk(statement.iter)
+        ),
+        None,
     )
     body = loop or (site.scope.functions[-1] if site.scope.functions else site.call)
-    ranges = [each for each in walk(site.call) if isinstance(each, ast.Call) and called(each) in ("range", "trange")]
+    ranges = [node for node in walk(site.call) if isinstance(node, ast.Call) and called(node) in ("range", "trange")]
     total, over = site.keyword("total"), site.argument(0, "iterable")
     count = loop_unit(values, loop, site.scope) if loop is not None else None
     if count is None and over is None and total is not None:

@@ -22,11 +22,11 @@ def checks_left(text: str) -> list[int]:
 
 def checks_warning(text: str, name: str) -> list[str]:
     """A sentence with the lines that are still marked; empty without any."""
-    if not (left := checks_left(text)):
+    if not (marked := checks_left(text)):
         return []
-    shown = ", ".join(map(str, left[:_SHOWN])) + (", ..." if len(left) > _SHOWN else "")
+    shown = ", ".join(map(str, marked[:_SHOWN])) + (", ..." if len(marked) > _SHOWN else "")
     return [
-        f"{counted(len(left), 'line')} of {name} still marked CHECK ({shown}): `gpufleet new` could not know them;"
+        f"{counted(len(marked), 'line')} of {name} still marked CHECK ({shown}): `gpufleet new` could not know them;"
         " remove the mark when you have looked"
     ]
 

@@ -54,7 +54,7 @@ class Site:
 
     def keyword(self, *names: str) -> ast.expr | None:
         """The first argument with one of the `names`; None without one."""
-        return next((each.value for each in self.call.keywords if each.arg in names), None)
+        return next((keyword.value for keyword in self.call.keywords if keyword.arg in names), None)
 
     def argument(self, position: int, *names: str) -> ast.expr | None:
         """The argument with one of the `names`, else the argument at `position`; None without one, or if it is not
@@ -63,7 +63,7 @@ class Site:
         if (named := self.keyword(*names)) is not None:
             return named
         there = self.call.args[: position + 1]
-        is_there = 0 <= position < len(there) and not any(isinstance(each, ast.Starred) for each in there)
+        is_there = 0 <= position < len(there) and not any(isinstance(argument, ast.Starred) for argument in there)
         return there[position] if is_there else None
 
 
@@ -99,8 +99,8 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
     """A node and all nodes below it, in the order of the text."""
     waiting = [node]
     while waiting:
-        yield (each := waiting.pop())
-        waiting += list(ast.iter_child_nodes(each))[::-1]
+        yield (inner := waiting.pop())
+        waiting += list(ast.iter_child_nodes(inner))[::-1]
 
 
 def assignments(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr | ast.For]]:
@@ -112,14 +112,16 @@ def assignments(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr | ast.
         elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
             pairs = [(node.target, node.value)]
         elif isinstance(node, ast.With):
-            pairs = [(each.optional_vars, each.context_expr) for each in node.items]
+            pairs = [(opened.optional_vars, opened.context_expr) for opened in node.items]
         elif isinstance(node, ast.For):
             pairs = [(node.target.elts[0] if isinstance(node.target, ast.Tuple) else node.target, node)]
         for target, value in pairs:
             several = [(target, value)]
             if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
                 several = list(zip(target.elts, value.elts, strict=False))
-            yield from ((name, each) for place, each in several if each is not None and (name := dotted(place)))
+            yield from (
+                (name, assigned) for place, assigned in several if assigned is not None and (name := dotted(place))
+            )
 
 
 class Reach:
@@ -140,7 +142,9 @@ class Reach:
         self._queue: deque[tuple[ast.AST, Scope]] = deque()
         self._reach((entry, None))
         for name, node in self.names(entry).definitions.items():
-            if name == function or any(isinstance(each, ast.Call | ast.Attribute) for each in node.decorator_list):
+            if name == function or any(
+                isinstance(decorator, ast.Call | ast.Attribute) for decorator in node.decorator_list
+            ):
                 self._reach((entry, node))
         self._follow()
 
@@ -178,10 +182,10 @@ class Reach:
         for module, there in [names.imports[name]] if is_imported else [(star, name) for star in names.stars]:
             if there and (inner := self.folder.module(f"{module}.{there}", self.roots)):
                 return inner, None
-            if found := self.folder.module(module, self.roots):
-                deeper = self.symbol(found, there, depth + 1) if there else None
+            if module_file := self.folder.module(module, self.roots):
+                deeper = self.symbol(module_file, there, depth + 1) if there else None
                 if deeper is not None or is_imported:
-                    return deeper or (found, None)
+                    return deeper or (module_file, None)
             else:
                 self.imported.setdefault(f"{module}.{there}" if is_imported and there else module, len(self.units))
         return None
@@ -195,11 +199,11 @@ class Reach:
     def calls_of(self, function: Function, scope: Scope) -> list[Site]:
         """The calls outside of `function` that may call it; for a method `__init__`, the calls of its class."""
         name = scope.cls.name if scope.cls is not None and function.name == "__init__" else function.name
-        return [each for each in self.by_name.get(name, ()) if function not in each.scope.functions]
+        return [site for site in self.by_name.get(name, ()) if function not in site.scope.functions]
 
     def passed(self, function: Function, scope: Scope, name: str) -> Iterator[tuple[ast.expr, Site]]:
         """The arguments that calls of a function give for one of its parameters."""
-        names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+        names = [parameter.arg for parameter in (*function.args.posonlyargs, *function.args.args)]
         position = names.index(name) - (names[0] in ("self", "cls")) if name in names else 99
         for site in self.calls_of(function, scope):
             if (value := site.argument(position, name)) is not None:
@@ -215,8 +219,8 @@ class Reach:
         for child in ast.iter_child_nodes(node):
             inner, outer = scope, around
             if isinstance(node, ast.Module) and isinstance(child, Function | ast.ClassDef):
-                for each in child.decorator_list if isinstance(child, Function) else ():
-                    self._visit(each, scope, ())
+                for decorator in child.decorator_list if isinstance(child, Function) else ():
+                    self._visit(decorator, scope, ())
                 continue
             if isinstance(child, Function):
                 inner, outer = Scope(scope.file, (*scope.functions, child), scope.cls), ()
@@ -229,15 +233,15 @@ class Reach:
             self._visit(child, inner, outer)
 
     def _scan(self, node: ast.AST, scope: Scope) -> None:
-        if isinstance(node, ast.Name) and (found := self.symbol(scope.file, node.id)):
-            self._reach(found)
+        if isinstance(node, ast.Name) and (symbol := self.symbol(scope.file, node.id)):
+            self._reach(symbol)
         elif isinstance(node, ast.Attribute):
             self._attributes.add(node.attr)
             for method, inner in self._waiting.pop(node.attr, ()):
                 self._reach_function(method, inner)
             module = self.symbol(scope.file, node.value.id) if isinstance(node.value, ast.Name) else None
-            if module is not None and module[1] is None and (found := self.symbol(module[0], node.attr)):
-                self._reach(found)
+            if module is not None and module[1] is None and (symbol := self.symbol(module[0], node.attr)):
+                self._reach(symbol)
             elif (chain := dotted(node)).partition(".")[0] in self.names(scope.file).imports:
                 self._reach_named(chain)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _DOTTED.fullmatch(node.value):
@@ -246,11 +250,11 @@ class Reach:
     def _reach_named(self, chain: str) -> None:
         """Counts `module.name` as reached, if both belong to the folder."""
         module, _, name = chain.rpartition(".")
-        if (file := self.folder.module(module, self.roots)) and (found := self.symbol(file, name)):
-            self._reach(found)
+        if (file := self.folder.module(module, self.roots)) and (symbol := self.symbol(file, name)):
+            self._reach(symbol)
 
-    def _reach(self, found: Symbol) -> None:
-        file, node = found
+    def _reach(self, symbol: Symbol) -> None:
+        file, node = symbol
         tree = self.folder.tree(file)
         if tree is not None and tree not in self._seen:
             self._seen.add(tree)
@@ -263,7 +267,7 @@ class Reach:
 
     def _reach_class(self, cls: ast.ClassDef, file: str) -> None:
         """Counts a class's statements and its named methods; all methods if a base class from outside may call them."""
-        named = [base for each in cls.bases if (base := dotted(each))]
+        named = [base for parent in cls.bases if (base := dotted(parent))]
         bases = [(base.rpartition(".")[2], self.symbol(file, base.partition(".")[0])) for base in named]
         for _, up in bases:
             if up is not None:
@@ -271,14 +275,14 @@ class Reach:
         outside = {base for base, up in bases if up is None}
         self.based_on |= outside
         scope = Scope(file, (), cls)
-        values = [each for each in cls.body if not isinstance(each, Function)]
+        values = [statement for statement in cls.body if not isinstance(statement, Function)]
         self._queue.append((ast.Module(body=values, type_ignores=[]), scope))
-        for each in cls.body:
-            if isinstance(each, Function):
-                if each.name in self._attributes | _ALWAYS or not all(map(_PASSIVE.fullmatch, outside)):
-                    self._reach_function(each, scope)
+        for statement in cls.body:
+            if isinstance(statement, Function):
+                if statement.name in self._attributes | _ALWAYS or not all(map(_PASSIVE.fullmatch, outside)):
+                    self._reach_function(statement, scope)
                 else:
-                    self._waiting[each.name].append((each, scope))
+                    self._waiting[statement.name].append((statement, scope))
 
     def _reach_function(self, node: ast.AST | None, scope: Scope) -> None:
         if isinstance(node, Function) and node not in self._seen:
@@ -290,15 +294,15 @@ def _module_names(tree: ast.Module, file: str) -> ModuleNames:
     names = ModuleNames(tree)
     for node in walk(tree):
         if isinstance(node, ast.Import):
-            for each in node.names:
-                head = each.name.partition(".")[0]
-                names.imports.setdefault(each.asname or head, (each.name if each.asname else head, ""))
+            for alias in node.names:
+                head = alias.name.partition(".")[0]
+                names.imports.setdefault(alias.asname or head, (alias.name if alias.asname else head, ""))
         elif isinstance(node, ast.ImportFrom):
             package = file.split("/")[: -node.level] if node.level else []
             module = ".".join([*package, *filter(None, [node.module])])
-            names.stars += [module for each in node.names if each.name == "*"]
-            for each in node.names:
-                names.imports.setdefault(each.asname or each.name, (module, each.name))
+            names.stars += [module for alias in node.names if alias.name == "*"]
+            for alias in node.names:
+                names.imports.setdefault(alias.asname or alias.name, (module, alias.name))
     for node in (top := list(_top(tree.body))):
         if isinstance(node, Function | ast.ClassDef):
             names.definitions[node.name] = node

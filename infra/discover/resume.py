@@ -63,12 +63,12 @@ def _by_itself(reach: Reach, saves: Saves, chosen: CodeSave | None) -> Finding |
     """The place where the script reads its own saves, before the loop in which it saves."""
     if chosen is None or not chosen.parts:
         return None
-    loops = [each for each, _ in around_of(reach, chosen.site) if isinstance(each, ast.For | ast.While)]
+    loops = [statement for statement, _ in around_of(reach, chosen.site) if isinstance(statement, ast.For | ast.While)]
     for parts, site in saves.loads if loops else ():
-        named = any(isinstance(each, str) and re.search(r"[A-Za-z]", each) for each in parts)
+        named = any(isinstance(part, str) and re.search(r"[A-Za-z]", part) for part in parts)
         is_listed = len(parts) > 1 and isinstance(parts[-1], Hole) and parts[-1].kind == "any"  # for example files[-1]
         is_there = (named or is_listed) and parts[0] == chosen.parts[0] and isinstance(parts[0], Hole)
-        endings = [posixpath.splitext(str(each[-1]))[1] for each in (parts, chosen.parts)]
+        endings = [posixpath.splitext(str(path[-1]))[1] for path in (parts, chosen.parts)]
         is_there = is_there and (is_listed or endings[0] == endings[1])
         same = parts == chosen.parts or (is_there and site.name in ("glob", "load"))
         if same and loops[-1] not in site.around and _is_before(reach, site, loops[-1], chosen):
@@ -90,7 +90,7 @@ def _step_setting(values: Values, saves: Saves, chosen: CodeSave | None) -> Find
         if chosen is None or len(parts) != len(chosen.parts):
             continue
         differing = [(a, b) for a, b in zip(parts, chosen.parts, strict=True) if a != b]
-        says_what = any(isinstance(each, str) and re.search(r"[A-Za-z]{2}", each) for each in parts)
+        says_what = any(isinstance(part, str) and re.search(r"[A-Za-z]{2}", part) for part in parts)
         for read, saved in differing if says_what and len(differing) == 1 else ():
             if isinstance(read, Hole) and isinstance(saved, Hole) and saved.kind in ("step", "epoch"):
                 setting = values.settings.find(read.name.rpartition(".")[2])
@@ -119,7 +119,7 @@ def _is_before(reach: Reach, site: Site, loop: ast.stmt, chosen: CodeSave, depth
         return False
     is_of_set_up = site.scope.cls is not None and function.name in _SETS_UP
     callers = reach.calls_of(function, site.scope)[:4]
-    return is_of_set_up or any(_is_before(reach, each, loop, chosen, depth + 1) for each in callers)
+    return is_of_set_up or any(_is_before(reach, caller, loop, chosen, depth + 1) for caller in callers)
 
 
 def _resume_words(reach: Reach, setting: Setting) -> str:
@@ -130,9 +130,9 @@ def _resume_words(reach: Reach, setting: Setting) -> str:
     if setting.is_flag:
         return setting.form
     for node, _ in reach.units:
-        for each in walk(node):
-            if isinstance(each, ast.Compare) and dotted(each.left).rpartition(".")[2].lower() == plain:
-                word = literal(each.comparators[0])
+        for inner in walk(node):
+            if isinstance(inner, ast.Compare) and dotted(inner.left).rpartition(".")[2].lower() == plain:
+                word = literal(inner.comparators[0])
                 if isinstance(word, str) and word in ("resume", "auto", "must"):
                     return setting.with_value(word)
     if setting.is_truth:

@@ -88,8 +88,8 @@ class Sandbox:
             shutil.copy2(
                 path, target, follow_symlinks=not path.is_symlink() or not path.resolve().is_relative_to(self._folder)
             )
-        for each in (self.code, self.home, self.root / "tmp", *self.user.values()):
-            each.mkdir(parents=True, exist_ok=True)
+        for folder in (self.code, self.home, self.root / "tmp", *self.user.values()):
+            folder.mkdir(parents=True, exist_ok=True)
         if (cache := Path.home() / ".cache").is_dir():
             (self.home / ".cache").symlink_to(cache)
         self._shipped = self._look()
@@ -152,14 +152,14 @@ class Sandbox:
                 time.sleep(LOOK_S)
             if process.poll() is None and ask:
                 asked = processes.addressees(process.pid, signal.SIGTERM)
-                catching = [each for each in asked if processes.catches(each, signal.SIGTERM)]
+                catching = [pid for pid in asked if processes.catches(pid, signal.SIGTERM)]
                 watch.catches = bool(catching)
                 mark = self.root / "asked"  # file times are up to one tick behind this process's clock
                 mark.touch()
                 watch.signalled_at = mark.stat().st_mtime
-                for each in catching or asked:  # if the shell died first, its guard process would end too
+                for pid in catching or asked:  # if the shell died first, its guard process would end too
                     with suppress(ProcessLookupError):
-                        os.kill(each, signal.SIGTERM)
+                        os.kill(pid, signal.SIGTERM)
                 deadline = time.monotonic() + LEAVES_S
                 while process.poll() is None and time.monotonic() < deadline:
                     files.look()
@@ -176,12 +176,12 @@ class Sandbox:
 
     def _look(self) -> dict[str, FileState]:
         """Files of the command's folders by name, `code/` or `checkpoints/` first."""
-        found = {}
+        states = {}
         for top in (self.code, *self.user.values()):
             for name, look in ForeignFolder(self.root).files(top, SKIPPED):
                 with suppress(OSError):  # removed meanwhile
-                    found[f"{top.name}/{name}"] = FileState.from_stat(look())
-        return found
+                    states[f"{top.name}/{name}"] = FileState.from_stat(look())
+        return states
 
 
 class _Files:
@@ -221,6 +221,8 @@ def _read(pipe: int, watch: TrialRun) -> None:
 
 
 def _is_enough(watch: TrialRun) -> bool:
-    saves = Counter(re.sub(r"\d+", "#", each.name) for each in watch.writes if not NO_CHECKPOINT.search(each.name))
+    saves = Counter(
+        re.sub(r"\d+", "#", written.name) for written in watch.writes if not NO_CHECKPOINT.search(written.name)
+    )
     forms = Counter(re.sub(r"\d+", "#", line)[:40] for _, line in watch.lines)
     return max(saves.values(), default=0) >= ENOUGH_SAVES and max(forms.values(), default=0) >= ENOUGH_LINES

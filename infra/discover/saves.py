@@ -87,12 +87,15 @@ class Saves:
 
 def find_saves(reach: Reach, values: Values) -> Saves:
     """Returns every place where the reached code saves or loads."""
-    renames, found = dict(reversed(list(_renames(reach, values)))), Saves()
-    for site in (through for each in reach.sites for through in _forwarded_calls(reach, each)):
+    renames, saves = dict(reversed(list(_renames(reach, values)))), Saves()
+    for site in (through for direct in reach.sites for through in _forwarded_calls(reach, direct)):
         place, is_folder = _written(reach, site)
         if place is not None:
             for inner, at in _by_caller(reach, place, site):
-                around = [*((each, site) for each in reversed(site.around) if at is not site), *around_of(reach, at)]
+                around = [
+                    *((statement, site) for statement in reversed(site.around) if at is not site),
+                    *around_of(reach, at),
+                ]
                 for parts in values.resolve(inner, at.scope):
                     save = CodeSave(
                         parts=renames.get(parts, parts),
@@ -100,15 +103,15 @@ def find_saves(reach: Reach, values: Values) -> Saves:
                         where=site.where,
                         site=at,
                         cadence=_cadence(values, around),
-                        is_inside_loop=any(isinstance(each, ast.For | ast.While) for each, _ in around),
+                        is_inside_loop=any(isinstance(statement, ast.For | ast.While) for statement, _ in around),
                         holds=_contents(values, site),
                     )
-                    found.found.append(save)
+                    saves.found.append(save)
         elif _LOADS.fullmatch(site.name) and site.call.args and not _WRITES.search(ast.unparse(site.call)):
-            found.loads += [(each, site) for each in values.resolve(site.call.args[0], site.scope) if each]
-    scored = (replace(each, score=_score(each, found, values)) for each in found.found)
-    found.found = sorted(scored, key=lambda each: -each.score)
-    return found
+            saves.loads += [(loaded, site) for loaded in values.resolve(site.call.args[0], site.scope) if loaded]
+    scored = (replace(unscored, score=_score(unscored, saves, values)) for unscored in saves.found)
+    saves.found = sorted(scored, key=lambda scored_save: -scored_save.score)
+    return saves
 
 
 def _forwarded_calls(reach: Reach, site: Site) -> Iterator[Site]:
@@ -119,9 +122,11 @@ def _forwarded_calls(reach: Reach, site: Site) -> Iterator[Site]:
     if function is None or function.args.vararg is None or not any(isinstance(e, ast.Starred) for e in site.call.args):
         yield site
         return
-    for each in reach.calls_of(function, site.scope):
-        call = ast.Call(func=site.call.func, args=each.call.args, keywords=each.call.keywords, lineno=each.call.lineno)
-        yield Site(call, each.scope, each.around)
+    for caller in reach.calls_of(function, site.scope):
+        call = ast.Call(
+            func=site.call.func, args=caller.call.args, keywords=caller.call.keywords, lineno=caller.call.lineno
+        )
+        yield Site(call, caller.scope, caller.around)
 
 
 def _by_caller(reach: Reach, place: ast.expr, site: Site, depth: int = 0) -> Iterator[tuple[ast.expr, Site]]:
@@ -184,7 +189,7 @@ def _renames(reach: Reach, values: Values) -> Iterator[tuple[Parts, Parts]]:
             pair = [site.call.func.value, *pair]
         elif not re.fullmatch(r"(os|shutil|(tf\.io\.)?gfile)\.(replace|renames?|move)", dotted(site.call.func)):
             continue
-        old, new = (values.resolve(each, site.scope) for each in pair)
+        old, new = (values.resolve(argument, site.scope) for argument in pair)
         yield from zip(old, new if len(new) >= len(old) else new[:1] * len(old), strict=False)
 
 
@@ -195,9 +200,9 @@ def around_of(reach: Reach, site: Site, depth: int = 0) -> Iterator[tuple[ast.st
     for statement in reversed(site.around):
         yield statement, site
     callers = reach.calls_of(site.scope.functions[-1], site.scope) if depth < 5 and site.scope.functions else []
-    in_a_loop = [each for each in callers if any(isinstance(s, ast.For | ast.While) for s in each.around)]
-    for each in (in_a_loop or callers)[:1]:
-        yield from around_of(reach, each, depth + 1)
+    in_a_loop = [caller for caller in callers if any(isinstance(s, ast.For | ast.While) for s in caller.around)]
+    for caller in (in_a_loop or callers)[:1]:
+        yield from around_of(reach, caller, depth + 1)
 
 
 def _cadence(values: Values, around: list[tuple[ast.stmt, Site]]) -> Span | None:
@@ -298,8 +303,8 @@ def pattern(save: CodeSave, values: Values) -> Pattern | None:
         return _named(_text([known, *rest], values), save) if known is not None else None
     if kind not in ("setting", "checkpoints") and not (kind == "any" and is_below):
         rest = [head, *rest]
-    found = _cut(_text(rest, values).lstrip("/"), save.is_folder)
-    return Pattern(found, setting.name if setting else "", "", kind == "checkpoints") if found else None
+    file_name = _cut(_text(rest, values).lstrip("/"), save.is_folder)
+    return Pattern(file_name, setting.name if setting else "", "", kind == "checkpoints") if file_name else None
 
 
 def _named(path: str, save: CodeSave) -> Pattern | None:
@@ -315,23 +320,23 @@ def _named(path: str, save: CodeSave) -> Pattern | None:
 
 def _text(parts: list[str | Hole], values: Values) -> str:
     """The name as a pattern: {step}, {epoch}, the values of settings in the middle, and * for unknown parts."""
-    found = ""
+    name = ""
     for part in parts:
         setting = values.settings.find(part.name) if isinstance(part, Hole) and part.kind == "setting" else None
         if isinstance(part, str):
-            found += part
+            name += part
         elif (
             setting is not None
             and isinstance(setting.value, str | int)
             and str(setting.value) not in ("True", "False", "")
         ):
-            found += str(setting.value)
+            name += str(setting.value)
         elif part.kind in ("step", "epoch"):
-            kind = "epoch" if re.search(r"(?<![a-z])ep(och)?[-_=:]?$", found, re.IGNORECASE) else part.kind
-            found += "*" if f"{{{kind}" in found else f"{{{kind}:{part.form}}}" if part.form else f"{{{kind}}}"
+            kind = "epoch" if re.search(r"(?<![a-z])ep(och)?[-_=:]?$", name, re.IGNORECASE) else part.kind
+            name += "*" if f"{{{kind}" in name else f"{{{kind}:{part.form}}}" if part.form else f"{{{kind}}}"
         else:
-            found += "*"
-    return re.sub(r"\*{2,}", "*", found)
+            name += "*"
+    return re.sub(r"\*{2,}", "*", name)
 
 
 def _cut(name: str, is_folder: bool) -> str:

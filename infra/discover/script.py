@@ -123,53 +123,53 @@ def look(folder: Path, command: str = "") -> ScriptFacts:
     row = framework_of(reach, start)
     if reach is None:
         files = (posixpath.normpath(word.rpartition("=")[2]) for word in start.words)
-        files = (each for each in files if each in code.files and each.endswith((".yaml", ".yml", ".toml")))
-        settings = ScriptSettings([each for name in files for each in of_file(code, name, "")], start)
-        found = ScriptFacts(folder=folder, start=start, settings=settings, framework=row, requirements=requirements)
-        found.total = _named_total(settings, row, {})
-        found.resume = Finding(row.resume, row.name) if row is not None and row.resume else None
-        return found
+        files = (file for file in files if file in code.files and file.endswith((".yaml", ".yml", ".toml")))
+        settings = ScriptSettings([setting for name in files for setting in of_file(code, name, "")], start)
+        facts = ScriptFacts(folder=folder, start=start, settings=settings, framework=row, requirements=requirements)
+        facts.total = _named_total(settings, row, {})
+        facts.resume = Finding(row.resume, row.name) if row is not None and row.resume else None
+        return facts
     settings = ScriptSettings([*declared(reach, start, row.form if row else ""), *_of_row(row, reach)], start)
     row = row or framework_of(reach, start)  # a configuration may name classes of the folder
     values = Values(reach, settings)
     saves = find_saves(reach, values)
-    found = ScriptFacts(folder=folder, start=start, settings=settings, framework=row, requirements=requirements)
-    found.coded = dict(_coded(reach, values, row))
-    found.checkpoint = _checkpoint(saves, values, row)
-    chosen = next((each for each in saves.found if found.checkpoint and each.where == found.checkpoint.where), None)
-    found.total = _total(reach, values, chosen, row, found.coded)
-    found.lines = find_lines(reach, values)
-    found.resume, found.reads_itself = find_resume(reach, values, saves, chosen, row)
-    asked, where = found.coded.get(row.resume_setting if row else "", ("", ""))
-    if found.resume is None and asked in ("last", "latest", "auto"):
-        found.reads_itself = Finding(f"{asked} is its checkpoint", where)
-    calls = (each for name in (row.restores if row else ()) for each in reach.by_name.get(name, []))
-    if found.resume is None and (call := next(calls, None)) is not None:
-        found.reads_itself = found.reads_itself or Finding(f"{call.name} looks for a checkpoint by itself", call.where)
-    others = (each for each in saves.found if each.score > -1 and pattern(each, values) is not None)
-    found.saves_else = next((Finding(shown(each), each.where) for each in others), None)
-    _read_calls(found, reach)
-    found.names_own = {each.value.partition("/")[0]: each for each in _names_own(found, reach, code)}
-    return found
+    facts = ScriptFacts(folder=folder, start=start, settings=settings, framework=row, requirements=requirements)
+    facts.coded = dict(_coded(reach, values, row))
+    facts.checkpoint = _checkpoint(saves, values, row)
+    chosen = next((save for save in saves.found if facts.checkpoint and save.where == facts.checkpoint.where), None)
+    facts.total = _total(reach, values, chosen, row, facts.coded)
+    facts.lines = find_lines(reach, values)
+    facts.resume, facts.reads_itself = find_resume(reach, values, saves, chosen, row)
+    asked, where = facts.coded.get(row.resume_setting if row else "", ("", ""))
+    if facts.resume is None and asked in ("last", "latest", "auto"):
+        facts.reads_itself = Finding(f"{asked} is its checkpoint", where)
+    calls = (site for name in (row.restores if row else ()) for site in reach.by_name.get(name, []))
+    if facts.resume is None and (call := next(calls, None)) is not None:
+        facts.reads_itself = facts.reads_itself or Finding(f"{call.name} looks for a checkpoint by itself", call.where)
+    others = (save for save in saves.found if save.score > -1 and pattern(save, values) is not None)
+    facts.saves_else = next((Finding(shown(save), save.where) for save in others), None)
+    _read_calls(facts, reach)
+    facts.names_own = {finding.value.partition("/")[0]: finding for finding in _names_own(facts, reach, code)}
+    return facts
 
 
-def _names_own(found: ScriptFacts, reach: Reach, code: CodeFolder) -> Iterator[Finding]:
+def _names_own(facts: ScriptFacts, reach: Reach, code: CodeFolder) -> Iterator[Finding]:
     """Texts in the reached code that name files in the start folder: the code reads these files by a relative path."""
-    there = {name.removeprefix(f"{found.start.folder}/").partition("/")[0] for name in code.files}
-    given = [
-        (each, f"{site.scope.file}:{site.call.lineno}")
+    there = {name.removeprefix(f"{facts.start.folder}/").partition("/")[0] for name in code.files}
+    nodes = [
+        (node, f"{site.scope.file}:{site.call.lineno}")
         for site in reach.sites
         if site.name != "add_argument"
-        for each in [*site.call.args, *(word.value for word in site.call.keywords)]
+        for node in [*site.call.args, *(word.value for word in site.call.keywords)]
     ]
-    given += [
-        (each, f"{scope.file}:{each.lineno}")
+    nodes += [
+        (node, f"{scope.file}:{node.lineno}")
         for unit, scope in reach.units
         if isinstance(unit, ast.FunctionDef)
-        for each in unit.args.defaults
+        for node in unit.args.defaults
     ]
-    for each, where in given:
-        if isinstance(text := literal(each), str) and (text := text.removeprefix("./")).partition("/")[0] in there:
+    for node, where in nodes:
+        if isinstance(text := literal(node), str) and (text := text.removeprefix("./")).partition("/")[0] in there:
             yield Finding(text, where)
 
 
@@ -192,12 +192,14 @@ def _which_trains(code: CodeFolder, begun: list[StartedProgram]) -> tuple[Starte
     """The program that trains, of several that a command starts, and its reached code; the first program if none seems
     to train.
     """
-    own = sorted((each for each in begun if each.script), key=lambda each: not each.launcher)
-    reaches = [(each, Reach(code, each.roots, each.script, each.function)) for each in own[:MOST_LOOKED_INTO]]
-    for each, reach in reaches:
-        if trains(reach) or framework_of(reach, each) is not None:
-            return each, reach
-    known = next((each for each in begun if not each.script and framework_of(None, each)), None)
+    own = sorted((program for program in begun if program.script), key=lambda program: not program.launcher)
+    reaches = [
+        (program, Reach(code, program.roots, program.script, program.function)) for program in own[:MOST_LOOKED_INTO]
+    ]
+    for program, reach in reaches:
+        if trains(reach) or framework_of(reach, program) is not None:
+            return program, reach
+    known = next((program for program in begun if not program.script and framework_of(None, program)), None)
     return reaches[0] if own and known is None else (known or begun[0], None)
 
 
@@ -210,7 +212,9 @@ def _entry(code: CodeFolder) -> StartedProgram:
     """The program of the folder that trains: the program that the folder's image starts, else the only file that
     trains. Raises GpufleetError with the candidates if there are several.
     """
-    if (command := dockerfile_command(code)) and (begun := [each for each in starts(code, command) if each.script]):
+    if (command := dockerfile_command(code)) and (
+        begun := [program for program in starts(code, command) if program.script]
+    ):
         start, reach = _which_trains(code, begun)
         if reach is not None and (trains(reach) or len(begun) == 1):
             return replace(start, typed=command)
@@ -218,16 +222,16 @@ def _entry(code: CodeFolder) -> StartedProgram:
     able = sorted(able, key=lambda name: (-_named_like_training(name), name.count("/"), name))
     mains = [name for name in able if "__main__" in code.text(name)] or [name for name in able if _runs(code, name)]
     candidates = (mains or able)[:MOST_LOOKED_INTO]
-    found = [name for name in candidates if _may_train(code, name)]
-    found = found or [name for name in candidates if _named_like_training(name) >= 2]
-    scores = {name: _named_like_training(name) - 0.5 * name.count("/") for name in found}
-    found.sort(key=lambda name: -scores[name])
-    if not found or (len(found) > 1 and scores[found[0]] == scores[found[1]]):
-        some = ", ".join(found[:6]) or "none of them is seen to train"
+    training = [name for name in candidates if _may_train(code, name)]
+    training = training or [name for name in candidates if _named_like_training(name) >= 2]
+    scores = {name: _named_like_training(name) - 0.5 * name.count("/") for name in training}
+    training.sort(key=lambda name: -scores[name])
+    if not training or (len(training) > 1 and scores[training[0]] == scores[training[1]]):
+        some = ", ".join(training[:6]) or "none of them is seen to train"
         raise GpufleetError(
             f"--code: which file in {code.path} trains is not clear ({some}); say it: --command 'python FILE.py ...'"
         )
-    return _program(found[0])
+    return _program(training[0])
 
 
 def _program(name: str) -> StartedProgram:
@@ -251,8 +255,8 @@ def _named_like_training(name: str) -> float:
 def _runs(code: CodeFolder, name: str) -> bool:
     """Whether the file's top level has a call or a loop, so that it does more than define functions and classes."""
     body = tree.body if (tree := code.tree(name)) is not None else []
-    run = (each for each in body if isinstance(each, ast.Expr | ast.For | ast.While))
-    return any(not isinstance(getattr(each, "value", None), ast.Constant) for each in run)
+    run = (statement for statement in body if isinstance(statement, ast.Expr | ast.For | ast.While))
+    return any(not isinstance(getattr(statement, "value", None), ast.Constant) for statement in run)
 
 
 def _of_row(row: Framework | None, reach: Reach) -> Iterator[Setting]:
@@ -268,19 +272,19 @@ def _of_row(row: Framework | None, reach: Reach) -> Iterator[Setting]:
 
 def _coded(reach: Reach, values: Values, row: Framework | None) -> Iterator[tuple[str, tuple[object, str]]]:
     """The keyword arguments that the script gives to a framework, as numbers and texts, or as settings."""
-    for site in (each for name in (row.uses if row is not None else ()) for each in reach.by_name.get(name, [])):
-        for each in site.call.keywords:
-            parts = values.resolve(each.value, site.scope)[0]
+    for site in (use for name in (row.uses if row is not None else ()) for use in reach.by_name.get(name, [])):
+        for keyword in site.call.keywords:
+            parts = values.resolve(keyword.value, site.scope)[0]
             head = parts[0] if parts else ""
-            if each.arg and isinstance(head, Hole) and len(parts) == 1 and head.kind == "setting":
-                yield each.arg, (values.settings.find(head.name), site.where)
-            elif each.arg and all(isinstance(part, str) for part in parts):
-                yield each.arg, ("".join(map(str, parts)), site.where)
+            if keyword.arg and isinstance(head, Hole) and len(parts) == 1 and head.kind == "setting":
+                yield keyword.arg, (values.settings.find(head.name), site.where)
+            elif keyword.arg and all(isinstance(part, str) for part in parts):
+                yield keyword.arg, ("".join(map(str, parts)), site.where)
 
 
 def _checkpoint(saves: Saves, values: Values, row: Framework | None) -> CheckpointFacts | None:
     """The checkpoint that a resume needs, with other files saved beside it; None if the code names none."""
-    if row is not None and not row.named and row.each and not any(each.score >= 6 for each in saves.found):
+    if row is not None and not row.named and row.each and not any(save.score >= 6 for save in saves.found):
         return None
     for chosen in saves.found:
         place = pattern(chosen, values)
@@ -288,12 +292,12 @@ def _checkpoint(saves: Saves, values: Values, row: Framework | None) -> Checkpoi
             continue
         if not chosen.is_inside_loop and chosen.cadence is None and "{" not in place.name:
             continue  # a save that comes only at the end
-        found = [place.name]
+        saved_names = [place.name]
         for other in saves.found if "{" in place.name else ():
             beside = pattern(other, values)
             if beside is not None and _goes_with(chosen, other) and _place(beside) == _place(place):
-                found.append(beside.name)
-        names = tuple(dict.fromkeys(found))[:4]
+                saved_names.append(beside.name)
+        names = tuple(dict.fromkeys(saved_names))[:4]
         return CheckpointFacts(names=names, place=place, where=chosen.where, cadence=chosen.cadence)
     return None
 
@@ -313,19 +317,19 @@ def _total(
     reach: Reach, values: Values, chosen: CodeSave | None, row: Framework | None, coded: dict[str, tuple[object, str]]
 ) -> Span | None:
     """How long the script trains: by the typed command, else by the bounds of its loops, else by names of settings."""
-    found = list(_bounds(reach, values, chosen))
-    bounding = {each.setting.name for each in found if each.setting is not None}
+    spans = list(_bounds(reach, values, chosen))
+    bounding = {span.setting.name for span in spans if span.setting is not None}
     named = _named_total(values.settings, row, coded)
     if named is not None and (named.setting is None or named.setting.name not in bounding):
-        found.append(named)
-    best = _best(found)
-    return next((each for each in best if each.unit == "step"), next(iter(best), None))
+        spans.append(named)
+    best = _best(spans)
+    return next((span for span in best if span.unit == "step"), next(iter(best), None))
 
 
-def _best(found: list[Span]) -> list[Span]:
+def _best(spans: list[Span]) -> list[Span]:
     """Returns the lengths that the command states. If it states none, returns those with a known number, else all."""
-    typed = [each for each in found if each.setting is not None and each.setting.typed is not None and each.count]
-    return typed or [each for each in found if each.count] or found
+    typed = [span for span in spans if span.setting is not None and span.setting.typed is not None and span.count]
+    return typed or [span for span in spans if span.count] or spans
 
 
 def _bounds(reach: Reach, values: Values, chosen: CodeSave | None) -> Iterator[Span]:
@@ -353,11 +357,17 @@ def _ends(values: Values, loop: ast.stmt, site: Site) -> Iterator[tuple[Kind, as
     kind = loop_unit(values, loop, site.scope)
     if isinstance(loop, ast.For) and kind in ("step", "epoch"):
         listed = [loop.iter, *(node for node, _ in values.bound(dotted(loop.iter), loop.iter, site.scope))]
-        ranges = [found for each in listed if isinstance(each, ast.expr) and (found := loop_range(each)) is not None]
-        for arguments in (each.args for each in ranges[:1]):  # the range of a progress bar with a name counts too
+        ranges = [
+            range_call for expr in listed if isinstance(expr, ast.expr) and (range_call := loop_range(expr)) is not None
+        ]
+        for arguments in (call.args for call in ranges[:1]):  # the range of a progress bar with a name counts too
             yield kind, arguments[:2][-1], arguments[0] if len(arguments) > 1 else None
-    leaving = [each for each in getattr(loop, "body", []) if isinstance(each, ast.If)]
-    tests = [each.test for each in leaving if any(isinstance(inner, ast.Break | ast.Return) for inner in each.body)]
+    leaving = [statement for statement in getattr(loop, "body", []) if isinstance(statement, ast.If)]
+    tests = [
+        statement.test
+        for statement in leaving
+        if any(isinstance(inner, ast.Break | ast.Return) for inner in statement.body)
+    ]
     for node in (node for test in [*filter(None, [getattr(loop, "test", None)]), *tests] for node in walk(test)):
         if isinstance(node, ast.Compare) and isinstance(node.ops[-1], ast.Lt | ast.LtE | ast.Gt | ast.GtE | ast.Eq):
             counted = values.kinds(node.left, site.scope)
@@ -367,37 +377,37 @@ def _ends(values: Values, loop: ast.stmt, site: Site) -> Iterator[tuple[Kind, as
 
 def _named_total(settings: ScriptSettings, row: Framework | None, coded: dict[str, tuple[object, str]]) -> Span | None:
     """The length by settings' names, the framework's first."""
-    found: list[Span] = []
+    spans: list[Span] = []
     kinds: tuple[tuple[Kind, tuple[str, ...], tuple[str, ...]], ...] = (
         ("step", row.steps if row else (), STEPS), ("epoch", row.epochs if row else (), EPOCHS),
     )  # fmt: skip
     for kind, own, names in kinds:
-        for value, where in (coded[each] for each in own if each in coded):
+        for value, where in (coded[key] for key in own if key in coded):
             if isinstance(value, Setting):
-                found.append(Span(unit=kind, count=value.count, where=value.where, setting=value))
+                spans.append(Span(unit=kind, count=value.count, where=value.where, setting=value))
             elif str(value).isdigit() and int(str(value)) > 0:
-                found.append(Span(unit=kind, count=int(str(value)), where=where))
+                spans.append(Span(unit=kind, count=int(str(value)), where=where))
         if (setting := settings.first((*own, *names))) is not None:
-            found.append(Span.from_setting(setting, kind))
-    return next(iter(_best(found)), None)
+            spans.append(Span.from_setting(setting, kind))
+    return next(iter(_best(spans)), None)
 
 
-def _read_calls(found: ScriptFacts, reach: Reach) -> None:
+def _read_calls(facts: ScriptFacts, reach: Reach) -> None:
     """Facts from single calls: signals, process groups, trainers that start over, W&B."""
-    is_trainers = found.framework is not None and found.framework.format == "hf-trainer"
+    is_trainers = facts.framework is not None and facts.framework.format == "hf-trainer"
     for site in reach.sites:
-        written = [ast.unparse(each) for each in site.call.args[:2]]
+        written = [ast.unparse(argument) for argument in site.call.args[:2]]
         if site.name == "signal" and len(written) > 1 and "SIG_" not in written[1]:
             if (signal := written[0].rpartition(".")[2]) in SIGNALS:
-                found.signals.append(Finding(signal, site.where))
+                facts.signals.append(Finding(signal, site.where))
         elif key := environment_key(site.call):
-            found.runs_alone |= key in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+            facts.runs_alone |= key in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
             if key == "GPUFLEET_RESUME_FROM":
-                found.reads_itself = found.reads_itself or Finding("it reads $GPUFLEET_RESUME_FROM", site.where)
+                facts.reads_itself = facts.reads_itself or Finding("it reads $GPUFLEET_RESUME_FROM", site.where)
         elif site.name == "init_process_group":
-            found.joins = found.joins or Finding("it joins a process group", site.where)
+            facts.joins = facts.joins or Finding("it joins a process group", site.where)
         elif re.search(r"trainer\.train\(\)$", ast.unparse(site.call), re.IGNORECASE) and is_trainers:
-            found.bare_resume = found.bare_resume or Finding("train() is given no checkpoint", site.where)
-    if any(each.split(".")[0] == "wandb" for each in reach.imported):
+            facts.bare_resume = facts.bare_resume or Finding("train() is given no checkpoint", site.where)
+    if any(module.split(".")[0] == "wandb" for module in reach.imported):
         naming = (file for file in reach.files if "wandb" in reach.names(file).imports)
-        found.wandb = Finding("it imports wandb", next(naming, reach.entry))
+        facts.wandb = Finding("it imports wandb", next(naming, reach.entry))

@@ -91,49 +91,53 @@ class TrialFindings:
         """The positions in a start's lines, with their times."""
         patterns = Patterns(self.patterns)
         read = ((at, patterns.read(line)) for at, line in watch.lines)
-        places = ((at, each.place) for at, each in read if each is not None)
+        places = ((at, reading.place) for at, reading in read if reading is not None)
         return [(at, place) for at, place in places if place is not None and not place.is_beginning]
 
 
-def with_seen(found: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) -> None:
+def with_seen(facts: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) -> None:
     """Replaces facts of the code by facts of the trial. `out`: the setting that told the command where to save."""
-    row, kept = found.framework, seen.checkpoint
-    if kept is not None:
-        place = Pattern(kept.name, folder=posixpath.relpath(kept.folder or ".", found.start.folder or "."))
-        if kept.top == "checkpoints":
-            read = found.checkpoint.place if found.checkpoint is not None else None
-            is_path = read is not None and read.is_whole_path and read.setting == out and read.name == kept.name
+    row, checkpoint = facts.framework, seen.checkpoint
+    if checkpoint is not None:
+        place = Pattern(checkpoint.name, folder=posixpath.relpath(checkpoint.folder or ".", facts.start.folder or "."))
+        if checkpoint.top == "checkpoints":
+            read = facts.checkpoint.place if facts.checkpoint is not None else None
+            is_path = read is not None and read.is_whole_path and read.setting == out and read.name == checkpoint.name
             folder = "" if out or not trying.workdir else read.folder if read is not None and read.folder else "."
-            place = Pattern(kept.name, out, folder=folder, in_checkpoints=not out and not folder, is_whole_path=is_path)
-        cadence = found.checkpoint.cadence if found.checkpoint is not None else None
+            place = Pattern(
+                checkpoint.name, out, folder=folder, in_checkpoints=not out and not folder, is_whole_path=is_path
+            )
+        cadence = facts.checkpoint.cadence if facts.checkpoint is not None else None
         if trying.every:  # the trial asked for more frequent saves than the code would make
-            cadence = cadence or Span(unit=kept.unit, setting=found.settings.find(trying.every))
-        elif kept.every:
-            cadence = Span(unit=kept.unit, count=kept.every, where="in the trial")
-        names = found.names if found.names and _are_of(found.names, kept) else (kept.name,)
-        found.checkpoint = CheckpointFacts(names=names, place=place, where=kept.evidence, cadence=cadence)
-        found.complete = Finding(kept.complete, "in the trial: each checkpoint's last file") if kept.complete else None
-        found.size = Finding(f"{kept.bytes / 1e9:.4f}", "in the trial")
+            cadence = cadence or Span(unit=checkpoint.unit, setting=facts.settings.find(trying.every))
+        elif checkpoint.every:
+            cadence = Span(unit=checkpoint.unit, count=checkpoint.every, where="in the trial")
+        names = facts.names if facts.names and _are_of(facts.names, checkpoint) else (checkpoint.name,)
+        facts.checkpoint = CheckpointFacts(names=names, place=place, where=checkpoint.evidence, cadence=cadence)
+        facts.complete = (
+            Finding(checkpoint.complete, "in the trial: each checkpoint's last file") if checkpoint.complete else None
+        )
+        facts.size = Finding(f"{checkpoint.bytes / 1e9:.4f}", "in the trial")
         if row is not None:
-            found.framework = replace(row, format=None, each=(), named=True, complete="", progress=row.patterns)
-    _take_lines(found, seen)
-    found.trained = kept is not None or bool(seen.patterns)
-    found.total = found.total or _total(seen.output)
-    found.seen_ms = seen.took_ms
+            facts.framework = replace(row, format=None, each=(), named=True, complete="", progress=row.patterns)
+    _take_lines(facts, seen)
+    facts.trained = checkpoint is not None or bool(seen.patterns)
+    facts.total = facts.total or _total(seen.output)
+    facts.seen_ms = seen.took_ms
     if seen.goes_on is False:
-        found.begins_anew, found.resume, found.reads_itself = Finding(seen.resume_evidence, "in the trial"), None, None
-    elif seen.goes_on and found.resume is not None:
-        found.resume = Finding(found.resume.value, seen.resume_evidence)
+        facts.begins_anew, facts.resume, facts.reads_itself = Finding(seen.resume_evidence, "in the trial"), None, None
+    elif seen.goes_on and facts.resume is not None:
+        facts.resume = Finding(facts.resume.value, seen.resume_evidence)
     elif seen.goes_on:
-        found.reads_itself = Finding("it finds its checkpoint by itself", seen.resume_evidence)
+        facts.reads_itself = Finding("it finds its checkpoint by itself", seen.resume_evidence)
     if seen.saves_on_signal is not None:
-        found.saves_on_signal = Finding(str(seen.saves_on_signal).lower(), seen.signal_evidence)
+        facts.saves_on_signal = Finding(str(seen.saves_on_signal).lower(), seen.signal_evidence)
 
 
-def _are_of(names: tuple[str, ...], kept: SeenCheckpoint) -> bool:
+def _are_of(names: tuple[str, ...], checkpoint: SeenCheckpoint) -> bool:
     """Whether names in the code match the files that came."""
     read = Names(CommandConfig(checkpoint=CommandCheckpoint(each=names)))
-    return kept.rewritten != ("{" in names[0]) and all(read.match(file) for file in kept.files)
+    return checkpoint.rewritten != ("{" in names[0]) and all(read.match(file) for file in checkpoint.files)
 
 
 def _total(output: Sequence[str]) -> Span | None:
@@ -148,25 +152,25 @@ def _total(output: Sequence[str]) -> Span | None:
     return None
 
 
-def _take_lines(found: ScriptFacts, seen: TrialFindings) -> None:
+def _take_lines(facts: ScriptFacts, seen: TrialFindings) -> None:
     """Takes the patterns of the code if they match the printed lines, else the form of the printed lines."""
-    row = found.framework
+    row = facts.framework
     lines: list[PrintedLine] = []
     for regex, where in [
-        *((each, row.name) for row in filter(None, [row]) for each in row.patterns),
-        *((each.regex, each.where) for each in found.lines),
+        *((pattern, row.name) for row in filter(None, [row]) for pattern in row.patterns),
+        *((line.regex, line.where) for line in facts.lines),
     ]:
         if matching := [line for line in seen.output if re.search(regex, line)]:
             shown = f"{where}; seen {len(matching)} times: {matching[-1].strip()[:60]!r}"
             lines.append(PrintedLine(regex=regex, where=shown))
-    if counts := [each for each in lines if each.groups & {"step", "epoch"}]:
-        found.lines = [*counts[:1], *[each for each in lines if each is not counts[0]][:2]]
+    if counts := [line for line in lines if line.groups & {"step", "epoch"}]:
+        facts.lines = [*counts[:1], *[line for line in lines if line is not counts[0]][:2]]
     elif seen.line is not None:
-        found.lines = [seen.line]
+        facts.lines = [seen.line]
     else:
         return
     if row is not None:
-        found.framework = replace(row, progress=(), format=None if found.checkpoint is not None else row.format)
+        facts.framework = replace(row, progress=(), format=None if facts.checkpoint is not None else row.format)
 
 
 def learn(seen: TrialFindings, first: TrialRun, patterns: Sequence[str]) -> None:
@@ -176,8 +180,8 @@ def learn(seen: TrialFindings, first: TrialRun, patterns: Sequence[str]) -> None
     counters = _counters(first)
     seen.output = [line for _, line in first.lines]
     seen.line = next(filter(None, map(_as_pattern, counters)), None)
-    counting = [each for each in patterns if re.search(r"\(\?P<(step|epoch)>", each)]
-    seen.read = tuple(each for each in counting if any(re.search(each, line) for line in seen.output))[:1]
+    counting = [pattern for pattern in patterns if re.search(r"\(\?P<(step|epoch)>", pattern)]
+    seen.read = tuple(pattern for pattern in counting if any(re.search(pattern, line) for line in seen.output))[:1]
     seen.took_ms = dict(_took_ms(seen.places(first)))
     seen.checkpoint = _checkpoint(seen, first, counters)
     if seen.checkpoint is None and not seen.problems:
@@ -234,20 +238,20 @@ def _counters(watch: TrialRun) -> list[_Counter]:
         samples.setdefault(form, line)
         for place, match in enumerate(_INTEGER.finditer(line)):
             values[form, place].append((at, int(match[0].replace(",", ""))))
-    found = []
+    counters = []
     for (form, place), pairs in values.items():
         changes = [after - before for (_, before), (_, after) in pairwise(pairs)]
         if (
-            sum(each > 0 for each in changes) >= 2
+            sum(change > 0 for change in changes) >= 2
             and min(changes) >= 0
             and pairs[-1][0] - pairs[0][0] >= _BURST_S
             and len(_INTEGER.findall(samples[form])) > place
         ):
-            found.append(_Counter(place, tuple(pairs), samples[form]))
+            counters.append(_Counter(place, tuple(pairs), samples[form]))
     return sorted(
-        found,
-        key=lambda each: (
-            not _COUNTS.search(each.sample), "loss" not in each.sample.lower(), -len(each.told), each.place,
+        counters,
+        key=lambda counter: (
+            not _COUNTS.search(counter.sample), "loss" not in counter.sample.lower(), -len(counter.told), counter.place,
         ),
     )  # fmt: skip
 
@@ -273,29 +277,31 @@ def _as_pattern(counter: _Counter) -> PrintedLine | None:
 
 def _escaped(text: str) -> str:
     """Literal text of a line, in which numbers and blanks may vary."""
-    found = ""
+    regex = ""
     for part in filter(None, re.split(r"(\s+|\d[\d.,:]*)", re.sub(r"[█▏▎▍▌▋▊▉━╸╺─]+", "#", text))):
-        found += (
+        regex += (
             r"\s*"
             if part.isspace()
             else r"[\d.,:]+"
             if part[0].isdigit()
             else re.sub(r"\\([ #%])", r"\1", re.escape(part))
         )
-    return found
+    return regex
 
 
 def _checkpoint(seen: TrialFindings, watch: TrialRun, counters: list[_Counter]) -> SeenCheckpoint | None:
     """The kind of file that appeared or was rewritten repeatedly and is not a log."""
     until = (watch.signalled_at or float("inf")) + LEAVES_S
     kinds: dict[str, list[Written]] = defaultdict(list)
-    for each in watch.writes:
-        if not NO_CHECKPOINT.search(each.name) and each.at <= until:
-            kinds[re.sub(r"\d+", "#", each.name)].append(each)
-    several = (sorted(writes, key=lambda each: each.at) for writes in kinds.values() if len(writes) > 1)
-    options = [found for writes in several if (found := _as_checkpoint(seen, writes, watch, counters)) is not None]
+    for written in watch.writes:
+        if not NO_CHECKPOINT.search(written.name) and written.at <= until:
+            kinds[re.sub(r"\d+", "#", written.name)].append(written)
+    several = (sorted(writes, key=lambda written: written.at) for writes in kinds.values() if len(writes) > 1)
+    options = [
+        checkpoint for writes in several if (checkpoint := _as_checkpoint(seen, writes, watch, counters)) is not None
+    ]
     likely = re.compile(r"best|ema|sample|optim_only")
-    options.sort(key=lambda each: (bool(likely.search(each.name)), each.rewritten, -each.bytes))
+    options.sort(key=lambda written: (bool(likely.search(written.name)), written.rewritten, -written.bytes))
     return next(iter(options), None)
 
 
@@ -305,12 +311,12 @@ def _as_checkpoint(
     """The checkpoint that the files of `writes` are: one file or folder that is rewritten, or several whose names count
     upwards; None if the files are neither.
     """
-    top, files = writes[0].name.partition("/")[0], [each.name.partition("/")[2] for each in writes]
+    top, files = writes[0].name.partition("/")[0], [written.name.partition("/")[2] for written in writes]
     name, numbers, unit, complete = files[0], list[int](), "step", ""
     if len(set(files)) > 1:
         name = pattern_of(files)[0]
-        matches = [Names(CommandConfig(checkpoint=CommandCheckpoint(each=(name,)))).match(each) for each in files]
-        numbers = [number for each in matches if each is not None for number in each[0].values()]
+        matches = [Names(CommandConfig(checkpoint=CommandCheckpoint(each=(name,)))).match(file) for file in files]
+        numbers = [number for match in matches if match is not None for number in match[0].values()]
         if "{" not in name or numbers != sorted(numbers):
             return None
         unit = "epoch" if "{epoch" in name or _are_epochs(seen, watch, writes, numbers, counters) else "step"
@@ -318,11 +324,13 @@ def _as_checkpoint(
         complete = _written_last(writes, watch, name)
     else:
         places = seen.places(watch)
-        positions = [place for each in writes for place in [p for at, p in places if at <= each.began + 0.05][-1:]]
+        positions = [
+            place for written in writes for place in [p for at, p in places if at <= written.began + 0.05][-1:]
+        ]
         unit = "epoch" if any(place.step is None for place in positions) else "step"
         numbers = [number for place in positions if (number := _count(place, unit)) is not None]
     *above, last = name.rstrip("/").split("/")
-    parts = [*(_OF_ONE_START.sub("*", each) for each in above), last]
+    parts = [*(_OF_ONE_START.sub("*", part) for part in above), last]
     fixed = next((index for index, part in enumerate(parts) if re.search(r"[{*]", part)), len(parts) - 1)
     fixed = fixed if top == "code" else 0
     every = _interval(list(dict.fromkeys(numbers)))
@@ -340,7 +348,7 @@ def _as_checkpoint(
         every=every,
         complete=complete,
         bytes=_bytes(writes, watch, name),
-        files=tuple("/".join(each.split("/")[fixed:]) for each in files),
+        files=tuple("/".join(file.split("/")[fixed:]) for file in files),
         evidence=f"in the trial: {came}{told_at}{renamed}",
     )
 
@@ -357,26 +365,28 @@ def _interval(numbers: list[int]) -> int | None:
 
 def _files_of_each(writes: list[Written], watch: TrialRun, name: str) -> dict[str, dict[str, Written]]:
     """The files of each checkpoint that is a folder, by their names in that folder."""
-    level, found = name.count("/"), defaultdict[str, dict[str, Written]](dict)
-    kinds = {re.sub(r"\d+", "#", "/".join(each.name.split("/")[: level + 1])) for each in writes}
-    for each in watch.writes:
-        parts = each.name.split("/")
+    level, by_folder = name.count("/"), defaultdict[str, dict[str, Written]](dict)
+    kinds = {re.sub(r"\d+", "#", "/".join(written.name.split("/")[: level + 1])) for written in writes}
+    for written in watch.writes:
+        parts = written.name.split("/")
         if re.sub(r"\d+", "#", folder := "/".join(parts[: level + 1])) in kinds:
-            found[folder]["/".join(parts[level + 1 :])] = each
-    return found
+            by_folder[folder]["/".join(parts[level + 1 :])] = written
+    return by_folder
 
 
 def _bytes(writes: list[Written], watch: TrialRun, name: str) -> int:
     """The bytes of one checkpoint: its file, or all files of its folder."""
     if not name.endswith("/"):
-        return max(each.bytes for each in writes)
-    return max(sum(each.bytes for each in files.values()) for files in _files_of_each(writes, watch, name).values())
+        return max(written.bytes for written in writes)
+    return max(
+        sum(written.bytes for written in files.values()) for files in _files_of_each(writes, watch, name).values()
+    )
 
 
 def _written_last(writes: list[Written], watch: TrialRun, name: str) -> str:
     """The file that came last in each of the checkpoint's folders; empty if the folders differ."""
     folders = _files_of_each(writes, watch, name).values() if name.endswith("/") else ()
-    names = {max(files, key=lambda each: files[each].at) for files in folders}
+    names = {max(files, key=lambda file: files[file].at) for files in folders}
     return names.pop() if len(names) == 1 and len(folders) > 1 else ""
 
 
@@ -387,8 +397,8 @@ def _are_epochs(
     read = tuple(
         (at, place.epoch) for at, place in seen.places(watch) if place.step is None and place.epoch is not None
     )
-    for told in (read, *(each.told for each in counters if each.is_epoch)):
-        by_then = ([number for at, number in told if at <= write.began + 0.05][-1:] for write in writes)
+    for printed in (read, *(counter.told for counter in counters if counter.is_epoch)):
+        by_then = ([number for at, number in printed if at <= write.began + 0.05][-1:] for write in writes)
         close = sum(abs(at[0] - number) <= 1 for at, number in zip(by_then, numbers, strict=False) if at)
         if close > len(numbers) / 2:
             return True
@@ -400,7 +410,9 @@ def _take_signal(seen: TrialFindings, first: TrialRun, signalled_at: float) -> N
     off by the end of the process.
     """
     ended = f"was still there {LEAVES_S:.0f} s later" if first.code is None else f"ended with exit code {first.code}"
-    later = [each for each in first.writes if each.began >= signalled_at and not NO_CHECKPOINT.search(each.name)]
+    later = [
+        written for written in first.writes if written.began >= signalled_at and not NO_CHECKPOINT.search(written.name)
+    ]
     if first.catches and later:
         seen.saves_on_signal = True
         seen.signal_evidence = f"in the trial: after SIGTERM it wrote {Path(later[0].name).name} and {ended}"

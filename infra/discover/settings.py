@@ -25,8 +25,8 @@ CONFIG = re.compile(r".*\.(ya?ml|toml|json|py)")
 # How libraries declare settings: the called function, which argument of the call has the settings, and the form of a
 # setting on the command line ({-name} for libraries that write - for _).
 _PARSERS = tuple(
-    (re.compile(callee), what, form)
-    for callee, what, form in (
+    (re.compile(callee), kind, form)
+    for callee, kind, form in (
         (r"(.*\.)?add_argument|(rich_|async)?(click\.)?option", "option", ""),
         (r"(.*\.)?DEFINE_\w+", "flag", "--{name}={}"),
         (r"(.*\.)?((Hf|H4)ArgumentParser|TrlParser|add_arguments)|simple_parsing\.parse", "class", "--{name} {}"),
@@ -90,8 +90,8 @@ class ScriptSettings:
 
     def __init__(self, declared: Iterable[Setting], start: StartedProgram) -> None:
         self._by_name: dict[str, Setting] = {}
-        for each in declared:
-            self._by_name.setdefault(each.name, each)
+        for setting in declared:
+            self._by_name.setdefault(setting.name, setting)
         self._take_typed(list(start.words), start.environment)
 
     def find(self, name: str) -> Setting | None:
@@ -99,27 +99,31 @@ class ScriptSettings:
         name = name.replace("-", "_")
         if name in self._by_name:
             return self._by_name[name]
-        last = [each for key, each in self._by_name.items() if key.rpartition(".")[2] == name.rpartition(".")[2]]
-        fitting = [each for each in last if each.name.endswith(f".{name}")] or last
-        return fitting[0] if len(fitting) == 1 else next((each for each in fitting if each.typed is not None), None)
+        last = [setting for key, setting in self._by_name.items() if key.rpartition(".")[2] == name.rpartition(".")[2]]
+        fitting = [setting for setting in last if setting.name.endswith(f".{name}")] or last
+        return (
+            fitting[0]
+            if len(fitting) == 1
+            else next((setting for setting in fitting if setting.typed is not None), None)
+        )
 
     def several(self, names: Iterable[str]) -> list[Setting]:
         """The settings of these names, in any case of letters; typed ones first."""
         by_lower: dict[str, Setting] = {}
-        for key, each in self._by_name.items():
-            by_lower.setdefault(key.lower(), each)
-            by_lower.setdefault(key.lower().rpartition(".")[2], each)
+        for key, setting in self._by_name.items():
+            by_lower.setdefault(key.lower(), setting)
+            by_lower.setdefault(key.lower().rpartition(".")[2], setting)
         there = [by_lower[name.lower()] for name in names if name.lower() in by_lower]
-        return sorted(there, key=lambda each: each.typed is None)
+        return sorted(there, key=lambda setting: setting.typed is None)
 
     def first(self, names: Iterable[str]) -> Setting | None:
         """The first setting of these names; None without one."""
         return next(iter(self.several(names)), None)
 
     def _take_typed(self, words: list[str], environment: Iterable[str]) -> None:
-        positional = [each for each in self._by_name.values() if each.is_positional]
-        by_word = {word: each for each in self._by_name.values() for word in (each.word, *each.others)}
-        for key, _, value in (each.partition("=") for each in environment):
+        positional = [setting for setting in self._by_name.values() if setting.is_positional]
+        by_word = {word: setting for setting in self._by_name.values() for word in (setting.word, *setting.others)}
+        for key, _, value in (entry.partition("=") for entry in environment):
             variable = self._by_name.get(key) or Setting(name=key, form=f"{key}={{}}", is_environment=True)
             self._by_name[key] = replace(variable, typed=value)
         is_value = False
@@ -149,9 +153,9 @@ def declared(reach: Reach, start: StartedProgram, overrides: str = "") -> Iterat
     style = overrides
     for site in reach.sites:
         chain = dotted(site.call.func) or site.name
-        for callee, what, form in _PARSERS:
+        for callee, kind, form in _PARSERS:
             if callee.fullmatch(chain):
-                yield from _of_call(reach, site, what, form)
+                yield from _of_call(reach, site, kind, form)
         if site.name == "DEFINE_config_file":
             style = f"--{literal(site.argument(0))}.{{name}}={{}}"
         if key := environment_key(site.call):
@@ -172,7 +176,7 @@ def declared(reach: Reach, start: StartedProgram, overrides: str = "") -> Iterat
     style = "--{name}={}" if is_globals else style
     words = (part for word in start.words for part in (word, *re.split(r"[=:]", word)))
     files = (posixpath.normpath(posixpath.join(start.folder, word)) for word in words)
-    named = [each for each in files if CONFIG.fullmatch(each) and each in reach.folder.files and each != reach.entry]
+    named = [file for file in files if CONFIG.fullmatch(file) and file in reach.folder.files and file != reach.entry]
     for file in dict.fromkeys((*named, *([reach.entry] if "merge_from_args" in reach.by_name else []))):
         yield from of_file(reach.folder, file, style)
     read_at = text[: text.find("configurator")].count("\n") + 1
@@ -181,44 +185,46 @@ def declared(reach: Reach, start: StartedProgram, overrides: str = "") -> Iterat
             yield Setting(name=name, form=f"--{name}={{}}", default=value, where=f"{reach.entry}:{values[0].lineno}")
 
 
-def _of_call(reach: Reach, site: Site, what: str, form: str) -> Iterator[Setting]:
+def _of_call(reach: Reach, site: Site, kind: str, form: str) -> Iterator[Setting]:
     """The settings that a call of a library declares."""
     first, function = site.argument(0), site.scope.functions[-1] if site.scope.functions else None
-    if what == "option":
+    if kind == "option":
         yield from _option(reach, site)
-    elif what == "flag" and isinstance(key := literal(first), str):
+    elif kind == "flag" and isinstance(key := literal(first), str):
         yield Setting(name=key, form=form.replace("{name}", key), default=_constant(reach, site, 1), where=site.where)
-    elif what == "class":
+    elif kind == "class":
         arguments = [first] if first is not None else [a.annotation for a in function.args.args[:1]] if function else []
         for name in _names_in(arguments):
             yield from _fields(reach, site.scope, name, form)
-    elif what == "function":
-        found = [reach.symbol(site.scope.file, name) for name in _names_in([first])]
+    elif kind == "function":
+        symbols = [reach.symbol(site.scope.file, name) for name in _names_in([first])]
         if site.name == "command" and not site.around:
-            found = [(site.scope.file, function)] if any(m.split(".")[0] == "typer" for m in reach.imported) else []
-        for file, node in filter(None, found):
+            symbols = [(site.scope.file, function)] if any(m.split(".")[0] == "typer" for m in reach.imported) else []
+        for file, node in filter(None, symbols):
             if isinstance(node, Function):
                 yield from _parameters(node, file, form)
-    elif what == "keywords":
-        for each in site.call.keywords:
-            if each.arg and (value := literal(each.value)) is not None:
-                yield Setting(name=each.arg, form="", default=value, where=f"{site.scope.file}:{each.value.lineno}")
+    elif kind == "keywords":
+        for keyword in site.call.keywords:
+            if keyword.arg and (value := literal(keyword.value)) is not None:
+                yield Setting(
+                    name=keyword.arg, form="", default=value, where=f"{site.scope.file}:{keyword.value.lineno}"
+                )
 
 
 def _constant(reach: Reach, site: Site, position: int) -> object:
     """A default's value in a call: a value written in the call, or a constant of the folder's code."""
     value = site.argument(position, "default")
-    if isinstance(value, ast.Name) and (found := reach.symbol(site.scope.file, value.id)) and found[1] is None:
-        assigned = reach.names(found[0]).assigned.get(value.id, [])
+    if isinstance(value, ast.Name) and (symbol := reach.symbol(site.scope.file, value.id)) and symbol[1] is None:
+        assigned = reach.names(symbol[0]).assigned.get(value.id, [])
         return literal(assigned[0] if len(assigned) == 1 else None)
     return literal(value)
 
 
 def _option(reach: Reach, site: Site) -> Iterator[Setting]:
     """An option of argparse or click, or a positional argument."""
-    words = [str(literal(each)).split("/")[0] for each in site.call.args if isinstance(literal(each), str)]
-    dashed = [each for each in words if each.startswith("-")]
-    long = next((each for each in dashed if each.startswith("--")), dashed[0] if dashed else "")
+    words = [str(literal(argument)).split("/")[0] for argument in site.call.args if isinstance(literal(argument), str)]
+    dashed = [word for word in words if word.startswith("-")]
+    long = next((word for word in dashed if word.startswith("--")), dashed[0] if dashed else "")
     if words and not long:
         yield Setting(name=words[0], form="", where=site.where, is_positional=True)
     if not long:
@@ -233,21 +239,21 @@ def _option(reach: Reach, site: Site) -> Iterator[Setting]:
         default=_constant(reach, site, -1),
         is_flag=is_flag,
         where=site.where,
-        others=tuple(each for each in words if each != long),
+        others=tuple(word for word in words if word != long),
         is_truth="bool" in ast.unparse(site.keyword("type") or ast.Constant(value="")).lower(),
     )
 
 
 def _typed(key: str, annotation: ast.expr | None, default: ast.expr | None, where: str, form: str) -> Setting:
     """A setting that a field or a parameter declares."""
-    parts = [each for each in (default, annotation) if each is not None]
+    parts = [part for part in (default, annotation) if part is not None]
     words = [e.value for p in parts for e in walk(p) if isinstance(e, ast.Constant) and str(e.value).startswith("--")]
     hyphened = "{-name}" in form
     word = str(words[0]) if words else "--" + key.replace("_", "-")
     is_truth = annotation is not None and ast.unparse(annotation) == "bool"
     written = f"{word} {{}}" if hyphened else form.replace("{name}", key)
     if isinstance(default, ast.Call) and literal(default) is None:
-        named = [each.value for each in default.keywords if each.arg in ("default", "default_factory")]
+        named = [keyword.value for keyword in default.keywords if keyword.arg in ("default", "default_factory")]
         default = next(iter([*named, *default.args]), None)
     return Setting(
         name=key,
@@ -268,7 +274,9 @@ def _fields(reach: Reach, scope: Scope, name: str, form: str, prefix: str = "", 
     for node in cls.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             key = prefix + node.target.id
-            inner = next((each for each in _names_in([node.annotation]) if _is_dataclass(reach, file, each)), "")
+            inner = next(
+                (annotated for annotated in _names_in([node.annotation]) if _is_dataclass(reach, file, annotated)), ""
+            )
             if inner:
                 yield from _fields(reach, Scope(file), inner, form, f"{key}.", depth + 1)
             else:
@@ -278,25 +286,25 @@ def _fields(reach: Reach, scope: Scope, name: str, form: str, prefix: str = "", 
 
 
 def _is_dataclass(reach: Reach, file: str, name: str) -> bool:
-    found = reach.symbol(file, name)
-    decorators = found[1].decorator_list if found is not None and isinstance(found[1], ast.ClassDef) else []
-    return any(re.search("dataclass|config", ast.unparse(each).lower()) for each in decorators)
+    symbol = reach.symbol(file, name)
+    decorators = symbol[1].decorator_list if symbol is not None and isinstance(symbol[1], ast.ClassDef) else []
+    return any(re.search("dataclass|config", ast.unparse(decorator).lower()) for decorator in decorators)
 
 
 def _parameters(function: Function, file: str, form: str) -> Iterator[Setting]:
     """The parameters of a function that is a program."""
     arguments, more = function.args.args, function.args
     defaults = [*[None] * (len(arguments) - len(more.defaults)), *more.defaults, *more.kw_defaults]
-    for each, default in zip([*arguments, *more.kwonlyargs], defaults, strict=True):
-        yield _typed(each.arg, each.annotation, default, f"{file}:{each.lineno}", form)
+    for argument, default in zip([*arguments, *more.kwonlyargs], defaults, strict=True):
+        yield _typed(argument.arg, argument.annotation, default, f"{file}:{argument.lineno}", form)
 
 
 def _names_in(nodes: Iterable[ast.AST | None]) -> Iterator[str]:
-    for each in (inner for node in nodes if node is not None for inner in walk(node)):
-        if isinstance(each, ast.Name):
-            yield each.id
-        elif isinstance(each, ast.Constant) and isinstance(each.value, str):
-            yield from re.findall(r"[A-Za-z_]\w*", each.value)  # an annotation in quotes
+    for expr in (inner for node in nodes if node is not None for inner in walk(node)):
+        if isinstance(expr, ast.Name):
+            yield expr.id
+        elif isinstance(expr, ast.Constant) and isinstance(expr.value, str):
+            yield from re.findall(r"[A-Za-z_]\w*", expr.value)  # an annotation in quotes
 
 
 def of_file(folder: CodeFolder, name: str, style: str, prefix: str = "") -> Iterator[Setting]:
@@ -325,21 +333,24 @@ def _add_values(pairs: list[tuple[str, object, int]], above: str, value: object)
     items: Iterable[tuple[object, object]] = ()
     match value:
         case yaml.MappingNode():
-            items = [(key.value, each) for key, each in value.value]
+            items = [(key.value, node) for key, node in value.value]
         case yaml.ScalarNode() if above:
             pairs.append((above, _plain(value.value), value.start_mark.line + 1))
         case ast.Call() if called(value) in ("dict", "ConfigDict", "DictConfig"):
-            items = [*((each.arg, each.value) for each in value.keywords), *(("", each) for each in value.args)]
+            items = [
+                *((keyword.arg, keyword.value) for keyword in value.keywords),
+                *(("", argument) for argument in value.args),
+            ]
         case ast.Dict():
-            items = [(literal(key), each) for key, each in zip(value.keys, value.values, strict=True)]
+            items = [(literal(key), node) for key, node in zip(value.keys, value.values, strict=True)]
         case ast.Constant() if above:
             pairs.append((above, value.value, value.lineno))
         case dict():
             items = value.items()
         case str() | int() | float():
             pairs.append((above, value, 0))
-    for key, each in items:
-        _add_values(pairs, ".".join(filter(None, [above, str(key)])), each)
+    for key, child in items:
+        _add_values(pairs, ".".join(filter(None, [above, str(key)])), child)
 
 
 def _hydra(reach: Reach, site: Site, start: StartedProgram) -> Iterator[Setting]:

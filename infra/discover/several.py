@@ -44,8 +44,8 @@ def for_several(command: str, coded: object) -> SeveralNodes | None:
     node.
     """
     spawns = "--multiprocessing-distributed" in command
-    found = _value(r"world[-_]size" if spawns else _NODES).search(command)
-    value = found["value"] if found is not None else coded if isinstance(coded, str) else "1"
+    match = _value(r"world[-_]size" if spawns else _NODES).search(command)
+    value = match["value"] if match is not None else coded if isinstance(coded, str) else "1"
     if value in ("1", "1:1"):
         return None
     most = value.rpartition(":")[2]

@@ -41,7 +41,7 @@ class CodeFolder:
 
     @cached_property
     def files(self) -> frozenset[str]:
-        listed = (name for name, _ in files_in(self.path) if not any(each in f"/{name}" for each in _OURS))
+        listed = (name for name, _ in files_in(self.path) if not any(own in f"/{name}" for own in _OURS))
         return frozenset(name for name in listed if not _SKIPPED & set(name.split("/")[:-1]))
 
     @cached_property

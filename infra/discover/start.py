@@ -50,12 +50,12 @@ def starts(folder: CodeFolder, command: str) -> list[StartedProgram]:
     """Every program that the command starts, programs of the folder first. Raises GpufleetError for a script that does
     not exist, and for quotes that do not close.
     """
-    found = list(_of_text(folder, command, StartedProgram(typed=command), 0))
-    for each in found:
-        if each.script and each.script not in folder.files:
+    programs = list(_of_text(folder, command, StartedProgram(typed=command), 0))
+    for program in programs:
+        if program.script and program.script not in folder.files:
             some = ", ".join([*(name for name in folder.python if "/" not in name), *folder.python][:8])
-            raise GpufleetError(f"--command: {each.script} is not in the folder; it has {some or 'no Python file'}")
-    return sorted(found, key=lambda each: not each.script)
+            raise GpufleetError(f"--command: {program.script} is not in the folder; it has {some or 'no Python file'}")
+    return sorted(programs, key=lambda program: not program.script)
 
 
 def _of_text(folder: CodeFolder, text: str, at: StartedProgram, depth: int) -> Iterator[StartedProgram]:
@@ -97,7 +97,7 @@ def _of_words(folder: CodeFolder, words: list[str], at: StartedProgram, depth: i
     for index, word in enumerate(words):
         base, rest = posixpath.basename(word), words[index + 1 :]
         if match := re.fullmatch(r"PYTHONPATH=(.*)", word):
-            paths = [_joined_path(at.folder, each) for each in match[1].split(":") if each and "$" not in each]
+            paths = [_joined_path(at.folder, path) for path in match[1].split(":") if path and "$" not in path]
             at = replace(at, roots=(*paths, *at.roots))
         elif re.match(r"[A-Za-z_]\w*=", word):
             at = replace(at, environment=(*at.environment, word))
@@ -112,8 +112,8 @@ def _of_words(folder: CodeFolder, words: list[str], at: StartedProgram, depth: i
                 yield from _of_script(folder, name, rest[1:], at, depth)
                 return
         elif base == "make":
-            goal = next((each for each in rest if not each.startswith("-") and "=" not in each), "")
-            yield from _of_makefile(folder, goal, [each for each in rest if "=" in each], at, depth)
+            goal = next((argument for argument in rest if not argument.startswith("-") and "=" not in argument), "")
+            yield from _of_makefile(folder, goal, [argument for argument in rest if "=" in argument], at, depth)
             return
         elif (name := _joined_path(at.folder, word)) in folder.files and not word.startswith("-"):
             if name.endswith(".py") or re.match(r"#!.*python", folder.text(name)[:80]):
@@ -192,9 +192,9 @@ def _of_script(
     for number, line in _numbered(text):
         passes_on = bool(re.search(r"\$[@*]|\$\{[@*]", line))
         inner = replace(at, through=(*at.through, f"{name}:{number}"), passes_on=at.passes_on and passes_on)
-        for found in _of_text(folder, _expanded(line, values, words), inner, depth + 1):
-            at = replace(at, folder=found.folder)
-            yield found
+        for program in _of_text(folder, _expanded(line, values, words), inner, depth + 1):
+            at = replace(at, folder=program.folder)
+            yield program
         if moved := re.match(r"\s*cd\s+(\S+)", line):
             at = replace(at, folder=_joined_path(at.folder, _expanded(moved[1].strip("\"'"), values, words)))
 
@@ -230,13 +230,18 @@ def _expanded(text: str, values: dict[str, str], words: list[str]) -> str:
 
 
 def _of_makefile(
-    folder: CodeFolder, target: str, given: list[str], at: StartedProgram, depth: int
+    folder: CodeFolder, target: str, assignments: list[str], at: StartedProgram, depth: int
 ) -> Iterator[StartedProgram]:
     name = next(
-        (each for each in ("Makefile", "makefile", "GNUmakefile") if _joined_path(at.folder, each) in folder.files), ""
+        (
+            candidate
+            for candidate in ("Makefile", "makefile", "GNUmakefile")
+            if _joined_path(at.folder, candidate) in folder.files
+        ),
+        "",
     )
     text = folder.text(_joined_path(at.folder, name)) if name else ""
-    values = {key: value for key, _, value in (each.partition("=") for each in given)}
+    values = {key: value for key, _, value in (assignment.partition("=") for assignment in assignments)}
     for match in re.finditer(r"(?m)^(\w+)\s*[:?]?=[ \t]*(.*)$", text):
         values.setdefault(match[1], match[2].strip())
     target = target or next(iter(re.findall(r"(?m)^([\w.-]+)\s*:(?!=)", text)), "")

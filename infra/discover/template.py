@@ -64,13 +64,13 @@ class Trial:
     every: str = ""  # the setting that makes the command save more often than usual
 
 
-def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", modeline: str = "") -> Draft:
+def draft(name: str, facts: ScriptFacts, *, folder: str, command: str = "", modeline: str = "") -> Draft:
     """A definition. `folder`: the code's, relative to the project; `modeline`: for editors, or empty."""
-    writer = _Writer(found)
-    typed = command or found.start.typed
-    if not command and found.joins:
+    writer = _Writer(facts)
+    typed = command or facts.start.typed
+    if not command and facts.joins:
         typed = re.sub(r"^python ", "torchrun --standalone --nproc-per-node={gpus} ", typed)
-    if (several := for_several(typed, found.coded.get("num_nodes", ("1", ""))[0])) is not None:
+    if (several := for_several(typed, facts.coded.get("num_nodes", ("1", ""))[0])) is not None:
         typed, writer.nodes = several.command, several.nodes or 2
         writer.place.environment |= several.environment
         writer.known("your command is for several nodes: the file has placeholders for each node's own values")
@@ -78,7 +78,7 @@ def draft(name: str, found: ScriptFacts, *, folder: str, command: str = "", mode
     written = writer.switched_on(writer.told_where(typed))
     lines = [
         *filter(None, [modeline]),
-        f"# {name}: {found.script or typed}, on rented GPUs.",
+        f"# {name}: {facts.script or typed}, on rented GPUs.",
         "# Written by `gpufleet new`. Lines marked CHECK are yours. All keys: `gpufleet docs definition`.",
         "",
         "run:",
@@ -142,7 +142,9 @@ def loadable(made: Draft, name: str) -> Draft:
             try:
                 load(path, now=datetime.now(UTC))
             except DefinitionError as error:
-                bad = next((each for each in error.problems if each.line and _comment_out(lines, each)), None)
+                bad = next(
+                    (problem for problem in error.problems if problem.line and _comment_out(lines, problem)), None
+                )
                 if bad is None:
                     problems = "; ".join(map(str, error.problems[:3]))
                     raise GpufleetError(
@@ -200,48 +202,48 @@ class CountingPlan:
         return self.every.unit == "step" or self.steps_per_epoch
 
 
-def _plan(found: ScriptFacts) -> CountingPlan:
+def _plan(facts: ScriptFacts) -> CountingPlan:
     """The plan: steps if anything counts them; epochs if names, lines and length count nothing else."""
-    row, total, names = found.framework, found.total, " ".join(found.names)
+    row, total, names = facts.framework, facts.total, " ".join(facts.names)
     if total is None or total.count is None:
         total = Span(unit="epoch", count=row.work_epochs, where=row.name) if row and row.work_epochs else None
-    best = found.lines[:1]
-    lines = (*best, *[each for each in found.lines[1:] if "val" in each.groups and each.counts == best[0].counts][:1])
-    patterns = (row.patterns if row else ()) or tuple(each.regex for each in lines)
-    groups = [set(re.findall(r"\(\?P<(\w+)>", each)) for each in patterns]
-    tells_step, tells_batch = any("step" in each for each in groups), any({"batch", "batches"} <= e for e in groups)
+    best = facts.lines[:1]
+    lines = (*best, *[line for line in facts.lines[1:] if "val" in line.groups and line.counts == best[0].counts][:1])
+    patterns = (row.patterns if row else ()) or tuple(line.regex for line in lines)
+    groups = [set(re.findall(r"\(\?P<(\w+)>", pattern)) for pattern in patterns]
+    tells_step, tells_batch = any("step" in group for group in groups), any({"batch", "batches"} <= e for e in groups)
     unit, word, steps_per_epoch = "step", "step", False
     if total is not None and total.unit == "epoch":
         steps_per_epoch = "{step" in names or tells_step
         word = "step" if steps_per_epoch else "epoch"
         unit = "epoch" if tells_batch and not steps_per_epoch else "step"
-    elif total is None and any("epoch" in each for each in groups) and not tells_step and not tells_batch:
+    elif total is None and any("epoch" in group for group in groups) and not tells_step and not tells_batch:
         word = "step" if "{step" in names else "epoch"
     if unit == word == "step" and not steps_per_epoch and lines and lines[0].counts == "epoch":
         lines = ()  # these lines cannot give a step
     return CountingPlan(
-        unit=unit, word=word, total=total, steps_per_epoch=steps_per_epoch, every=_every(found), lines=lines
+        unit=unit, word=word, total=total, steps_per_epoch=steps_per_epoch, every=_every(facts), lines=lines
     )
 
 
 def _interval(setting: Setting, unit: Kind) -> Span:
     """The interval that a setting gives; for one that is off, the interval to set."""
     is_off = setting.count is None and setting.form and setting.typed is None
-    found = Span.from_setting(setting, unit)
-    return replace(found, count=500 if unit == "step" else 10) if is_off else found
+    span = Span.from_setting(setting, unit)
+    return replace(span, count=500 if unit == "step" else 10) if is_off else span
 
 
-def _every(found: ScriptFacts) -> Span:
+def _every(script: ScriptFacts) -> Span:
     """The interval that the code gives its framework, else the interval in the code around the save; a setting that is
     off is switched on.
     """
-    row, settings, facts = found.framework, found.settings, found.checkpoint
+    row, settings, facts = script.framework, script.settings, script.checkpoint
     off: Span | None = None
     intervals: list[tuple[str, Kind]] = []
     if row is not None:
-        intervals = [*((each, "step") for each in row.every), *((each, "epoch") for each in row.every_epochs)]
+        intervals = [*((key, "step") for key in row.every), *((key, "epoch") for key in row.every_epochs)]
     for name, unit in intervals if facts is None else ():
-        value, where = found.coded.get(name, (None, ""))
+        value, where = script.coded.get(name, (None, ""))
         if isinstance(value, str) and value.isdigit() and int(value) > 0:
             return Span(count=int(value), unit=unit, where=where)
         setting = value if isinstance(value, Setting) else settings.first([name])
@@ -274,12 +276,12 @@ class WritePlace:
 class _Writer:
     """Writes the parts of one definition, and collects notes for its reader."""
 
-    def __init__(self, found: ScriptFacts) -> None:
-        self.found, self.row, self.facts, self.settings = found, found.framework, found.checkpoint, found.settings
-        self.plan, self.made, self.place = _plan(found), Draft(), WritePlace()
-        self.passes_on = found.start.passes_on  # whether words added to the command reach the program
-        self.part = found.start.part  # the part of the command to which words are added
-        self.through = found.start.through[-1] if found.start.through else "your command"
+    def __init__(self, facts: ScriptFacts) -> None:
+        self.found, self.row, self.facts, self.settings = facts, facts.framework, facts.checkpoint, facts.settings
+        self.plan, self.made, self.place = _plan(facts), Draft(), WritePlace()
+        self.passes_on = facts.start.passes_on  # whether words added to the command reach the program
+        self.part = facts.start.part  # the part of the command to which words are added
+        self.through = facts.start.through[-1] if facts.start.through else "your command"
         self.nodes = 1
         self.starts_trainer = self.row is not None and self.row.format == "hf-trainer"
 
@@ -301,7 +303,7 @@ class _Writer:
             changed = re.sub(rf"(?<=\s){count}(?=\s|$)", "{gpus}", typed, count=1)
         if count <= 1:
             return changed, BY_GPUS[1], "one L40S with 48 GB"
-        size = next((each for each in BY_GPUS if each >= count), 8)
+        size = next((gpus for gpus in BY_GPUS if gpus >= count), 8)
         if changed == typed:
             self.unknown(
                 f"{self.through} starts {count} processes on a node, whatever the number of its GPUs:"
@@ -327,7 +329,7 @@ class _Writer:
             return typed
         if facts is None and row is not None and row.format == "nanochat":
             place.environment["NANOCHAT_BASE_DIR"] = "{state}"
-            depth, tag = (self.settings.find(each) for each in ("depth", "model_tag"))
+            depth, tag = (self.settings.find(name) for name in ("depth", "model_tag"))
             model = (tag.value if tag is not None else None) or f"d{depth.value if depth is not None else 20}"
             place.folder = f'"{{state}}/base_checkpoints/{model}"'
             place.why = "CHECK: the base model's folder, named by its depth or its tag"
@@ -368,7 +370,7 @@ class _Writer:
         and the place of that folder in the code.
         """
         own = self.row.out if self.row is not None else ()
-        known = [each for name in (*own, *OUT) if (each := self.settings.first([name])) is not None]
+        known = [option for name in (*own, *OUT) if (option := self.settings.first([name])) is not None]
         is_filed = re.compile(r".*\.(ya?ml|toml|json):\d+")
         setting = min(
             known, key=lambda e: (e.value is None, e.typed is None, not is_filed.fullmatch(e.where)), default=None
@@ -413,13 +415,15 @@ class _Writer:
             place.workdir = f"  workdir: '{{checkpoints}}'   # {where}: the script saves into its working folder"
             links = ""
             if self.found.names_own:
-                own = "; ".join(f"{each.where} looks for {each.value}" for each in self.found.names_own.values())
+                own = "; ".join(
+                    f"{finding.where} looks for {finding.value}" for finding in self.found.names_own.values()
+                )
                 place.workdir = f"  workdir: '{{checkpoints}}'   # CHECK: the script saves where it starts ({where});"
                 place.workdir += f" the command links its own files there: {own}"
                 self.unknown(f"which of its own files the script opens by a relative path: see job.workdir ({own})")
-                links = f"ln -sfn {' '.join(f'{{code}}/{each}' for each in self.found.names_own)} . && "
+                links = f"ln -sfn {' '.join(f'{{code}}/{file}' for file in self.found.names_own)} . && "
             if not start.through and not start.is_module:
-                there = {each for each in typed.split() if each[0] not in "-/{" and (self.found.folder / each).exists()}
+                there = {word for word in typed.split() if word[0] not in "-/{" and (self.found.folder / word).exists()}
                 return links + " ".join(f"{{code}}/{e.removeprefix('./')}" if e in there else e for e in typed.split())
             place.environment["PYTHONPATH"] = "{code}"
             place.workdir = (
@@ -454,37 +458,37 @@ class _Writer:
 
     def resume(self) -> Iterator[str]:
         """The lines for the words that the command gets after a checkpoint was restored."""
-        found, row = self.found, self.row
-        if found.bare_resume:
-            where = found.bare_resume.where
+        facts, row = self.found, self.row
+        if facts.bare_resume:
+            where = facts.bare_resume.where
             self.unknown(
                 f"{where}: trainer.train() gets no checkpoint, so the script begins anew on each node. Write"
                 " trainer.train(resume_from_checkpoint=os.environ.get('GPUFLEET_RESUME_FROM')) there; otherwise a"
                 " rehearsal fails"
             )
             yield f"  # resume: {{}}   # CHECK: {where}: train() begins anew by itself"
-        elif found.begins_anew is not None:
-            why = found.begins_anew.value
+        elif facts.begins_anew is not None:
+            why = facts.begins_anew.value
             self.unknown(f"how the script goes on from a checkpoint: {why}; unless you change that, a rehearsal fails")
             yield f"  # resume: {{args: --resume}}   # CHECK: {why}"
-        elif found.resume is not None and self.passes_on and not self.ends_command:
+        elif facts.resume is not None and self.passes_on and not self.ends_command:
             self.unknown(
                 "how the script goes on from a checkpoint: job.resume.args are added at the command's end, where"
                 " another program would get them"
             )
-            yield f"  # resume: {{args: {_quoted(found.resume.value)}}}   # CHECK: the last program would get these"
-        elif found.resume is not None and self.passes_on:
-            words, where = found.resume.value, found.resume.where
+            yield f"  # resume: {{args: {_quoted(facts.resume.value)}}}   # CHECK: the last program would get these"
+        elif facts.resume is not None and self.passes_on:
+            words, where = facts.resume.value, facts.resume.where
             self.known(f"with {re.split('[ =]', words)[0]} the script goes on from a checkpoint", where)
             yield f"  resume: {{args: {_quoted(self.plan.named(words))}}}   # {where}"
-        elif found.resume is not None:
-            yield f"  # resume: {{args: {_quoted(found.resume.value)}}}   # CHECK: {self.through} does not pass them"
-        elif found.reads_itself:
-            where, what = found.reads_itself.where, found.reads_itself.value
-            self.known(f"{what}; a rehearsal shows whether resuming works", where)
-        elif row is not None and "by itself" in row.resumes and found.names:
+        elif facts.resume is not None:
+            yield f"  # resume: {{args: {_quoted(facts.resume.value)}}}   # CHECK: {self.through} does not pass them"
+        elif facts.reads_itself:
+            where, finding = facts.reads_itself.where, facts.reads_itself.value
+            self.known(f"{finding}; a rehearsal shows whether resuming works", where)
+        elif row is not None and "by itself" in row.resumes and facts.names:
             self.known(f"the script goes on {row.resumes}", row.name)
-        elif found.names:
+        elif facts.names:
             how = f" ({row.name}: {row.resumes})" if row is not None else ""
             self.unknown(
                 "how the script goes on from a checkpoint: write its words for that in job.resume.args, or let it look"
@@ -496,12 +500,12 @@ class _Writer:
         row, facts, names, place = self.row, self.facts, self.found.names, self.place
         if not names:
             other = self.found.saves_else
-            what = f"{other.where} saves only {other.value}" if other else "no code of the command saves a checkpoint"
+            reason = f"{other.where} saves only {other.value}" if other else "no code of the command saves a checkpoint"
             self.unknown(
-                f"whether the script saves: {what}, so a lost node repeats all work. If it does save, name its"
+                f"whether the script saves: {reason}, so a lost node repeats all work. If it does save, name its"
                 " checkpoints in job.checkpoint.each; `gpufleet new --try` watches for them"
             )
-            yield f"  checkpoint: none   # CHECK: {what}, so a loss repeats all work; else name it in each:"
+            yield f"  checkpoint: none   # CHECK: {reason}, so a loss repeats all work; else name it in each:"
             return
         yield "  checkpoint:"
         if place.folder or place.why:
@@ -530,7 +534,7 @@ class _Writer:
     def _names(self) -> Iterator[str]:
         """The definition's lines for a checkpoint's names, and for the file that completes a checkpoint."""
         row, facts = self.row, self.facts
-        shown = [("" if facts else self.place.below) + self.plan.named(each) for each in self.found.names]
+        shown = [("" if facts else self.place.below) + self.plan.named(name) for name in self.found.names]
         where = facts.where if facts is not None else f"{row.name}, {row.version}" if row is not None else ""
         several = f"[{', '.join(map(_always_quoted, shown))}]"
         form = self.form
@@ -572,9 +576,9 @@ class _Writer:
                 yield from ("  progress:", f"    format: {row.format}   # {row.name}")
             return
         yield "  progress:"
-        shown = [(plan.named(each.regex), each.where) for each in plan.lines]
+        shown = [(plan.named(line.regex), line.where) for line in plan.lines]
         if row is not None and row.progress and not (row.named and shown):  # then the loop is the script's own
-            shown = [(plan.named(each), f"{row.name}, {row.version}") for each in row.progress]
+            shown = [(plan.named(pattern), f"{row.name}, {row.version}") for pattern in row.progress]
         if not shown:
             bar = "^\\s*" + BAR.format(count="step", total="total")
             yield f"    stdout: {_quoted(bar)}   # CHECK: a pattern of tqdm's bar, or of your own line with the step"
@@ -616,7 +620,7 @@ class _Writer:
             self.known(seen.where)
             yield f"  stop: {{signal: TERM, saves: {seen.value}}}   # {seen.where}"
             return
-        taken = min(self.found.signals, key=lambda each: each.value != "SIGTERM", default=None)
+        taken = min(self.found.signals, key=lambda finding: finding.value != "SIGTERM", default=None)
         if taken is None:
             if self.row is not None:
                 self.known(f"on SIGTERM the script {self.row.on_signal}", self.row.name)
@@ -655,17 +659,17 @@ class _Writer:
         wanted: list[tuple[Setting | None, object]] = [
             (self.asked.setting if self.asked is not None and total is not None else None, total),
             (every.setting if self.can_say_every else None, interval),
-            *((settings.first(each), value) for each, value in ((LOG_EVERY, 1), (DEVICE, "cpu"), (BACKEND, "gloo"))),
+            *((settings.first(names), value) for names, value in ((LOG_EVERY, 1), (DEVICE, "cpu"), (BACKEND, "gloo"))),
         ]
-        for each, value in wanted if self.passes_on else ():
-            if each is not None and each.form and not each.is_flag and not isinstance(each.default, bool):
-                command = with_setting(command, each, value, self.part)
+        for option, value in wanted if self.passes_on else ():
+            if option is not None and option.form and not option.is_flag and not isinstance(option.default, bool):
+                command = with_setting(command, option, value, self.part)
         # One process on a CPU needs no launcher, and some scripts take a launcher for GPUs.
         if self.found.runs_alone and self.nodes == 1:
             command = re.sub(r"^torchrun(?: +--\S+(?: +(?:\d+|\{gpus\}))?)* +", "python ", command)
         if (setting := settings.first(COMPILE)) is not None and setting.form.endswith("={}"):
             command = with_setting(command, setting, False, self.part)
-        parses = any(each.form for each in self.settings.several(["output_dir"]))
+        parses = any(option.form for option in self.settings.several(["output_dir"]))
         is_script = self.starts_trainer and self.row is not None and not self.row.form and parses
         more = [flag for flag in _HF_ON_CPU if is_script and flag not in command.lower()]
         return " ".join([command, *more])
@@ -721,7 +725,7 @@ class _Writer:
             command=tried, resume=resume, workdir="{checkpoints}" if self.place.workdir else "",
             environment={**(self.row.environment if self.row else {}), **self.place.environment},
             every=every.setting.name if every.setting is not None and self.can_say_every else "",
-            lines=(*(self.row.patterns if self.row else ()), *(each.regex for each in self.found.lines)),
+            lines=(*(self.row.patterns if self.row else ()), *(line.regex for line in self.found.lines)),
         )  # fmt: skip
         yield "rehearsal:          # the same script on a laptop's CPU: laid over the sections above"
         has_own = any((self.found.folder / name / "bin").is_dir() for name in ENVIRONMENTS)

@@ -45,26 +45,28 @@ def trial(
 
 
 def _start_again(
-    sandbox: Sandbox, trying: Trial, seen: TrialFindings, kept: SeenCheckpoint, first: TrialRun, seconds: float,
+    sandbox: Sandbox, trying: Trial, seen: TrialFindings, observed: SeenCheckpoint, first: TrialRun, seconds: float,
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Finds whether a second start resumes. It gets the checkpoint before the last one, so that it writes the last one
     again.
     """
-    folder = (sandbox.user["checkpoints"] if kept.top == "checkpoints" else sandbox.code) / kept.folder
-    names = Names(kept.config(()))
-    there = [each for each in names.find(folder, sandbox.root) if not names.lacks(each)]
+    folder = (sandbox.user["checkpoints"] if observed.top == "checkpoints" else sandbox.code) / observed.folder
+    names = Names(observed.config(()))
+    there = [candidate for candidate in names.find(folder, sandbox.root) if not names.lacks(candidate)]
     restored = there[-2:][0] if there else None
     if restored is None or (check := resume_check(seen, first, restored)) is None:
         return
     for later in there[there.index(restored) + 1 :]:
-        for each in later.places:
-            _remove(folder / each)
-    before = {each.key: each for each in names.find(folder, sandbox.root)}
+        for name in later.places:
+            _remove(folder / name)
+    before = {candidate.key: candidate for candidate in names.find(folder, sandbox.root)}
 
     def is_clear(watch: TrialRun) -> bool:
-        anew = [each for each in names.find(folder, sandbox.root) if _is_new(each, before.get(each.key))]
-        places = [told for _, told in seen.places(watch)]
+        anew = [
+            candidate for candidate in names.find(folder, sandbox.root) if _is_new(candidate, before.get(candidate.key))
+        ]
+        places = [position for _, position in seen.places(watch)]
         verdict = check.look(anew, next(iter(places), None))
         return verdict == "begins anew" or (verdict == "goes on" and len(places) >= FIRST_LINES)
 
@@ -77,8 +79,8 @@ def _start_again(
     take_verdict(seen, check, second)
 
 
-def _is_new(found: FoundCheckpoint, before: FoundCheckpoint | None) -> bool:
-    return before is None or found.is_anew(before)
+def _is_new(checkpoint: FoundCheckpoint, before: FoundCheckpoint | None) -> bool:
+    return before is None or checkpoint.is_anew(before)
 
 
 def _remove(path: Path) -> None:

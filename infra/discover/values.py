@@ -84,14 +84,14 @@ def pieces(expr: ast.AST | None) -> list[Piece]:
         case ast.Constant(value=str() as text):
             return [text]
         case ast.JoinedStr():
-            return [piece for each in expr.values for piece in pieces(each)]
+            return [piece for part in expr.values for piece in pieces(part)]
         case ast.FormattedValue(value=value, format_spec=form):
-            return [(value, "".join(each for each in pieces(form) if isinstance(each, str)))]
+            return [(value, "".join(piece for piece in pieces(form) if isinstance(piece, str)))]
         case ast.BinOp(left=ast.Constant(value=str() as text), op=ast.Mod(), right=right):
             return _filled(_PERCENT, text, right.elts if isinstance(right, ast.Tuple) else [right])
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             both = [*(pieces(left) or [(left, "")]), *(pieces(right) or [(right, "")])]
-            return both if any(isinstance(each, str) for each in both) else []
+            return both if any(isinstance(piece, str) for piece in both) else []
         case ast.Call(func=ast.Attribute(value=ast.Constant(value=str() as text), attr="format")):
             return braced(text, expr)
         case ast.Call(func=ast.Name(id="str"), args=[only]):
@@ -106,24 +106,24 @@ def percented(text: str, values: list[ast.expr]) -> list[Piece]:
 
 def braced(text: str, call: ast.Call) -> list[Piece]:
     """The pieces of `"{}-{:04d}".format(a, b)`."""
-    return _filled(_BRACES, text, call.args, {str(each.arg): each.value for each in call.keywords})
+    return _filled(_BRACES, text, call.args, {str(keyword.arg): keyword.value for keyword in call.keywords})
 
 
 def _filled(
     holes: re.Pattern[str], text: str, values: list[ast.expr], named: dict[str, ast.expr] | None = None
 ) -> list[Piece]:
-    following, found = iter(values), list[Piece]()
+    following, parts = iter(values), list[Piece]()
     for index, part in enumerate(holes.split(text)):
         if index % 2 and part[0] == "%":
-            found.append((next(following, None), part[1:]))
+            parts.append((next(following, None), part[1:]))
         elif index % 2:
             key, _, form = part[1:-1].partition(":")
             plain = re.split(r"[.\[!]", key)[0]
             value = values[int(plain)] if plain.isdigit() and int(plain) < len(values) else (named or {}).get(plain)
-            found.append((value if plain else next(following, None), form))
+            parts.append((value if plain else next(following, None), form))
         elif part:
-            found.append(part.replace("%%", "%") if holes is _PERCENT else part.replace("{{", "{").replace("}}", "}"))
-    return found
+            parts.append(part.replace("%%", "%") if holes is _PERCENT else part.replace("{{", "{").replace("}}", "}"))
+    return parts
 
 
 def opened(call: ast.Call) -> ast.expr | None:
@@ -173,8 +173,8 @@ class Values:
         if (own := self._own_setting(chain, scope)) is not None:
             return own.count, own
         for node, there in self.bound(chain, expr, scope) if chain else ():
-            if (found := self.quantity(node, there, depth + 1)) != (None, None):
-                return found
+            if (quantity := self.quantity(node, there, depth + 1)) != (None, None):
+                return quantity
         setting = self.settings.find(_key(expr) or chain) if _key(expr) or chain else None
         return (setting.count if setting is not None else None), setting
 
@@ -188,8 +188,8 @@ class Values:
 
     def kinds(self, expr: ast.AST | None, scope: Scope) -> Kind | None:
         """What an expression counts; None if not known."""
-        holes = (part for each in self.resolve(expr, scope) for part in each if isinstance(part, Hole))
-        return next((each.kind for each in holes if each.kind in ("step", "epoch", "batch")), None)
+        holes = (part for parts in self.resolve(expr, scope) for part in parts if isinstance(part, Hole))
+        return next((hole.kind for hole in holes if hole.kind in ("step", "epoch", "batch")), None)
 
     def _resolve(self, expr: ast.AST, scope: Scope, depth: int) -> Iterator[Parts]:
         hole: Parts = (Hole("any", ast.unparse(expr)[:80]) if not isinstance(expr, ast.For) else Hole("any", ""),)
@@ -214,35 +214,35 @@ class Values:
             case ast.IfExp(body=one, orelse=two):
                 yield from (*self.resolve(one, scope, depth + 1), *self.resolve(two, scope, depth + 1))
             case ast.BoolOp(values=several_values):
-                yield from (parts for each in several_values for parts in self.resolve(each, scope, depth + 1))
+                yield from (parts for operand in several_values for parts in self.resolve(operand, scope, depth + 1))
             case _:
                 yield hole
 
     def _put_together(self, several: Iterable[Piece | Hole], scope: Scope, depth: int) -> Iterator[Parts]:
         """The texts that `several` can give when joined, up to a bound."""
         options: list[list[Parts]] = []
-        for each in several:
-            if isinstance(each, str | Hole):
-                options.append([(each.replace("\\", "/") if isinstance(each, str) else each,)])
+        for piece in several:
+            if isinstance(piece, str | Hole):
+                options.append([(piece.replace("\\", "/") if isinstance(piece, str) else piece,)])
             else:
-                options.append([_formatted(parts, each[1]) for parts in self.resolve(each[0], scope, depth + 1)])
+                options.append([_formatted(parts, piece[1]) for parts in self.resolve(piece[0], scope, depth + 1)])
         for ways in itertools.islice(itertools.product(*options), MOST):
             yield tuple(part for parts in ways for part in parts)
 
     def _operation(self, expr: ast.BinOp, scope: Scope, depth: int) -> Iterator[Parts]:
-        left, right = (self.resolve(each, scope, depth + 1) for each in (expr.left, expr.right))
-        parts = [part for each in (*left, *right) for part in each]
+        first, second = (self.resolve(operand, scope, depth + 1) for operand in (expr.left, expr.right))
+        parts = [part for way in (*first, *second) for part in way]
         counted = next((p for p in parts if isinstance(p, Hole) and p.kind in ("step", "epoch", "batch")), None)
-        is_path = any(called(each) in _JOIN | _OF_FIRST for each in (expr.left, expr.right))
+        is_path = any(called(operand) in _JOIN | _OF_FIRST for operand in (expr.left, expr.right))
         is_path = is_path or any(
             re.search(r"[A-Za-z.]", p) if isinstance(p, str) else p.kind == "checkpoints" for p in parts
         )
         if isinstance(expr.op, ast.Div) and is_path:
-            yield from ((*one, "/", *two) for one in left for two in right)
+            yield from ((*one, "/", *two) for one in first for two in second)
         elif counted is not None:
             yield (counted,)  # for example epoch + 1
         elif isinstance(expr.op, ast.Add):
-            yield from ((*one, *two) for one in left for two in right)
+            yield from ((*one, *two) for one in first for two in second)
         else:
             yield (Hole("any", ast.unparse(expr)[:80]),)
 
@@ -260,19 +260,22 @@ class Values:
             yield (Hole("checkpoints", "") if is_ours else Hole("setting", variable),)
         elif name in _JOIN:
             joined = [of] if of is not None and name == "joinpath" else []
-            several = [(None, "") if isinstance(each, ast.Starred) else (each, "") for each in (*joined, *expr.args)]
-            yield from self._put_together([p for each in several for p in ("/", each)][1:], scope, depth)
+            several = [
+                (None, "") if isinstance(argument, ast.Starred) else (argument, "")
+                for argument in (*joined, *expr.args)
+            ]
+            yield from self._put_together([p for piece in several for p in ("/", piece)][1:], scope, depth)
         elif (name in _OF_FIRST and first is not None) or (name in _OF_OWNER | {"zfill"} and of is not None):
             form = f"0{literal(first)}d" if name == "zfill" else ""
             inner = first if name in _OF_FIRST and first is not None else of
-            yield from (_formatted(each, form) for each in self.resolve(inner, scope, depth + 1))
+            yield from (_formatted(way, form) for way in self.resolve(inner, scope, depth + 1))
         elif name == "get" and isinstance(key := literal(first), str):
             yield from self._setting_or(f"{_key(of)}.{key}".strip("."), hole)
         elif name == "with_suffix" and of is not None:
-            yield from ((*each, str(literal(first) or "")) for each in self.resolve(of, scope, depth + 1))
+            yield from ((*way, str(literal(first) or "")) for way in self.resolve(of, scope, depth + 1))
         elif _COUNTS_UP.search(name) and first is not None:
             below = ("/",) if len(expr.args) > 1 else ()  # the next argument is joined to the first one
-            yield from ((*each, *below, Hole("any", "*")) for each in self.resolve(first, scope, depth + 1))
+            yield from ((*way, *below, Hole("any", "*")) for way in self.resolve(first, scope, depth + 1))
         else:
             results = [
                 parts
@@ -292,11 +295,11 @@ class Values:
                 if isinstance(node, Function) and node.name == name:
                     yield node, Scope(scope.file, (node,), scope.cls)
             return
-        found = self._reach.symbol(scope.file, owner or name)
-        if owner and found is not None:
-            found = self._reach.symbol(found[0], name) if found[1] is None else None
-        if found is not None and isinstance(found[1], Function):
-            yield found[1], Scope(found[0], (found[1],))
+        symbol = self._reach.symbol(scope.file, owner or name)
+        if owner and symbol is not None:
+            symbol = self._reach.symbol(symbol[0], name) if symbol[1] is None else None
+        if symbol is not None and isinstance(symbol[1], Function):
+            yield symbol[1], Scope(symbol[0], (symbol[1],))
 
     def _named(self, chain: str, expr: ast.expr, scope: Scope, depth: int) -> Iterator[Parts]:
         counted, bound = unit(chain), self.bound(chain, expr, scope)
@@ -318,7 +321,7 @@ class Values:
         for count in range(len(scope.functions), 0, -1):
             function, inner = scope.functions[count - 1], Scope(scope.file, scope.functions[:count], scope.cls)
             more = function.args
-            is_parameter = chain in (each.arg for each in (*more.posonlyargs, *more.args, *more.kwonlyargs))
+            is_parameter = chain in (parameter.arg for parameter in (*more.posonlyargs, *more.args, *more.kwonlyargs))
             if values := _set_before(self._local(function).get(chain, []), at, chain, or_after=not is_parameter):
                 return [(node, scope) for node in values]
             if is_parameter:
@@ -326,10 +329,10 @@ class Values:
         head, _, rest = chain.partition(".")
         if head in ("self", "cls"):
             return self._of_class(scope.cls, scope.file, rest)
-        found = self._reach.symbol(scope.file, head)
-        if found is None or found[1] is not None or self._own_setting(chain, scope) is not None:
+        symbol = self._reach.symbol(scope.file, head)
+        if symbol is None or symbol[1] is not None or self._own_setting(chain, scope) is not None:
             return []
-        file, own = found[0], self._reach.names(found[0]).assigned
+        file, own = symbol[0], self._reach.names(symbol[0]).assigned
         there = self._reach.names(scope.file).imports.get(head, ("", ""))[1] or head
         # an attribute of a value gives nothing
         values = own.get(there if not rest else "" if there in own else rest, [])
@@ -353,14 +356,14 @@ class Values:
         if self._own_setting(name, scope) is not None:
             return []
         calls = self._reach.calls_of(function, Scope(scope.file, (), cls))
-        if any(each.arg is None for site in calls for each in site.call.keywords) and name in self._set_anywhere:
+        if any(keyword.arg is None for site in calls for keyword in site.call.keywords) and name in self._set_anywhere:
             return self._set_anywhere[name]  # in a dictionary that ** passes
         more, arguments = function.args, [*function.args.posonlyargs, *function.args.args]
         pairs = [
             *zip(arguments[::-1], more.defaults[::-1], strict=False),
             *zip(more.kwonlyargs, more.kw_defaults, strict=True),
         ]
-        return [(value, outer) for each, value in pairs if each.arg == name and not _is_none(value)]  # type: ignore[misc]
+        return [(value, outer) for parameter, value in pairs if parameter.arg == name and not _is_none(value)]  # type: ignore[misc]
 
     def _of_class(self, cls: ast.ClassDef | None, file: str, name: str) -> list[Bound]:
         """The values of an attribute of self, set in the class or a base class."""
@@ -376,12 +379,12 @@ class Values:
                         if not _is_none(value):
                             table.setdefault(key.removeprefix("self."), []).append((value, inner))
                     if isinstance(method, Function) and "property" in map(dotted, method.decorator_list):
-                        results = [each.value for each in walk(method) if isinstance(each, ast.Return) and each.value]
-                        table.setdefault(method.name, []).extend((each, inner) for each in results)
-            if found := self._attributes[cls].get(name):
-                return found
+                        results = [node.value for node in walk(method) if isinstance(node, ast.Return) and node.value]
+                        table.setdefault(method.name, []).extend((returned, inner) for returned in results)
+            if values := self._attributes[cls].get(name):
+                return values
             ups = (self._reach.symbol(file, dotted(base).partition(".")[0]) for base in cls.bases)
-            file, up = next((each for each in ups if each is not None), (file, None))
+            file, up = next((above for above in ups if above is not None), (file, None))
             cls = up if isinstance(up, ast.ClassDef) else None
         return []
 
@@ -401,18 +404,18 @@ class Values:
 
     @cached_property
     def _set_anywhere(self) -> dict[str, list[Bound]]:
-        found: dict[str, list[Bound]] = {}
+        values: dict[str, list[Bound]] = {}
         for node, scope in self._reach.units:
             for name, value in assignments(walk(node)):
                 if "." in name and not name.startswith("self.") and not isinstance(value, ast.Constant):
-                    found.setdefault(name.rpartition(".")[2], []).append((value, scope))
-        return found
+                    values.setdefault(name.rpartition(".")[2], []).append((value, scope))
+        return values
 
     def _counted_by(self, loop: ast.For, scope: Scope, depth: int) -> Iterator[Parts]:
         """The first name of a loop: an element of a list, a step of a range, a batch of an enumeration."""
         listed = [loop.iter, *(node for node, _ in self.bound(dotted(loop.iter), loop.iter, scope))]
-        elements = [each for node in listed if isinstance(node, ast.List | ast.Tuple) for each in node.elts]
-        yield from (parts for each in elements[:MOST] for parts in self.resolve(each, scope, depth + 1))
+        elements = [element for node in listed if isinstance(node, ast.List | ast.Tuple) for element in node.elts]
+        yield from (parts for element in elements[:MOST] for parts in self.resolve(element, scope, depth + 1))
         if not elements:
             is_batches = called(loop.iter) in ("enumerate", "tqdm", "log_every")
             yield (Hole("step" if loop_range(loop.iter) else "batch" if is_batches else "any", ""),)
@@ -441,8 +444,8 @@ def _key(expr: ast.AST | None) -> str:
 
 def loop_range(node: ast.expr) -> ast.Call | None:
     """The `range` of a loop, also inside of a progress bar; None for another loop."""
-    calls = (each for each in walk(node) if isinstance(each, ast.Call) and each.args)
-    return next((each for each in calls if called(each) in ("range", "trange", "count", "prange")), None)
+    calls = (call for call in walk(node) if isinstance(call, ast.Call) and call.args)
+    return next((call for call in calls if called(call) in ("range", "trange", "count", "prange")), None)
 
 
 def _set_before(
@@ -452,16 +455,16 @@ def _set_before(
     values set after the place, as in a loop.
     """
     here = (getattr(at, "lineno", 0), getattr(at, "col_offset", 0))
-    ends = [(each.target if isinstance(each, ast.For) else each, each) for each in values]
-    earlier = [each for place, each in ends if (place.end_lineno or 0, place.end_col_offset or 0) <= here]
+    ends = [(value.target if isinstance(value, ast.For) else value, value) for value in values]
+    earlier = [value for place, value in ends if (place.end_lineno or 0, place.end_col_offset or 0) <= here]
     if not earlier and or_after:
-        earlier = [each for place, each in ends if (place.lineno, place.col_offset) > here]
-    found = list[ast.expr | ast.For]()
-    for each in earlier[: -MOST - 1 : -1]:
-        found.append(each)
-        if isinstance(each, ast.expr) and any(dotted(node) == chain for node in walk(each)):
+        earlier = [value for place, value in ends if (place.lineno, place.col_offset) > here]
+    latest = list[ast.expr | ast.For]()
+    for value in earlier[: -MOST - 1 : -1]:
+        latest.append(value)
+        if isinstance(value, ast.expr) and any(dotted(node) == chain for node in walk(value)):
             break
-    return found
+    return latest
 
 
 def _defaults(function: ast.AST) -> Iterator[ast.AST]:
@@ -478,13 +481,13 @@ def _is_none(value: ast.AST | None) -> bool:
 
 def joined(parts: Iterable[str | Part]) -> tuple[str | Part, ...]:
     """The pattern with neighbouring texts as one."""
-    found: list[str | Part] = []
-    for each in parts:
-        if isinstance(each, str) and found and isinstance(found[-1], str):
-            found[-1] += each
-        elif each != "":
-            found.append(each)
-    return tuple(found)
+    merged: list[str | Part] = []
+    for part in parts:
+        if isinstance(part, str) and merged and isinstance(merged[-1], str):
+            merged[-1] += part
+        elif part != "":
+            merged.append(part)
+    return tuple(merged)
 
 
 def _formatted(parts: Parts, form: str) -> Parts:

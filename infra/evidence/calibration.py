@@ -94,13 +94,13 @@ def find(definition: StackDefinition, instance: Instance, root: Path) -> Calibra
     """The newest measurement under `root` (the project) that counts for the definition's job on `instance`. A
     RefusedCalibration says why the device's newest measurement does not count. None if this device was never measured.
     """
-    found = [
+    candidates = [
         (tree, path)
         for tree, path in _measurements(root, definition.name)
         if tree is None or _is_of(tree, definition, instance)
     ]
     refused: RefusedCalibration | None = None
-    for tree, path in sorted(found, key=lambda item: str(item[0]["at"]) if item[0] else "", reverse=True):
+    for tree, path in sorted(candidates, key=lambda item: str(item[0]["at"]) if item[0] else "", reverse=True):
         shown = path.relative_to(root)
         if tree is None:
             refused = refused or RefusedCalibration(
@@ -126,8 +126,8 @@ def find_all(
     if not any((root / folder / definition.name).is_dir() for folder in (FOLDER, receipts.FOLDER)):
         return {}
     asked = definition.fleet.instance_types if types is None else types
-    found = {name: find(definition, instances[name], root) for name in asked if name in instances}
-    return {name: calibration for name, calibration in found.items() if calibration is not None}
+    calibrations = {name: find(definition, instances[name], root) for name in asked if name in instances}
+    return {name: calibration for name, calibration in calibrations.items() if calibration is not None}
 
 
 def unmeasured(config: JobConfig) -> tuple[str, ...]:

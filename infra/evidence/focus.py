@@ -33,7 +33,7 @@ DYNAMIC = {"spot"}  # ways of buying whose price moves; FOCUS's PricingCategory
 
 def table(receipts: Iterable[Receipt], account: str) -> str:
     """The rows as CSV with a head, of every run but rehearsals. `account`: the number of the AWS account that pays."""
-    rows = [row(each, line, account) for each in receipts if not each.rehearsal for line in each.lines]
+    rows = [row(receipt, line, account) for receipt in receipts if not receipt.rehearsal for line in receipt.lines]
     text = io.StringIO()
     if rows:
         writer = csv.DictWriter(text, rows[0])
@@ -48,7 +48,7 @@ def row(receipt: Receipt, line: ReceiptLine, account: str) -> dict[str, Any]:
     day = ended.replace(hour=0, minute=0, second=0, microsecond=0)
     month = day.replace(day=1)
     cost = money(line.actual)
-    category, service = next((each for name, each in SERVICES.items() if line.name.startswith(name)), EC2)
+    category, service = next((named for name, named in SERVICES.items() if line.name.startswith(name)), EC2)
     regions = {attempt.zone[:-1] for attempt in receipt.attempts}
     region = regions.pop() if len(regions) == 1 else ""
     bought = "Dynamic" if receipt.capacity in DYNAMIC and (category, service) == EC2 else "Standard"

@@ -36,7 +36,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 def require_place(folder: Path) -> None:
     """Raises GpufleetError if nothing can be written there, before minutes of a rented GPU are spent."""
-    near = next(each for each in (folder, *folder.parents) if each.exists())
+    near = next(candidate for candidate in (folder, *folder.parents) if candidate.exists())
     if not near.is_dir() or not os.access(near, os.W_OK):
         raise GpufleetError(
             f"{folder}: the measurement is written there, and {near} is no folder, or must not be written to; put that"
@@ -50,9 +50,11 @@ def why_ignored(tree: dict[str, Any], definition: StackDefinition, root: Path) -
         return f"no step of phase {missing[0]} was timed (the first {WARM_UP} never are): ask for more --steps"
     if definition.estimate.step_ms is not None:
         return "since estimate.step_ms takes precedence over a measurement: remove that key from the file"
-    found = calibration.find_all(definition, load_catalog(root).instances, root).values()
-    refused = [each.why for each in found if isinstance(each, calibration.RefusedCalibration)]
-    if len(refused) < len(found):
+    measurements = calibration.find_all(definition, load_catalog(root).instances, root).values()
+    refused = [
+        measurement.why for measurement in measurements if isinstance(measurement, calibration.RefusedCalibration)
+    ]
+    if len(refused) < len(measurements):
         return ""
     if refused:
         return refused[0]
@@ -112,7 +114,7 @@ def measure(
             ran = f"\nIts Python was {python}." if python else ""
             raise GpufleetError(f"the probe failed. {error}{ran}") from error
         versions = own_versions(python) if python else None
-    found = machine.describe(tuple(gpus))
+    device = machine.describe(tuple(gpus))
     tree = measured.document(
         experiment=definition.job.experiment,
         parameters=asdict(config),
@@ -121,13 +123,13 @@ def measure(
             "name": name_of(gpus, config),
             "count": len(gpus) if config.device == "cuda" else 0,
             "ranks": ranks,
-            "memory_gb": found.gpu_memory_gb,
+            "memory_gb": device.gpu_memory_gb,
             "threads": os.environ.get("OMP_NUM_THREADS"),
-            "cpus": found.cpus,
+            "cpus": device.cpus,
         },
         versions={
-            **({**found.versions, "python": found.python} if versions is None else versions),
-            "driver": found.driver,
+            **({**device.versions, "python": device.python} if versions is None else versions),
+            "driver": device.driver,
         },
         source=f"probe of {steps} steps",
         at=stamp(datetime.now(UTC)),
@@ -149,11 +151,11 @@ def measure(
 
 def middles(config: JobConfig, steps: int) -> dict[str, int]:
     """For each phase of a probe of about `steps` steps: the step from which it asks for a checkpoint."""
-    first, found = 0, {}
+    first, middle_steps = 0, {}
     for size in config.phases():
-        found[size.name] = first + min(size.steps, steps) // 2
+        middle_steps[size.name] = first + min(size.steps, steps) // 2
         first += size.steps
-    return found
+    return middle_steps
 
 
 def place(definition: StackDefinition, config: JobConfig, root: Path, workdir: Path) -> str | None:

@@ -20,7 +20,7 @@ def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]
 
     Raises GpufleetError for a file in traces/ that is no trace, or one that names no type of the catalog.
     """
-    found = _of_traces(root / TRACES, {path.resolve() for path in but})
+    rows = _of_traces(root / TRACES, {path.resolve() for path in but})
     for receipt in receipts.read(root)[0]:
         if receipt.rehearsal:
             continue
@@ -29,7 +29,7 @@ def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]
             own = [node for node in on_spot if (node.type, node.zone) == place]
             hours = sum(float(node.lived_s) / 3600 for node in own)
             if hours > 0:
-                found.append(
+                rows.append(
                     Observation(
                         type=place[0],
                         zone=place[1] or None,
@@ -40,11 +40,11 @@ def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]
                         gpus=_gpus(place[0], root),
                     )
                 )
-    return found
+    return rows
 
 
 def _of_traces(folder: Path, but: Collection[Path]) -> list[Observation]:
-    found = []
+    rows = []
     for path in sorted(path for path in folder.glob("[!.]*") if path.suffix in (".csv", ".json")):
         if path.is_dir() or path.resolve() in but:
             continue
@@ -57,8 +57,8 @@ def _of_traces(folder: Path, but: Collection[Path]) -> list[Observation]:
             raise GpufleetError(f"{path}: it names no type; a trace in {TRACES}/ teaches the hazard of its type")
         if trace.type not in catalog.instances:  # otherwise no bill would ever use this trace
             raise GpufleetError(f"{path}: {catalog.unknown_type(trace.type)}. Correct its type, or move the file away")
-        found.append(trace.observation()._replace(gpus=catalog.instances[trace.type].gpu_count))
-    return found
+        rows.append(trace.observation()._replace(gpus=catalog.instances[trace.type].gpu_count))
+    return rows
 
 
 def _gpus(type_: str, root: Path) -> int:

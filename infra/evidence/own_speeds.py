@@ -51,7 +51,7 @@ def start_ups(root: Path, stack: str) -> dict[str, float]:
         for attempt in () if receipt.rehearsal else receipt.attempts:
             if attempt.started_s is not None:
                 took.setdefault(family(attempt.type), []).append(float(attempt.started_s))
-    return {name: median(found[-NEWEST:]) for name, found in took.items()}
+    return {name: median(seconds[-NEWEST:]) for name, seconds in took.items()}
 
 
 def _speeds(tree: Mapping[str, Any], instances: Mapping[str, Instance]) -> Iterator[Speed]:
@@ -63,9 +63,11 @@ def _speeds(tree: Mapping[str, Any], instances: Mapping[str, Instance]) -> Itera
     device, ranks = tree["device"], int(tree["device"]["ranks"])
     node = next(
         (
-            each
-            for each in instances.values()
-            if each.gpu_share == 1 and each.gpu_count >= ranks and calibration.is_gpu(device["name"], each.gpu.name)
+            instance
+            for instance in instances.values()
+            if instance.gpu_share == 1
+            and instance.gpu_count >= ranks
+            and calibration.is_gpu(device["name"], instance.gpu.name)
         ),
         None,
     )

@@ -32,12 +32,12 @@ class Proof:
 
     def figure(self, name: str, which: str = "median") -> float | None:
         """A figure's `least`, `median` or `most`; None if the canary did not reach it."""
-        found = self.tree["figures"].get(name)
-        return None if found is None else float(found[which])
+        spread = self.tree["figures"].get(name)
+        return None if spread is None else float(spread[which])
 
     def refuted(self) -> Iterator[dict[str, Any]]:
         """The assumptions that AWS refuted: `id`, `expected`, `seen`."""
-        yield from (each for each in self.tree["assumptions"] if each["state"] == "refuted")
+        yield from (assumption for assumption in self.tree["assumptions"] if assumption["state"] == "refuted")
 
 
 def read(path: Path) -> Proof:

@@ -56,7 +56,7 @@ class Accuracy:
 
 def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]]:
     """Every receipt under `root` (the project), by stack and oldest first, and a sentence for each invalid file."""
-    found, damaged = [], []
+    valid, damaged = [], []
     for path in sorted((root / FOLDER).glob("*/[!.]*.json")):
         if stack not in (None, path.parent.name):
             continue
@@ -66,10 +66,10 @@ def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]
                 raise ValueError(f"it is of stack {receipt.stack}")
             if receipt.run != path.stem:  # otherwise a copied receipt would count twice
                 raise ValueError(f"it is of run {receipt.run}")
-            found.append(receipt)
+            valid.append(receipt)
         except (OSError, ValueError) as error:
             damaged.append(f"{path.relative_to(root)} is left out: {error}")
-    return sorted(found, key=lambda receipt: (receipt.stack, receipt.at)), damaged
+    return sorted(valid, key=lambda receipt: (receipt.stack, receipt.at)), damaged
 
 
 def counts(receipt: Receipt) -> bool:
@@ -114,16 +114,16 @@ def score(root: Path, stack: str | None = None) -> Accuracy | None:
 
 def grade(receipts: Sequence[Receipt]) -> Accuracy | None:
     """The score of these receipts; None if no receipt counts."""
-    found = [receipt for receipt in receipts if counts(receipt)]
-    if not found:
+    graded = [receipt for receipt in receipts if counts(receipt)]
+    if not graded:
         return None
     from gpufleet.job.contract.receipt import CAUSES
 
-    ranged = [receipt.within_range for receipt in found if receipt.within_range is not None]
+    ranged = [receipt.within_range for receipt in graded if receipt.within_range is not None]
     return Accuracy(
-        runs=len(found),
-        error_percent=median(abs(float(receipt.error_percent)) for receipt in found),
-        bias_percent=median(float(receipt.error_percent) for receipt in found),
+        runs=len(graded),
+        error_percent=median(abs(float(receipt.error_percent)) for receipt in graded),
+        bias_percent=median(float(receipt.error_percent) for receipt in graded),
         inside=sum(ranged) / len(ranged) if ranged else None,
-        by_cause={name: median(float(abs(r.causes[name]) / r.estimate * 100) for r in found) for name in CAUSES},
+        by_cause={name: median(float(abs(r.causes[name]) / r.estimate * 100) for r in graded) for name in CAUSES},
     )

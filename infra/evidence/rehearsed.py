@@ -18,8 +18,8 @@ def saves_doubt(definition: StackDefinition, root: Path) -> str:
     config = definition.job.parameters
     if config.code_folders() or not config.saves_on_signal:  # ready-made jobs always save
         return ""
-    found = sorted((root / FOLDER / definition.name).glob(f"*/{SUMMARY}"), key=lambda path: path.stat().st_mtime)
-    results = [saves for path in found if (saves := (atomic.read_object(path) or {}).get(SAVES)) is not None]
+    summaries = sorted((root / FOLDER / definition.name).glob(f"*/{SUMMARY}"), key=lambda path: path.stat().st_mtime)
+    results = [saves for path in summaries if (saves := (atomic.read_object(path) or {}).get(SAVES)) is not None]
     if results and results[-1]:
         return ""
     why = "in the newest rehearsal it saved nothing" if results else "no rehearsal here has shown it"

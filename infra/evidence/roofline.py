@@ -43,9 +43,9 @@ def limits_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> 
     cut = ranks if size.sharded else 1
     traffic = size.params_trained * size.optimizer_traffic_bytes_per_param / cut
     if rung.checkpointing and size.steps:
-        held = (config.memory(index, each, ranks) for each in (Rung(micro=rung.micro), rung))
-        whole, kept = (0.0 if memory is None else memory.activations_gb for memory in held)
-        made = max(0.0, whole - kept) * GB
+        held = (config.memory(index, option, ranks) for option in (Rung(micro=rung.micro), rung))
+        whole, kept_gb = (0.0 if memory is None else memory.activations_gb for memory in held)
+        made = max(0.0, whole - kept_gb) * GB
         traffic += 2 * batch.micro_batches(config, rung, ranks) * made
     return compute_s * 1e3, traffic / (bandwidth * share * 1e9) * 1e3
 
@@ -63,14 +63,14 @@ def exchange_ms(
 ) -> tuple[float, float]:
     """Milliseconds of a step's exchange on the link between a node's GPUs, and on the network between nodes."""
     nodes = min(nodes, ranks)
-    each = ranks // nodes
+    per_node = ranks // nodes
     gradients = size.params_trained * GRADIENT_BYTES
     link_rate = instance.gpu.link_gb_s * REACHED[instance.gpu.link] * 1e9
     within = 0.0
-    if each > 1:
+    if per_node > 1:
         micros = batch.micro_batches(config, _rung(instance, config, ranks), ranks)
         summed = micros * gradients if size.sharded else 2 * gradients
-        within = (each - 1) / each * (micros * size.gathered_bytes + summed) / link_rate
+        within = (per_node - 1) / per_node * (micros * size.gathered_bytes + summed) / link_rate
     between = between_nodes_bytes(size, nodes) / (instance.between_nodes_gbps(cards) / 8 * NETWORK_REACHED * 1e9)
     return within * 1e3, between * 1e3
 

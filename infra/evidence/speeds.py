@@ -79,10 +79,10 @@ class Speeds:
     ) -> None:
         self.figures = tuple(figures)
         self.setup_s, self.canary_s = dict(setup_s or {}), dict(canary_s or {})
-        self._places = [each.place for each in self.figures]
+        self._places = [figure.place for figure in self.figures]
         among = _covariance(self._places, self._places) + REST_SIGMA**2 * np.eye(len(self._places))
         self._inverse = np.linalg.inv(among)
-        self._weights = self._inverse @ np.array([math.log(each.share) - MEAN for each in self.figures])
+        self._weights = self._inverse @ np.array([math.log(figure.share) - MEAN for figure in self.figures])
         self._told: dict[SpeedGroup, Expected] = {}
 
     def expect(self, place: SpeedGroup) -> Expected:
@@ -97,9 +97,9 @@ class Speeds:
         """
         both = [measured, asked]
         to_known = _covariance(both, self._places)
-        left = _covariance(both, both) - to_known @ self._inverse @ to_known.T
+        residual = _covariance(both, both) - to_known @ self._inverse @ to_known.T
         here, there = to_known @ self._weights
-        variance = float(left[0, 0] + left[1, 1] - 2 * left[0, 1]) + 2 * REST_SIGMA**2
+        variance = float(residual[0, 0] + residual[1, 1] - 2 * residual[0, 1]) + 2 * REST_SIGMA**2
         return math.exp(there - here), math.sqrt(variance)
 
     def _expect(self, place: SpeedGroup) -> Expected:
@@ -107,17 +107,17 @@ class Speeds:
         elsewhere = place._replace(gpu="")
         both = [place, elsewhere]
         to_known = _covariance(both, self._places)
-        left = _covariance(both, both) - to_known @ self._inverse @ to_known.T
-        variance = float(left[0, 0]) + REST_SIGMA**2
+        residual = _covariance(both, both) - to_known @ self._inverse @ to_known.T
+        variance = float(residual[0, 0]) + REST_SIGMA**2
         return Expected(
             share=math.exp(MEAN + float(to_known[0] @ self._weights)),
             sigma=math.sqrt(variance),
-            shared=math.sqrt(min(max(float(left[0, 1]), 0.0), variance)),
+            shared=math.sqrt(min(max(float(residual[0, 1]), 0.0), variance)),
             whose=self._whose(place),
         )
 
     def _whose(self, place: SpeedGroup) -> str:
-        on_it = {each.place for each in self.figures if each.place.gpu == place.gpu}
+        on_it = {figure.place for figure in self.figures if figure.place.gpu == place.gpu}
         if place in on_it and place.source == OURS:
             return f"as this project measured on the {place.gpu}"
         public = "from public measurements" + ("" if on_it else " of other GPUs")
@@ -127,7 +127,7 @@ class Speeds:
 @cache
 def shipped() -> Speeds:
     """The table's figures, by the peaks of the shipped catalog."""
-    gpus = {each.gpu.name: each.gpu for each in read_catalog(SHIPPED, None).instances.values()}
+    gpus = {instance.gpu.name: instance.gpu for instance in read_catalog(SHIPPED, None).instances.values()}
     with Path(__file__).with_name("speeds.csv").open(encoding="utf-8", newline="") as lines:
         return Speeds(_figure(row, gpus[row["gpu"]].bf16_tflops or math.nan) for row in csv.DictReader(lines))
 
@@ -141,13 +141,13 @@ def _figure(row: Mapping[str, str], peak: float) -> Speed:
 
 def _covariance(rows: Sequence[SpeedGroup], columns: Sequence[SpeedGroup]) -> Floats:
     """The covariance of ln share, without the rest."""
-    found = np.full((len(rows), len(columns)), MEAN_SIGMA**2)
+    covariance = np.full((len(rows), len(columns)), MEAN_SIGMA**2)
     for at, sigma in ((0, GPU_SIGMA), (1, KIND_SIGMA), (2, SOURCE_SIGMA)):
-        left, right = (np.array([each[at] for each in some], dtype=object) for some in (rows, columns))
-        found += sigma**2 * (left[:, None] == right[None, :])
-    left, right = (np.array([hash(each) for each in some]) for some in (rows, columns))
-    found += CELL_SIGMA**2 * (left[:, None] == right[None, :])
-    return found
+        row_keys, column_keys = (np.array([group[at] for group in some], dtype=object) for some in (rows, columns))
+        covariance += sigma**2 * (row_keys[:, None] == column_keys[None, :])
+    row_keys, column_keys = (np.array([hash(group) for group in some]) for some in (rows, columns))
+    covariance += CELL_SIGMA**2 * (row_keys[:, None] == column_keys[None, :])
+    return covariance
 
 
 def family(type_: str) -> str:

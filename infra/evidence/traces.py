@@ -73,12 +73,12 @@ def read(path: Path) -> Trace:
         why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise GpufleetError(f"{path}: cannot be read ({why}); give a trace as in `gpufleet docs risk`") from None
     try:
-        found = _csv(text, path) if path.suffix == ".csv" else _json(text, path)
+        trace = _csv(text, path) if path.suffix == ".csv" else _json(text, path)
     except (ValueError, csv.Error) as error:
         raise GpufleetError(f"{path}: no trace: {error}. The formats are in `gpufleet docs risk`.") from None
-    if not found.up_from_h.size:
-        raise GpufleetError(f"{path}: no node was available in any of its {found.hours:.0f} h; nothing can be replayed")
-    return found
+    if not trace.up_from_h.size:
+        raise GpufleetError(f"{path}: no node was available in any of its {trace.hours:.0f} h; nothing can be replayed")
+    return trace
 
 
 def _json(text: str, path: Path) -> Trace:
@@ -93,8 +93,8 @@ def _json(text: str, path: Path) -> Trace:
 
 def _gap_s(value: Any) -> float:
     with suppress(DoubtError):
-        if (found := reading.number(value)) > 0:
-            return found
+        if (gap_s := reading.number(value)) > 0:
+            return gap_s
     raise DoubtError(f"is {reading.show(value)}; allowed: seconds above 0")
 
 
@@ -110,7 +110,7 @@ def _counts(value: Any) -> Floats:
 def _csv(text: str, path: Path) -> Trace:
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     notes = (part for line in text.splitlines() if line.startswith("#") for part in line[1:].split(","))
-    about = {name.strip(): value.strip() for name, found, value in (note.partition("=") for note in notes) if found}
+    about = {name.strip(): value.strip() for name, sign, value in (note.partition("=") for note in notes) if sign}
     rows = list(csv.DictReader(lines))
     if len(rows) < 2 or {"at_h", "available"} - set(rows[0]):
         raise ValueError("needs the columns at_h and available, and two rows at least (the last one ends the trace)")
@@ -124,13 +124,13 @@ def _csv(text: str, path: Path) -> Trace:
 
 def _column(rows: Sequence[dict[str, str | Any]], key: str) -> Floats:
     """The numbers in the column of this name. Raises ValueError with the row of a value that is no number."""
-    found = np.zeros(len(rows))
+    numbers = np.zeros(len(rows))
     for number, row in enumerate(rows):
         try:
-            found[number] = float(row[key] or "")
+            numbers[number] = float(row[key] or "")
         except ValueError:
             raise ValueError(f"row {number + 1} below the names: {key} is {row[key] or ''!r}, no number") from None
-    return found
+    return numbers
 
 
 def _day(start: object) -> date | None:

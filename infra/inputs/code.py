@@ -236,16 +236,16 @@ def _projects_own(folder: Path, root: Path) -> Callable[[str], bool]:
 def _walk(folder: Path) -> Iterator[str]:
     for where, folders, files in os.walk(folder):
         at = Path(where)
-        folders[:] = [each for each in folders if each not in _LEFT_OUT and not (at / each / _ENVIRONMENT).exists()]
-        links = [each for each in folders if (at / each).is_symlink()]
-        yield from ((at / each).relative_to(folder).as_posix() for each in (*files, *links))
+        folders[:] = [name for name in folders if name not in _LEFT_OUT and not (at / name / _ENVIRONMENT).exists()]
+        links = [name for name in folders if (at / name).is_symlink()]
+        yield from ((at / name).relative_to(folder).as_posix() for name in (*files, *links))
 
 
 def _is_excluded(name: str, patterns: tuple[str, ...]) -> bool:
     """Whether a pattern matches the whole name, a folder above it, or any one part."""
     parts = name.split("/")
     above = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
-    return any(fnmatchcase(each, pattern.rstrip("/")) for pattern in patterns for each in (*above, *parts))
+    return any(fnmatchcase(part, pattern.rstrip("/")) for pattern in patterns for part in (*above, *parts))
 
 
 def _too_large(tree: Tree, code: Code) -> tuple[str, str]:

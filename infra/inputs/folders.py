@@ -45,11 +45,11 @@ def read(definition: StackDefinition, root: Path) -> dict[str, Listed]:
     """The existing inputs, by name: new and changed files of a local folder are hashed now, an s3:// prefix has what
     `listed` kept. `missing` reports inputs that do not exist.
     """
-    found = {name: _hashed(folder, root) for name, folder in _local(definition, root) if not _unfit(folder)}
+    inputs = {name: _hashed(folder, root) for name, folder in _local(definition, root) if not _unfit(folder)}
     for name, uri in _remote(definition):
-        if (kept := _recorded_listing(uri, root)) is not None:
-            found[name] = kept
-    return {name: found[name] for name in definition.storage.inputs or {} if name in found}
+        if (recorded := _recorded_listing(uri, root)) is not None:
+            inputs[name] = recorded
+    return {name: inputs[name] for name in definition.storage.inputs or {} if name in inputs}
 
 
 def missing(definition: StackDefinition, root: Path) -> Iterator[str]:
@@ -88,24 +88,24 @@ def listed(uri: str, root: Path, client: Any) -> Listed:
             reading.name(name)
         except DoubtError as error:
             raise GpufleetError(f"{uri}: a name in it {error}: rename it") from None
-    found = Listed(
-        uri=uri, folder=None, sha256=listing.digest(files), count=len(files), bytes=sum(each[1] for each in files)
+    objects = Listed(
+        uri=uri, folder=None, sha256=listing.digest(files), count=len(files), bytes=sum(file[1] for file in files)
     )
-    kept = {"uri": uri, "sha256": found.sha256, "count": found.count, "bytes": found.bytes}
-    atomic.write_json(_record(uri, root), kept)
-    return found
+    record = {"uri": uri, "sha256": objects.sha256, "count": objects.count, "bytes": objects.bytes}
+    atomic.write_json(_record(uri, root), record)
+    return objects
 
 
 def files_of(folder: Path) -> dict[str, Path]:
     """The files below a folder by name, in order; links are followed, as in an upload."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     seen = set()
     for where, folders, names in os.walk(folder, followlinks=True):
         at = Path(where)
         seen.add(at.resolve())
-        folders[:] = [each for each in folders if (at / each).resolve() not in seen]  # a link may lead back
-        found |= {(at / each).relative_to(folder).as_posix(): at / each for each in names if (at / each).is_file()}
-    return dict(sorted(found.items()))
+        folders[:] = [name for name in folders if (at / name).resolve() not in seen]  # a link may lead back
+        files |= {(at / name).relative_to(folder).as_posix(): at / name for name in names if (at / name).is_file()}
+    return dict(sorted(files.items()))
 
 
 def _unfit(folder: Path) -> str:
@@ -132,16 +132,16 @@ def _hashed(folder: Path, root: Path) -> Listed:
     """The folder with hashes; a file with the same size and time as last time counts as unchanged."""
     record = _record(str(folder.resolve()), root)
     before = (atomic.read_object(record) or {}).get("files") or {}
-    found = files_of(folder)
-    marks = {name: [(status := path.stat()).st_size, status.st_mtime_ns] for name, path in found.items()}
-    now = {name: before[name] for name in found if (before.get(name) or ())[:2] == marks[name]}
-    new = [name for name in found if name not in now]
+    paths = files_of(folder)
+    marks = {name: [(status := path.stat()).st_size, status.st_mtime_ns] for name, path in paths.items()}
+    now = {name: before[name] for name in paths if (before.get(name) or ())[:2] == marks[name]}
+    new = [name for name in paths if name not in now]
     with progress.shown(f"hashing {folder}", sum(marks[name][0] for name in new)) as advance:
-        now |= {name: [*marks[name], atomic.sha256(found[name], advance)] for name in new}
-    now = {name: now[name] for name in found}
+        now |= {name: [*marks[name], atomic.sha256(paths[name], advance)] for name in new}
+    now = {name: now[name] for name in paths}
     if now != before:
         atomic.write_json(record, {"folder": str(folder.resolve()), "files": now})
-    files = tuple(InputFile(name=name, bytes=each[0], sha256=each[2]) for name, each in now.items())
+    files = tuple(InputFile(name=name, bytes=mark[0], sha256=mark[2]) for name, mark in now.items())
     return Listed(
         uri=None,
         folder=folder,
@@ -153,10 +153,10 @@ def _hashed(folder: Path, root: Path) -> Listed:
 
 
 def _recorded_listing(uri: str, root: Path) -> Listed | None:
-    found = atomic.read_object(_record(uri, root))
-    if found is None or found.get("uri") != uri:
+    record = atomic.read_object(_record(uri, root))
+    if record is None or record.get("uri") != uri:
         return None
-    return Listed(uri=uri, folder=None, sha256=found["sha256"], count=found["count"], bytes=found["bytes"])
+    return Listed(uri=uri, folder=None, sha256=record["sha256"], count=record["count"], bytes=record["bytes"])
 
 
 def _record(place: str, root: Path) -> Path:

@@ -28,8 +28,8 @@ _OF_ANOTHER = {  # variables that a user's hook may set, which would lead git to
 
 def top(folder: Path) -> Path | None:
     """The folder with all files of the repository around `folder`; None without one."""
-    found = _find(folder)
-    return None if found is None else found[0]
+    repository = _find(folder)
+    return None if repository is None else repository[0]
 
 
 def ask(folder: Path, *words: str) -> bytes | None:
@@ -51,9 +51,9 @@ def answer(folder: Path, *words: str, feed: bytes = b"") -> bytes:
 
     if shutil.which("git") is None:
         raise GpufleetError("git is not installed, but is needed here to list the files of this folder")
-    if (found := _find(folder)) is None:
+    if (repository := _find(folder)) is None:
         raise GpufleetError(f"not a git repository: {folder.resolve()}, nor is any folder above it")
-    files, place = found
+    files, place = repository
     try:
         with _without_settings(place) as ours:
             own = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER}
@@ -84,7 +84,7 @@ def _without_settings(place: Path) -> Iterator[Path]:
     import tempfile
 
     common = place / (_text(place / "commondir").strip() or ".")  # a repository with several work trees has this file
-    own, shared = ({each.name: each for each in folder.iterdir()} for folder in (place, common))
+    own, shared = ({path.name: path for path in folder.iterdir()} for folder in (place, common))
     with tempfile.TemporaryDirectory(prefix="gpufleet-git-") as folder:
         for name, path in {**own, **shared, **{name: own[name] for name in own if "index" in name}}.items():
             if name not in _NOT_TAKEN:
@@ -97,8 +97,8 @@ def _without_settings(place: Path) -> Iterator[Path]:
 def _config(theirs: str) -> str:
     lines = ["[core]", "repositoryformatversion = 1", "fsmonitor = false"]
     for section, names in _NEEDED.items():
-        found = re.findall(rf"^\s*({'|'.join(names)})\s*=\s*(\w+)\s*$", theirs, re.IGNORECASE | re.MULTILINE)
-        lines += [f"[{section}]", *(f"{name} = {word}" for name, word in found)]
+        settings = re.findall(rf"^\s*({'|'.join(names)})\s*=\s*(\w+)\s*$", theirs, re.IGNORECASE | re.MULTILINE)
+        lines += [f"[{section}]", *(f"{name} = {word}" for name, word in settings)]
     return "\n".join(lines) + "\n"
 
 

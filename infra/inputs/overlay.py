@@ -56,8 +56,8 @@ def make(python: Path, folder: Path, *, cache: Path) -> Path:
 
 
 def _describe(python: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(_run(python, "-c", _DESCRIBE))
-    return found
+    description: dict[str, Any] = json.loads(_run(python, "-c", _DESCRIBE))
+    return description
 
 
 def _run(python: Path, *words: str) -> str:

@@ -56,8 +56,8 @@ def prepare_folders(definition: StackDefinition, root: Path, s3: Any, say: Say) 
             folders.listed(place, root, s3)
     if lacking := list(folders.missing(definition, root)):
         raise GpufleetError("\n".join(lacking))
-    for name, found in folders.read(definition, root).items():
-        say(f"{name}: {counted(found.count, 'file')}, {found.bytes / 1e6:.1f} MB of {found.uri or found.folder}")
+    for name, files in folders.read(definition, root).items():
+        say(f"{name}: {counted(files.count, 'file')}, {files.bytes / 1e6:.1f} MB of {files.uri or files.folder}")
 
 
 def prepared(
@@ -79,14 +79,14 @@ def prepared(
     if tokenizer is not None and not dataset.takes_tokenizer:
         raise GpufleetError(f"{definition.job.experiment} takes no tokenizer: leave out --tokenizer")
     folder = root / name
-    given = Given(text=text, tokenizer=tokenizer, weights=definition.storage.weights_folder(root), say=say)
+    supplied = Given(text=text, tokenizer=tokenizer, weights=definition.storage.weights_folder(root), say=say)
     try:
         if text is None and tokenizer is None and _is_of_a_file(folder, dataset):
             try:
-                return dataset.accept(folder, given)
+                return dataset.accept(folder, supplied)
             except ValueError as error:  # the library's advice to prepare the dataset again is useless in this place
                 raise ValueError(f"{error}: `{_prepare_command(definition)}`") from error
-        return dataset.prepare(folder, given)
+        return dataset.prepare(folder, supplied)
     except (ValueError, ImportError) as error:
         raise _as_user_error(error) from error
 

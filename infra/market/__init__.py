@@ -27,4 +27,4 @@ def asked(capacity: str, fallback: str, nodes: int, block: CapacityBlock | None)
 
 def find(capacity: str, fallback: str = "none", *, nodes: int = 1, block: CapacityBlock | None = None) -> Market:
     """The market in which nodes are bought; with a fallback if that fallback exists for the capacity."""
-    return [each for each in asked(capacity, fallback, nodes, block) if each.name == capacity][-1]
+    return [market for market in asked(capacity, fallback, nodes, block) if market.name == capacity][-1]

@@ -134,8 +134,8 @@ class Market:
         """The price of a node of the type. `ceiling`: limits.usd_per_hour."""
         price = catalog.on_demand_prices.get((type_, fleet.region))
         above = price is not None and ceiling is not None and price.amount > ceiling
-        said = f"{type_} on demand costs {price.amount} USD an hour, above {ceiling}" if price and above else ""
-        return Offer(price=price, left_out=said)
+        reason = f"{type_} on demand costs {price.amount} USD an hour, above {ceiling}" if price and above else ""
+        return Offer(price=price, left_out=reason)
 
     def zones_below(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal) -> tuple[str, ...]:
         """The fleet's zones in which a node of the type is known to cost at most that price. Prices are known by zone
@@ -206,8 +206,8 @@ class Market:
     def too_short(self, need: str, left_h: float, now: datetime) -> Iterator[tuple[str, str, str]]:
         """The problem if the market's own end comes before `need`: the value, what is allowed, what to do."""
         if self.block and now > self.block.start:  # before the start, the whole block was compared with the p50
-            left = f"{need}; {max(left_h, 0):.2f} are left until 30 minutes before the block's end"
-            yield stamp(self.block.end), left, "Take a longer block, or shorten the run."
+            allowed = f"{need}; {max(left_h, 0):.2f} are left until 30 minutes before the block's end"
+            yield stamp(self.block.end), allowed, "Take a longer block, or shorten the run."
 
     def not_begun(self, now: datetime) -> Iterator[str]:
         """Why a first `up` comes too early."""

@@ -27,19 +27,19 @@ class Spot(Market):
 
     def offer(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal | None) -> Offer:
         zones = catalog.spot_zones(type_, fleet.region, fleet.zone_ids)
-        below = tuple(each for each in zones if ceiling is None or each.price.amount <= ceiling)
+        below = tuple(zone for zone in zones if ceiling is None or zone.price.amount <= ceiling)
         dearest = below[-1].price if below else None
         if ceiling is None or not zones or self.zones_below(catalog, type_, fleet, ceiling):
             return Offer(price=dearest, zones=below)
         prefix, high = catalog.zone_id_prefix(fleet.region), zones[-1]
-        named = ", ".join(sorted(prefix + each.zone for each in below))
-        kept = f"; by id it would stay in fleet.zones: [{named}]" if below else ""
-        said = f"{type_} costs up to {high.price.amount} USD an hour in {prefix}{high.zone}, above {ceiling}{kept}"
-        return Offer(price=dearest, zones=below, left_out=said)
+        named = ", ".join(sorted(prefix + zone.zone for zone in below))
+        hint = f"; by id it would stay in fleet.zones: [{named}]" if below else ""
+        reason = f"{type_} costs up to {high.price.amount} USD an hour in {prefix}{high.zone}, above {ceiling}{hint}"
+        return Offer(price=dearest, zones=below, left_out=reason)
 
     def zones_below(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal) -> tuple[str, ...]:
         known = catalog.spot_zones(type_, fleet.region)
-        below = {each.zone for each in known if each.price.amount <= ceiling}
+        below = {zone.zone for zone in known if zone.price.amount <= ceiling}
         if fleet.zone_ids:
             return tuple(zone for zone, own in zip(fleet.zones, fleet.zone_ids, strict=True) if own in below)
         return fleet.zones if below and len(below) == len(known) else ()

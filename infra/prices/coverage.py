@@ -40,18 +40,18 @@ def to_json(catalog: Catalog, regions: Sequence[str], today: date) -> dict[str, 
 
 def render(catalog: Catalog, regions: Sequence[str], today: date) -> str:
     """The content of to_json as text: one region in detail, type by type; several as a table of counts and dates."""
-    found = to_json(catalog, regions, today)
-    days = found["catalog"]["age_days"]
+    document = to_json(catalog, regions, today)
+    days = document["catalog"]["age_days"]
     age = f"{days} days old" if days >= 0 else f"{-days} days in the future: it cannot have been read"
     lines = [
         f"Prices: {catalog.name}; the newest is of {catalog.as_of}, {age}. * = inferred, not read in any source.",
         "",
     ]
-    lines += _types(catalog, regions[0], today) if len(regions) == 1 else _counts(found["regions"])
+    lines += _types(catalog, regions[0], today) if len(regions) == 1 else _counts(document["regions"])
     if len(regions) <= BESIDE:
         lines += ["", *_items(catalog, regions)]
     lines.append("")
-    for region in found["regions"]:
+    for region in document["regions"]:
         name, known = region["region"], _launchable(catalog, region["region"], today)
         if lacks := catalog.missing(name):
             brings = f"`gpufleet prices refresh --region {name}`"
@@ -143,10 +143,10 @@ def _families(types: Sequence[str], known: Iterable[str]) -> Iterator[str]:
 
 
 def _dates(prices: Iterable[Price]) -> dict[str, Any]:
-    found = list(prices)
-    days = sorted(price.as_of.isoformat() for price in found)
+    listed = list(prices)
+    days = sorted(price.as_of.isoformat() for price in listed)
     return {
-        "inferred": sum(price.status == "inferred" for price in found),
+        "inferred": sum(price.status == "inferred" for price in listed),
         "oldest": days[0] if days else None,
         "newest": days[-1] if days else None,
     }
@@ -199,9 +199,9 @@ def _items(catalog: Catalog, regions: Sequence[str]) -> list[str]:
     rows = []
     for item in dict.fromkeys(item for item, _ in catalog.services):
         cells = [catalog.services.get((item, region)) for region in regions]
-        found = [cell for cell in cells if cell]
-        unit = found[0].unit if found else "-"
-        rows.append((item, unit, *map(_marked, cells), _span(_dates(found))))
+        priced = [cell for cell in cells if cell]
+        unit = priced[0].unit if priced else "-"
+        rows.append((item, unit, *map(_marked, cells), _span(_dates(priced))))
     return list(table(("item", "USD per", *regions, "of"), rows))
 
 

@@ -76,8 +76,8 @@ def service(pricing: Any, name: str, region: str, day: date) -> Quote:
     item, products = ITEMS[name], []
     for prefix in known_regions()[region].usage_prefixes:
         usage_type = prefix + item.usage_type
-        found = _products(pricing, item.service, {"usagetype": usage_type})
-        products += [product for product in found if _attributes(product).get("usagetype") == usage_type]
+        matching = _products(pricing, item.service, {"usagetype": usage_type})
+        products += [product for product in matching if _attributes(product).get("usagetype") == usage_type]
         if products:
             break
     return _quote(products, item.units, region, day)
@@ -143,18 +143,18 @@ def _amount(products: list[dict[str, Any]], units: Mapping[str, Decimal], day: d
 
 def _terms(product: dict[str, Any]) -> dict[date, list[dict[str, Any]]]:
     """The product's on-demand terms by the day from which they apply: the calendar's first day if none is given."""
-    found: dict[date, list[dict[str, Any]]] = {}
+    by_day: dict[date, list[dict[str, Any]]] = {}
     for term in product["terms"].get("OnDemand", {}).values():
         begin = str(term.get("effectiveDate") or "")[:10]
-        found.setdefault(date.fromisoformat(begin) if begin else date.min, []).append(term)
-    return found
+        by_day.setdefault(date.fromisoformat(begin) if begin else date.min, []).append(term)
+    return by_day
 
 
 def _first_tier(product: dict[str, Any], day: date) -> tuple[str, Decimal] | None:
     """(unit, USD) of the lowest tier with a price on that day; None without one."""
     terms = _terms(product)
     in_force = max((begin for begin in terms if begin <= day), default=None)
-    found = [
+    tiers = [
         (
             Decimal(dimension.get("beginRange") or 0),
             dimension["unit"].lower(),
@@ -164,13 +164,13 @@ def _first_tier(product: dict[str, Any], day: date) -> tuple[str, Decimal] | Non
         for dimension in term["priceDimensions"].values()
         if "USD" in dimension["pricePerUnit"]
     ]
-    priced = sorted(tier for tier in found if tier[2] > 0)
+    priced = sorted(tier for tier in tiers if tier[2] > 0)
     return priced[0][1:] if priced else None
 
 
 def _attributes(product: dict[str, Any]) -> dict[str, Any]:
-    found = product.get("product", {}).get("attributes", {})
-    return found if isinstance(found, dict) else {}
+    attributes = product.get("product", {}).get("attributes", {})
+    return attributes if isinstance(attributes, dict) else {}
 
 
 def _region(product: dict[str, Any]) -> str | None:

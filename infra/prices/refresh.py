@@ -61,7 +61,7 @@ class Refreshed:
 
     @property
     def failed(self) -> list[KeptFigure]:
-        return [kept for kept in self.kept if kept.failed]
+        return [figure for figure in self.kept if figure.failed]
 
 
 def refresh(
@@ -89,7 +89,7 @@ def refresh(
         ]:
             key = (name, region)
             before = in_force.get(key) if table is prices.on_demand else table.get(key)
-            what = f"on-demand price of {name} in {region}" if table is prices.on_demand else f"{name} in {region}"
+            figure = f"on-demand price of {name} in {region}" if table is prices.on_demand else f"{name} in {region}"
             try:
                 if given_up:
                     raise _GivenUp(given_up)
@@ -97,7 +97,7 @@ def refresh(
             except (NoFigure, _GivenUp, exceptions.ClientError, exceptions.BotoCoreError) as error:
                 failures = 0 if isinstance(error, NoFigure) else failures + 1
                 given_up = _reason(error) if _hopeless(error) or failures >= PATIENCE else given_up
-                _keep(done, what, error, before)
+                _keep(done, figure, error, before)
                 continue
             failures = 0
             table[key], *later = (
@@ -107,7 +107,7 @@ def refresh(
             if table is prices.on_demand:
                 prices.dated.pop(key, None)
                 prices.dated.update({key: tuple(later)} if later else {})
-            _note(done, what, before, quote.amount)
+            _note(done, figure, before, quote.amount)
         _spot(done, old, types, region, ec2_in, now)
     return done
 
@@ -117,7 +117,7 @@ def _spot(
 ) -> None:
     """Asks once per region, so that the request fails or succeeds for all types together."""
     try:
-        found = spot_history.read(ec2_in(region), types, now)
+        history = spot_history.read(ec2_in(region), types, now)
     except (exceptions.ClientError, exceptions.BotoCoreError) as error:
         known = [zone.price.as_of for (_, where), zones in old.spot.items() if where == region for zone in zones]
         done.kept.append(
@@ -127,10 +127,10 @@ def _spot(
         )
         return
     for type_ in types:
-        zones = [zone for zone in found.prices if zone.type == type_]
+        zones = [zone for zone in history.prices if zone.type == type_]
         before = {zone.zone: zone for zone in old.spot.get((type_, region), ())}
-        rest = [zone for name, zone in before.items() if name not in {each.zone for each in zones}]
-        unnamed = found.unnamed.get(type_, ())
+        rest = [zone for name, zone in before.items() if name not in {priced.zone for priced in zones}]
+        unnamed = history.unnamed.get(type_, ())
         for name in unnamed:  # a zone without an id is one of `rest`, or a new zone; the two cannot be told apart
             why, oldest = "AWS gives no id for this zone", min((zone.price.as_of for zone in rest), default=None)
             done.kept.append(KeptFigure(what=f"spot price of {type_} in {name}", why=why, as_of=oldest, failed=True))
@@ -138,8 +138,8 @@ def _spot(
             if before and not unnamed:
                 oldest = min(zone.price.as_of for zone in before.values())
                 why = f"no spot price in {spot_history.DAYS} days"
-                what = f"spot prices of {type_} in {region}"
-                done.kept.append(KeptFigure(what=what, why=why, as_of=oldest, failed=False))
+                figure = f"spot prices of {type_} in {region}"
+                done.kept.append(KeptFigure(what=figure, why=why, as_of=oldest, failed=False))
             continue
         read_anew = [_spot_price(zone, now.date()) for zone in zones]
         done.prices.spot[type_, region] = cheapest_first([*read_anew, *rest] if unnamed else read_anew)
@@ -147,7 +147,7 @@ def _spot(
             known_price = before[zone.zone].price if zone.zone in before else None
             _note(done, f"spot price of {type_} in {region} {zone.zone}", known_price, zone.median)
         if not unnamed:
-            done.gone += [f"{type_} in {region} {zone}" for zone in sorted(each.zone for each in rest)]
+            done.gone += [f"{type_} in {region} {zone}" for zone in sorted(missing.zone for missing in rest)]
 
 
 def _spot_price(zone: spot_history.ZonePrice, day: date) -> SpotPrice:
@@ -159,19 +159,19 @@ class _GivenUp(Exception):
     """The request was not made, because an earlier answer applies to it too."""
 
 
-def _keep(done: Refreshed, what: str, error: Exception, before: Price | None) -> None:
+def _keep(done: Refreshed, figure: str, error: Exception, before: Price | None) -> None:
     empty = isinstance(error, NoFigure) and error.empty
     if empty and before is None:
         return  # the type is not sold in this region, and never was
     done.kept.append(
-        KeptFigure(what=what, why=_reason(error), as_of=before.as_of if before else None, failed=not empty)
+        KeptFigure(what=figure, why=_reason(error), as_of=before.as_of if before else None, failed=not empty)
     )
 
 
-def _note(done: Refreshed, what: str, before: Price | None, new: Decimal) -> None:
+def _note(done: Refreshed, figure: str, before: Price | None, new: Decimal) -> None:
     done.read += 1
     if before and before.amount and (new > JUMP * before.amount or before.amount > JUMP * new):
-        done.moved.append(Moved(what=what, old=before, new=new))
+        done.moved.append(Moved(what=figure, old=before, new=new))
 
 
 def _hopeless(error: Exception) -> bool:
@@ -206,12 +206,16 @@ def renew(
     """Asks AWS, writes a dated folder in `to`, and prints figures that were not read, changed much, or disappeared. 1
     if a question failed. Raises AwsRefused if all did.
     """
-    types = [name for name, each in catalog.instances.items() if each.left_ec2 is None or each.left_ec2 >= now.date()]
+    types = [
+        name
+        for name, instance in catalog.instances.items()
+        if instance.left_ec2 is None or instance.left_ec2 >= now.date()
+    ]
     old = files.read(SHIPPED)
     # the prices that bills use now, even if the new prices go elsewhere
     for known in dict.fromkeys((project_prices(Path.cwd()), to)):
-        if found := files.folders(known):
-            old = files.newer(old, files.read(found[-1]))
+        if folders := files.folders(known):
+            old = files.newer(old, files.read(folders[-1]))
     near = next(path for path in (to.absolute(), *to.absolute().parents) if path.exists())
     if not near.is_dir() or not os.access(near, os.W_OK):  # checked before hundreds of questions
         raise GpufleetError(
@@ -220,7 +224,7 @@ def renew(
     say(f"Asking AWS for {len(types)} types and the service prices in {', '.join(regions)} ...")
     done = refresh(old, types, regions, pricing=pricing, ec2_in=ec2_in, now=now)
     if not done.read:
-        why = "; ".join(dict.fromkeys(kept.why for kept in done.kept))
+        why = "; ".join(dict.fromkeys(figure.why for figure in done.kept))
         raise AwsRefused(
             f"no price could be read, nothing was written: {why}. It takes pricing:GetProducts,"
             " ec2:DescribeSpotPriceHistory and ec2:DescribeAvailabilityZones"
@@ -237,9 +241,9 @@ def _report(done: Refreshed, folder: Path) -> Iterator[str]:
     yield f"{done.read} prices read, written to {folder}. Commit it, so that everyone's bills use it."
     if done.kept:
         yield f"\nNot read, {len(done.kept)}; each keeps its old figure with its old date and source:"
-    for kept in done.kept:
-        old = f"; the old one is of {kept.as_of}" if kept.as_of else "; there is no old one"
-        yield f"  - {kept.what}: {kept.why}{old}"
+    for figure in done.kept:
+        old = f"; the old one is of {figure.as_of}" if figure.as_of else "; there is no old one"
+        yield f"  - {figure.what}: {figure.why}{old}"
     if done.moved:
         yield "\nChanged by more than a factor of 3; check these before you trust them:"
     for moved in done.moved:

@@ -75,7 +75,7 @@ def summarise(
         named, usd = _ZONE_ID.fullmatch(_id(row, ids)), Decimal(row["SpotPrice"])
         if named and row["Timestamp"] <= end and usd.is_finite() and usd > 0:
             changes[row["InstanceType"], named[1]].append((row["Timestamp"], usd))
-    found = []
+    prices = []
     for (type_, zone), moments in sorted(changes.items()):
         moments.sort()
         holds = [
@@ -83,8 +83,8 @@ def summarise(
             for (since, price), until in zip(moments, [*(moment for moment, _ in moments[1:]), end], strict=True)
         ]
         in_force = [price for price, seconds in holds if seconds > 0] or [holds[-1][0]]
-        found.append(ZonePrice(type=type_, zone=zone, median=_median(holds), low=min(in_force), high=max(in_force)))
-    return found
+        prices.append(ZonePrice(type=type_, zone=zone, median=_median(holds), low=min(in_force), high=max(in_force)))
+    return prices
 
 
 def _id(row: Mapping[str, Any], ids: Mapping[str, str]) -> str:
@@ -92,12 +92,12 @@ def _id(row: Mapping[str, Any], ids: Mapping[str, str]) -> str:
 
 
 def _unnamed(rows: Iterable[Mapping[str, Any]], ids: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, set[str]] = defaultdict(set)
+    by_type: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         name = row.get("AvailabilityZone", "")
         if not _id(row, ids) and _ZONE_NAME.fullmatch(name):
-            found[row["InstanceType"]].add(name)
-    return {type_: tuple(sorted(names)) for type_, names in found.items()}
+            by_type[row["InstanceType"]].add(name)
+    return {type_: tuple(sorted(names)) for type_, names in by_type.items()}
 
 
 def _median(holds: list[tuple[Decimal, float]]) -> Decimal:

@@ -23,8 +23,8 @@ _OF_THE_CLOCK = ("began", "valid_until")
 
 def approval(plan: Plan) -> str:
     """The hash, in hexadecimal digits, over everything that the run begins with and over its bill in cents."""
-    bills = [plan.bill.usd, *(each.usd for each in plan.fallbacks)]
-    cents = [[f"{usd:.2f}" for usd in asdict(each).values()] for each in bills]
+    bills = [plan.bill.usd, *(fallback.usd for fallback in plan.fallbacks)]
+    cents = [[f"{usd:.2f}" for usd in asdict(quantiles).values()] for quantiles in bills]
     return _digits([_begins_with(plan), cents, plan.kept_after_destroy()])
 
 
@@ -32,7 +32,7 @@ def of_campaign(plans: Iterable[Plan], described: CampaignFile) -> str:
     """The hash of runs under one cap: over everything that each run begins with, whatever their order, and over what
     the file allows. Their bills are not in it: they move with each receipt of the campaign, and the cap does not.
     """
-    return _digits([sorted(begins_with(each) for each in plans), described.allowed])
+    return _digits([sorted(begins_with(plan) for plan in plans), described.allowed])
 
 
 def begins_with(plan: Plan) -> str:

@@ -55,7 +55,7 @@ def planned(root: Path, name: str, was: Previous, *, scenario: str, tags: Mappin
     preview = bool(pulumi.runtime.is_dry_run())
     say = lines()
     with shown_by(
-        lambda what, total, unit: Lines(what, total, unit, say)
+        lambda label, total, unit: Lines(label, total, unit, say)
     ):  # the progress of hashing, which may take minutes
         return make(root, name, now=datetime.now(UTC), previous=was, preview=preview, scenario=scenario, tags=tags)
 
@@ -70,9 +70,9 @@ def begin(verdict: RunDecision, was: Previous, name: str = "run", parent: pulumi
     would not replace the fleet.
     """
     began = f"{verdict.run.id} {verdict.run.began}"
-    kept = pulumi.Stash(name, input=began, opts=pulumi.ResourceOptions(parent=parent, replacement_trigger=began))
-    if not verdict.continues and was.fleets and _sync_await(kept.output.future()) != began:
-        others = " and ".join(sorted(each or "another run" for each in was.fleets))
+    stash = pulumi.Stash(name, input=began, opts=pulumi.ResourceOptions(parent=parent, replacement_trigger=began))
+    if not verdict.continues and was.fleets and _sync_await(stash.output.future()) != began:
+        others = " and ".join(sorted(run or "another run" for run in was.fleets))
         raise GpufleetError(
             f"Run {verdict.run.id} is new, and with --run-program or --target the engine would not replace the fleet "
             f"of {others}, but take its rights away. Omit the option (`pulumi refresh` and `pulumi destroy` need no "

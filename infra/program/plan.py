@@ -87,9 +87,12 @@ class Plan:
 
     def kept_after_destroy(self) -> dict[str, str]:
         """What a destroy will leave, with its price. Preview and up must show it, because a destroy runs no program."""
-        kept = [each.bill.kept for each in self.parts]
-        monthly = sum((each.usd_per_month for each in kept), Decimal(0))
-        return {"what": "; ".join(dict.fromkeys(each.what for each in kept)), "usd_per_month": f"${monthly:.4f}"}
+        storages = [part.bill.kept for part in self.parts]
+        monthly = sum((storage.usd_per_month for storage in storages), Decimal(0))
+        return {
+            "what": "; ".join(dict.fromkeys(storage.what for storage in storages)),
+            "usd_per_month": f"${monthly:.4f}",
+        }
 
     @property
     def usd(self) -> Quantiles:
@@ -154,21 +157,23 @@ def make(
         raise GpufleetError(f"{error}\n`pulumi config set definition NAME` chooses the one to run.") from None
     definition = Selected(path=path, scenario=scenario, asked=name).load(now=now, past_deadline=over, staged=True)
     if tags:
-        definition = definition.changed(lambda each: tagged(each, tags))
+        definition = definition.changed(lambda part: tagged(part, tags))
     goes_on = (previous.outputs.get("run") or {}).get("id") == definition.run.id
     own = archive.build(Path(job.__file__).parent)
-    given = [_gather(each, root, now, own, preview=preview, goes_on=goes_on) for each in definition.parts]
-    codes = dict.fromkeys(each.code.sha256 for each in given if each.code)
+    job_files = [_gather(part, root, now, own, preview=preview, goes_on=goes_on) for part in definition.parts]
+    codes = dict.fromkeys(files.code.sha256 for files in job_files if files.code)
     verdict = judge(
         definition,
-        dataset_sha256=" ".join(filter(None, dict.fromkeys(each.dataset_sha256 for each in given))),
-        weights_sha256=next((each.weights.sha256 for each in given if each.weights), None),
+        dataset_sha256=" ".join(filter(None, dict.fromkeys(files.dataset_sha256 for files in job_files))),
+        weights_sha256=next((files.weights.sha256 for files in job_files if files.weights), None),
         code_sha256=" ".join([own.sha256, *codes]),
         previous=previous,
         now=now,
     )
     shared = Shared(root=root, now=now, verdict=verdict, archive=own, catalog=load_catalog(root, day=now.date()))
-    return _in_stages(definition, given, shared) if definition.stages else _one_job(definition, given[0], shared)
+    return (
+        _in_stages(definition, job_files, shared) if definition.stages else _one_job(definition, job_files[0], shared)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,7 +238,7 @@ def _gather(
     earlier_stages, asked = definition.left, (name for _, name in definition.job.parameters.demands.inputs)
     handed_on = {name: _left_by(earlier_stages[name]) for name in asked if name in earlier_stages}
     if inputs_read or handed_on:
-        entries["folders"] = handed_on | {name: each.input_entry() for name, each in inputs_read.items()}
+        entries["folders"] = handed_on | {name: listed.input_entry() for name, listed in inputs_read.items()}
     complete = len(inputs_read) == len(definition.storage.inputs or {})
     return JobFiles(
         missing=missing,
@@ -246,7 +251,7 @@ def _gather(
         entries=entries,
         dataset_sha256=dataset.sha256
         if dataset
-        else " ".join(each.sha256 for each in inputs_read.values() if complete),
+        else " ".join(listed.sha256 for listed in inputs_read.values() if complete),
     )
 
 
@@ -255,7 +260,7 @@ def _left_by(stage: str) -> dict[str, Any]:
     return {"uri": None, "sha256": None, "files": [], "stage": stage}
 
 
-def _one_job(definition: StackDefinition, given: JobFiles, shared: Shared) -> Plan:
+def _one_job(definition: StackDefinition, files: JobFiles, shared: Shared) -> Plan:
     """The plan of a run without stages. Raises DefinitionError."""
     root, now, catalog, continues = shared.root, shared.now, shared.catalog, shared.verdict.continues
     if continues:  # a run that continues keeps its region and types, even if new prices would exclude them
@@ -275,10 +280,10 @@ def _one_job(definition: StackDefinition, given: JobFiles, shared: Shared) -> Pl
     if wrong and not continues:  # a run that has begun keeps its limits; new prices cannot stop it
         raise DefinitionError(str(definition.source), wrong)
     late = [*map(str, wrong), *late]
-    return _plan(definition, bill, given, shared, fallbacks=fallbacks, cheaper=cheaper, late=late)
+    return _plan(definition, bill, files, shared, fallbacks=fallbacks, cheaper=cheaper, late=late)
 
 
-def _in_stages(whole: StackDefinition, given: list[JobFiles], shared: Shared) -> Plan:
+def _in_stages(whole: StackDefinition, job_files: list[JobFiles], shared: Shared) -> Plan:
     """The plan of a run in stages. Raises DefinitionError."""
     rules, today, continues = policy.find_policy(shared.root), shared.now.date(), shared.verdict.continues
 
@@ -288,13 +293,15 @@ def _in_stages(whole: StackDefinition, given: list[JobFiles], shared: Shared) ->
     staged, wrong = price_stages(whole, price_stage, today)
     if staged is None:
         raise DefinitionError(str(whole.source), wrong)
-    wrong = [each for stage, bill in zip(whole.stages, staged.bills, strict=True) for each in problems(stage, bill)]
+    wrong = [
+        problem for stage, bill in zip(whole.stages, staged.bills, strict=True) for problem in problems(stage, bill)
+    ]
     if wrong and not continues:
         raise DefinitionError(str(whole.source), wrong)
     late = [] if continues else _unconfirmed(whole)
     plans = tuple(
-        _plan(stage, bill, each, shared, late=late, whole_usd=staged.usd)
-        for stage, bill, each in zip(staged.launched, staged.bills, given, strict=True)
+        _plan(stage, bill, files, shared, late=late, whole_usd=staged.usd)
+        for stage, bill, files in zip(staged.launched, staged.bills, job_files, strict=True)
     )
     warnings = tuple(dict.fromkeys(warning for plan in plans for warning in plan.warnings))
     return replace(plans[0], definition=whole, stages=plans, staged=staged, warnings=warnings)
@@ -308,7 +315,7 @@ def _unconfirmed(definition: StackDefinition) -> list[str]:
 def _plan(
     definition: StackDefinition,
     bill: Bill,
-    given: JobFiles,
+    files: JobFiles,
     shared: Shared,
     *,
     fallbacks: list[Fallback] | None = None,
@@ -321,7 +328,7 @@ def _plan(
     config = run_config.run_config(
         definition,
         bill,
-        given.entries,
+        files.entries,
         expires=shared.verdict.run.valid_until,
         fallbacks=fallbacks or [],
         whole_usd=whole_usd,
@@ -335,11 +342,11 @@ def _plan(
         cheaper=cheaper,
         verdict=shared.verdict,
         archive=shared.archive,
-        **given.fields(),
+        **files.fields(),
         run_config=run_file.encode(config).decode(),
         bake=tuple(bake.lines(definition, bill, shared.root)),
         warnings=(
-            *given.missing,
+            *files.missing,
             *late,
             *filter(None, [*far, rehearsed.saves_doubt(definition, shared.root)]),
             *shared.verdict.warnings,

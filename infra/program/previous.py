@@ -31,7 +31,7 @@ def previous(stack: str, invoke: Invoke, *, pause: Callable[[float], None] = tim
     """
     outputs = _asked(invoke, "pulumi:pulumi:readStackOutputs", {"name": stack}, pause)
     there = _resources(stack, invoke, pause)
-    region = next((str(each["region"]) for each in _of_kind(there, PROVIDER) if "region" in each), "")
+    region = next((str(provider["region"]) for provider in _of_kind(there, PROVIDER) if "region" in provider), "")
     return _previous(outputs["outputs"], there, region)
 
 
@@ -49,11 +49,17 @@ def previous_of_component(
     objects have tags with the name of the `definition` that it ran last or runs now.
     """
     there = _resources(stack, invoke, pause)
-    components = [(urn.split("::")[-1], each["outputs"]) for urn, each in there.items() if each["type"] == type_]
+    components = [
+        (urn.split("::")[-1], resource["outputs"]) for urn, resource in there.items() if resource["type"] == type_
+    ]
     own = [outputs for name, outputs in components if name in names]
-    outputs = next((each for each in own if each.get("definition") == definition), own[0] if own else {})
+    outputs = next((state for state in own if state.get("definition") == definition), own[0] if own else {})
     tag = str(outputs.get("definition") or definition)
-    mine = {urn: each for urn, each in there.items() if (each["outputs"].get("tags") or {}).get(STACK_TAG) == tag}
+    mine = {
+        urn: resource
+        for urn, resource in there.items()
+        if (resource["outputs"].get("tags") or {}).get(STACK_TAG) == tag
+    }
     others = [name for name, outputs in components if name not in names and outputs.get("definition") == definition]
     return replace(_previous(outputs, mine, str(outputs.get("region") or "")), other="".join(others[:1]))
 
@@ -67,7 +73,7 @@ def _resources(stack: str, invoke: Invoke, pause: Callable[[float], None]) -> di
 
 
 def _of_kind(there: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
-    return [each["outputs"] for each in there.values() if each["type"] == kind]
+    return [resource["outputs"] for resource in there.values() if resource["type"] == kind]
 
 
 def _previous(outputs: Mapping[str, Any], there: Mapping[str, Any], region: str) -> Previous:
@@ -78,7 +84,7 @@ def _previous(outputs: Mapping[str, Any], there: Mapping[str, Any], region: str)
             str((fleet.get("tags") or {}).get(RUN_TAG, "")).partition("/")[0] for fleet in _of_kind(there, FLEET)
         ),
         fleet_ids=frozenset(str(f["arn"]).rpartition("/")[2] for f in _of_kind(there, FLEET) if "arn" in f),
-        objects=frozenset(str(each["key"]) for each in _of_kind(there, OBJECT) if "key" in each),
+        objects=frozenset(str(stored["key"]) for stored in _of_kind(there, OBJECT) if "key" in stored),
         region=region,
     )
 

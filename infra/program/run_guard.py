@@ -159,7 +159,7 @@ def _continued(
     other_inputs = (asked.dataset and asked.dataset != recorded.dataset) or (
         asked.weights and asked.weights != recorded.weights
     )
-    if recorded.digest not in {creation_digest(definition, version=each) for each in DIGESTS} or other_inputs:
+    if recorded.digest not in {creation_digest(definition, version=version) for version in DIGESTS} or other_inputs:
         raise _used(
             definition,
             f"Run {run_id} already exists with other settings, and a fleet takes its settings only when it is created. "
@@ -245,7 +245,7 @@ def creation_digest(definition: StackDefinition, *, version: str = DIGESTS[0]) -
         **({"inputs": definition.storage.inputs} if definition.storage.inputs else {}),
         "limits": _digested(definition.limits, version),
         **(
-            {"stages": [creation_digest(each, version=version) for each in definition.stages]}
+            {"stages": [creation_digest(stage, version=version) for stage in definition.stages]}
             if definition.stages
             else {}
         ),
@@ -271,8 +271,8 @@ def _digested(value: Any, version: str) -> Any:
             counted[key.name] = _digested(own, version)
         return counted
     if isinstance(value, dict):
-        return {key: _digested(each, version) for key, each in value.items()}
-    return [_digested(each, version) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: _digested(child, version) for key, child in value.items()}
+    return [_digested(child, version) for child in value] if isinstance(value, (list, tuple)) else value
 
 
 def timer_seconds(definition: StackDefinition) -> int:
@@ -287,11 +287,11 @@ def _ended(
     """A warning that a new run's fleet replaces another fleet, which may still have a node."""
     expired = recorded.id if recorded and datetime.fromisoformat(recorded.valid_until) <= now else ""
     return tuple(
-        f"Run {definition.run.id}'s fleet replaces that of run {each}. If {each} still trains, `pulumi up` ends "
+        f"Run {definition.run.id}'s fleet replaces that of run {run}. If {run} still trains, `pulumi up` ends "
         "it: its published checkpoints stay in the bucket, and its work since the last one is lost. Whether it does: "
-        f"`gpufleet status {definition.argument} --run {each}`. To keep what it has trained: `gpufleet stop` with the "
+        f"`gpufleet status {definition.argument} --run {run}`. To keep what it has trained: `gpufleet stop` with the "
         "same."
-        for each in sorted(fleets - {"", expired})
+        for run in sorted(fleets - {"", expired})
     )
 
 

@@ -234,7 +234,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
         return list(points)
     size = -(-(len(points) - 2) // (POINTS - 2))
     inner = [points[at : min(at + size, len(points) - 1)] for at in range(1, len(points) - 1, size)]
-    return [points[0], *(sorted(each, key=lambda p: p[1])[len(each) // 2] for each in inner), points[-1]]
+    return [points[0], *(sorted(stretch, key=lambda p: p[1])[len(stretch) // 2] for stretch in inner), points[-1]]
 
 
 def _kind(kind: str) -> str:

@@ -12,30 +12,30 @@ from gpufleet.infra.report import charts, page
 from gpufleet.infra.show.html import paragraph
 
 
-def html(found: Comparison) -> str:
+def html(comparison: Comparison) -> str:
     """The page."""
-    frontier = found.own_frontier
+    frontier = comparison.own_frontier
     return page.page(
-        found.title,
+        comparison.title,
         "hours by the wall: with waits for capacity",
         (
             "" if charts.drawable() else paragraph(charts.LACKING),
-            page.charts([(f"The cheapest that can be run ({plot.CAPTION})", _picture(found))]),
+            page.charts([(f"The cheapest that can be run ({plot.CAPTION})", _picture(comparison))]),
             page.section("Frontier: nothing is cheaper and sooner", _options(frontier)),
-            page.section("All options for this work", _options(row for row in found.own_rows if row.usd)),
-            page.section("What cannot be run or priced", _refused(found.own_rows)),
+            page.section("All options for this work", _options(row for row in comparison.own_rows if row.usd)),
+            page.section("What cannot be run or priced", _refused(comparison.own_rows)),
         ),
     )
 
 
-def _picture(found: Comparison) -> str:
+def _picture(comparison: Comparison) -> str:
     if not charts.drawable():
         return ""
     with charts.style():
-        figure = charts.figure(plot.height(found.own_rows, found.own_frontier))
+        figure = charts.figure(plot.height(comparison.own_rows, comparison.own_frontier))
         shades = {"spot": charts.SENTINELS["blue"], "on-demand": charts.SENTINELS["orange"]}
-        plot.fill(figure, found.own_rows, found.own_frontier, shades)
-        return charts.svg(figure, found.title)
+        plot.fill(figure, comparison.own_rows, comparison.own_frontier, shades)
+        return charts.svg(figure, comparison.title)
 
 
 def _options(rows: Iterable[Row]) -> str:

@@ -69,11 +69,11 @@ def section(title: str, *parts: str) -> str:
     return f"<section><h2>{escape(title)}</h2>\n{inside}</section>\n" if inside else ""
 
 
-def figures(found: Sequence[tuple[str, str, str]]) -> str:
+def figures(rows: Sequence[tuple[str, str, str]]) -> str:
     """The most important figures: (name, figure, comparison)."""
     cells = (
         f'<div><span class="faint">{escape(name)}</span><b>{escape(figure)}</b><small>{escape(beside)}</small></div>'
-        for name, figure, beside in found
+        for name, figure, beside in rows
     )
     return f'<div class="figures">{"".join(cells)}</div>\n'
 
@@ -92,6 +92,6 @@ def key(colours: Mapping[str, str]) -> str:
     return f'<p class="key">{names}</p>' if names else ""
 
 
-def table(found: Sheet, *, total: bool = False) -> str:
+def table(sheet: Sheet, *, total: bool = False) -> str:
     """A table in HTML. With `total` the last row is the total. Empty for no rows."""
-    return f'<div class="wide">{html.table(found, total=total)}</div>' if found.rows else ""
+    return f'<div class="wide">{html.table(sheet, total=total)}</div>' if sheet.rows else ""

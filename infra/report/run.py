@@ -44,7 +44,7 @@ class RunResults:
     @property
     def launched(self) -> Mapping[str, float]:
         """The launch of each node in the receipt, if known."""
-        known = {each.instance: self.attempts[each.instance] for each in self._nodes()}
+        known = {attempt.instance: self.attempts[attempt.instance] for attempt in self._nodes()}
         return {instance: record.launched for instance, record in known.items() if record.launched}
 
     @property
@@ -55,11 +55,11 @@ class RunResults:
     @property
     def lasted_s(self) -> float:
         """Seconds from the first launch to the end of the last node."""
-        ends = (self.launched[each.instance] + float(each.lived_s) for each in self._nodes() if self.began)
+        ends = (self.launched[attempt.instance] + float(attempt.lived_s) for attempt in self._nodes() if self.began)
         return max(ends, default=0.0) - self.began
 
     def _nodes(self) -> Iterator[AttemptCost]:
-        return (each for each in self.receipt.attempts if each.instance in self.attempts)
+        return (attempt for attempt in self.receipt.attempts if attempt.instance in self.attempts)
 
 
 def read(folder: Path) -> RunResults:
@@ -92,7 +92,7 @@ def html(run: RunResults) -> str:
         (
             page.figures(list(_figures(run))),
             "" if charts.drawable() else paragraph(charts.LACKING),
-            page.section("Goals", *(paragraph(f"{each.text}.") for each in receipt.goals)),
+            page.section("Goals", *(paragraph(f"{goal.text}.") for goal in receipt.goals)),
             "" if receipt.rehearsal else page.section("Bill against receipt", _money(run), _lines_table(receipt)),
             page.section("Training", *_training(run)),
             page.section("Nodes", *_nodes(run), _attempts_table(receipt)),
@@ -106,7 +106,7 @@ def html(run: RunResults) -> str:
 
 
 def _figures(run: RunResults) -> Iterator[tuple[str, str, str]]:
-    receipt, steps = run.receipt, max((each.last_step for each in run.receipt.attempts), default=0)
+    receipt, steps = run.receipt, max((attempt.last_step for attempt in run.receipt.attempts), default=0)
     notices, losses, rehearsed = receipt.with_notice, receipt.without_notice, receipt.rehearsal
     usual = (run.bill.get("interruptions") or {}).get("p50")  # the mean of an older bill depends on a few runs
     beside = "" if rehearsed or usual is None else f"bill {float(usual):.0f}; "
@@ -255,10 +255,12 @@ def _nodes(run: RunResults) -> Iterator[str]:
     saves = [(float(record["ts"]), save) for record in run.records for save in metrics.saves(record)]
     marks += [(len(known), (at - run.began) / size, "save") for at, _ in saves]
     names = [*(f"{number}  {node.zone}" for number, node in enumerate(known, start=1)), *(["saves"] if saves else [])]
-    kept = Series(name="", points=[(float(save.step), save.blocked_s) for _, save in saves], colour="green", dots=True)
+    series = Series(
+        name="", points=[(float(save.step), save.blocked_s) for _, save in saves], colour="green", dots=True
+    )
     longest = max((save.blocked_s for _, save in saves), default=0.0)
-    varies = longest >= SHORT_S and charts.steady([kept]) is None
-    waits = charts.lines([kept], x="step", y="s", from_zero=True) if varies else ""
+    varies = longest >= SHORT_S and charts.steady([series]) is None
+    waits = charts.lines([series], x="step", y="s", from_zero=True) if varies else ""
     drawn = charts.lanes(names, bars, marks, x=f"{unit} since the first launch")
     yield page.charts([("Nodes over time", drawn), ("How long each save delayed training", waits)])
     kinds = dict.fromkeys([*(bar.kind for bar in bars), *(kind for _, _, kind in marks)])
@@ -269,13 +271,13 @@ def _nodes(run: RunResults) -> Iterator[str]:
 
 _ATTEMPT = (
     Column("instance", "node"),
-    Column("type", of=lambda each: f"{each.type} {each.capacity}".rstrip()),
+    Column("type", of=lambda attempt: f"{attempt.type} {attempt.capacity}".rstrip()),
     Column("zone"),
     Column("usd", "USD", "USD", 4),
-    Column("hours", None, "h", 3, lambda each: each.lived_s / 3600),
+    Column("hours", None, "h", 3, lambda attempt: attempt.lived_s / 3600),
     Column("started_s", "s to first step", "s", 0),
-    Column("steps", of=lambda each: f"{each.resumed_step:,} to {each.last_step:,}"),
-    Column("end", "ended by", of=lambda each: _ending(each)),
+    Column("steps", of=lambda attempt: f"{attempt.resumed_step:,} to {attempt.last_step:,}"),
+    Column("end", "ended by", of=lambda attempt: _ending(attempt)),
 )
 
 
@@ -285,20 +287,24 @@ def _attempts_table(receipt: Receipt) -> str:
     return page.table(Sheet.build((number, *_ATTEMPT), receipt.attempts))
 
 
-def _ending(each: AttemptCost) -> str:
-    if each.exit is None:
+def _ending(attempt: AttemptCost) -> str:
+    if attempt.exit is None:
         return "gone without a word"
-    return f"{each.exit.reason} (exit {each.exit.code})"
+    return f"{attempt.exit.reason} (exit {attempt.exit.code})"
 
 
-def _noticed(each: AttemptCost) -> bool:
-    return each.exit is not None and each.exit.notice
+def _noticed(attempt: AttemptCost) -> bool:
+    return attempt.exit is not None and attempt.exit.notice
 
 
 def _speeds(run: RunResults) -> str:
     """The bill's step time and memory of each phase beside the run's."""
     measured = {phase.get("name"): phase for phase in (run.receipt.measured or {}).get("phases") or []}
-    pairs = [(said, measured[name]) for said in run.bill.get("phases") or [] if (name := said["phase"]) in measured]
+    pairs = [
+        (predicted, measured[name])
+        for predicted in run.bill.get("phases") or []
+        if (name := predicted["phase"]) in measured
+    ]
     columns = (
         Column("phase", of=lambda pair: pair[0]["phase"]),
         Column("said_ms", "bill, ms a step", "ms", "{:,.2f}".format, lambda pair: float(pair[0]["step_ms"])),
@@ -318,28 +324,28 @@ def _gb(phase: Mapping[str, Any]) -> float | None:
 
 def _slower(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> str:
     """The share by which a step took longer than the bill assumed."""
-    predicted, found = float(pair[0]["step_ms"]), float(pair[1]["step_ms"]["median"])
-    return f"{found / predicted - 1:+.0%}" if predicted else ""
+    predicted, measured = float(pair[0]["step_ms"]), float(pair[1]["step_ms"]["median"])
+    return f"{measured / predicted - 1:+.0%}" if predicted else ""
 
 
 def _options(bill: Mapping[str, Any]) -> str:
     """The bill's cheaper options: docs/bill.md."""
 
     def figure(head: str, name: str, share: str) -> Column:
-        return Column(f"{name}_{share}", head, name, 2, lambda each: float(each[name][share]))
+        return Column(f"{name}_{share}", head, name, 2, lambda option: float(option[name][share]))
 
     figures = [
         column
         for head, name in (("USD", "usd"), ("hours", "hours"))
         for column in (figure(f"{head} p50", name, "p50"), figure("p90", name, "p90"))
     ]
-    said = "cheaper, said the bill"
-    name = Column("name", said, of=lambda each: f"{each['type']} {each['capacity']}, {each['gpus']}")
+    title = "cheaper, said the bill"
+    name = Column("name", title, of=lambda option: f"{option['type']} {option['capacity']}, {option['gpus']}")
     return page.table(Sheet.build((name, *figures), (bill.get("cheaper") or {}).get("options") or []))
 
 
-def _texts(found: Any) -> Iterable[str]:
-    return [str(each) for each in found or []]
+def _texts(texts: Any) -> Iterable[str]:
+    return [str(text) for text in texts or []]
 
 
 def _object(path: Path) -> Mapping[str, Any]:

@@ -158,11 +158,11 @@ class Pricer:
         path = self.folder / f"{name}.yaml"
         path.write_bytes(text)
         try:
-            found = load(path, now=self.now, past_deadline=True, catalog=known.catalog, staged=True)
-            definition = found.changed(lambda each: held_to(each, self.rules))
+            whole = load(path, now=self.now, past_deadline=True, catalog=known.catalog, staged=True)
+            definition = whole.changed(lambda part: held_to(part, self.rules))
             if not definition.stages:
                 return StackAtCommit(tree=tree, definition=definition, bill=self._price(definition, known))
-            staged, wrong = price_stages(definition, lambda each: self._price(each, known), self.now.date())
+            staged, wrong = price_stages(definition, lambda part: self._price(part, known), self.now.date())
             return StackAtCommit(tree=tree, definition=definition, staged=staged, errors=tuple(map(str, wrong)))
         except DefinitionError as error:
             return StackAtCommit(tree=tree, errors=tuple(str(problem) for problem in error.problems))
@@ -212,11 +212,11 @@ def _stack(
     judged: dict[str, Any] = {}
     if head and head.definition and (p90 := head.counted_p90) is not None:
         cap = head.definition.limits.max_usd
-        rules = {each.rule: each for one in _facts(head, pricer.now) for each in broken(policy, one)}
+        rules = {breach.rule: breach for one in _facts(head, pricer.now) for breach in broken(policy, one)}
         ages = [price_age(bill, pricer.now.date()) for _, bill in head.priced]
         judged = {
             "over_cap": f"p90 {p90:.2f} {AS_COUNTED} passes limits.max_usd {cap}" if p90 > cap else "",
-            "refused": tuple(str(problem) for each in head.priced for problem in problems(*each)),
+            "refused": tuple(str(problem) for priced in head.priced for problem in problems(*priced)),
             "policy": tuple(rules.values()),
             "age": "; ".join(dict.fromkeys(ages)),
         }
@@ -226,8 +226,8 @@ def _stack(
 def _facts(side: StackAtCommit, now: datetime) -> Iterator[Facts]:
     """What a policy's rules judge; with stages, each has its own hardware, and all have the dollars of the whole."""
     for definition, bill in side.priced:
-        found = facts(definition, bill, price_fallbacks(definition, bill, now))
-        yield replace(found, usd_p90=side.staged.usd.p90) if side.staged else found
+        figures = facts(definition, bill, price_fallbacks(definition, bill, now))
+        yield replace(figures, usd_p90=side.staged.usd.p90) if side.staged else figures
 
 
 def _attribute(
@@ -250,9 +250,9 @@ def _attribute(
         if moved is None:
             waits.append(key)
             continue
-        found = _step((key,), before, after, usd, moved)
-        if key == "prices" or found.p50 or found.p90:  # most measurements are of other stacks
-            yield found
+        cost_step = _step((key,), before, after, usd, moved)
+        if key == "prices" or cost_step.p50 or cost_step.p90:  # most measurements are of other stacks
+            yield cost_step
         now, usd = step, moved
     pending = _changes(base.tree, head.tree)
     going = not waits
@@ -281,12 +281,12 @@ def _changes(base: Mapping, head: Mapping) -> list[tuple[Path_, Node | None, Nod
     removed.
     """
     old, new = dict(_leaves(base)), dict(_leaves(head))
-    found = [
+    changes = [
         (path, old.get(path), node)
         for path, node in new.items()
         if _plain(old.get(path)) != _plain(node) and not _has_descendant(path, old)
     ]
-    return found + [
+    return changes + [
         (path, node, None) for path, node in old.items() if path not in new and not _has_descendant(path, new)
     ]
 

@@ -27,14 +27,14 @@ def render(review: Review) -> str:
     lines = list(_lines(review))
     if sum(len(line) + 1 for line in lines) <= LIMIT:
         return "\n".join(lines) + "\n"
-    room, kept = LIMIT - _KEPT, 0
-    while (room := room - len(lines[kept]) - 1) >= 0:
-        kept += 1
+    room, fitting = LIMIT - _KEPT, 0
+    while (room := room - len(lines[fitting]) - 1) >= 0:
+        fitting += 1
     cut = (
-        f"**Cut here: a comment holds {LIMIT:,} characters, and {len(lines) - kept} lines are missing.** All of it:"
+        f"**Cut here: a comment holds {LIMIT:,} characters, and {len(lines) - fitting} lines are missing.** All of it:"
         f" `gpufleet diff {review.base[:12]} {review.head[:12]} --json`."
     )
-    return "\n".join([*lines[:kept], "", cut]) + "\n"
+    return "\n".join([*lines[:fitting], "", cut]) + "\n"
 
 
 def marker(folder: str = "") -> str:
@@ -126,7 +126,7 @@ def _holds(stack: StackReview) -> str:
         return "**no bill**"
     marks = [f"p90 passes it: {_counted(stack)} {AS_COUNTED}"] if stack.over_cap else []
     marks += ["`up` would refuse"] if stack.refused else []
-    marks += [f"breaks {_code(each.rule)}" for each in stack.policy]
+    marks += [f"breaks {_code(breach.rule)}" for breach in stack.policy]
     return f"**{', '.join(marks)}**" if marks else "holds" if stack.head else ""
 
 
@@ -166,8 +166,8 @@ def _details(stack: StackReview) -> Iterator[str]:
         yield ""
     for sentence in filter(None, (stack.over_cap, *stack.refused)):
         yield f"- **fails**: {_code(sentence, whole=True)}"
-    for each in stack.policy:
-        yield f"- **breaks {_code(each.rule)}**: {_code(each.message, whole=True)}"
+    for breach in stack.policy:
+        yield f"- **breaks {_code(breach.rule)}**: {_code(breach.message, whole=True)}"
     if stack.over_cap or stack.refused or stack.policy:
         yield ""
     if moving:

@@ -83,14 +83,14 @@ def facts(definition: StackDefinition, bill: Bill | None, fallbacks: Iterable[Fa
     """The facts that a policy's rules use: from a definition file, its bill, and its fallback's price."""
     priced: tuple[Bill | Fallback | None, ...] = (bill, *fallbacks)
     markets = definition.fleet.market.fleets
-    hourly = [each for option in (bill.types if bill else ()) for name in markets if (each := option.hourly(name))]
+    hourly = [price for option in (bill.types if bill else ()) for name in markets if (price := option.hourly(name))]
     return Facts(
         region=definition.fleet.region,
         instance_types=definition.fleet.instance_types,
         capacity=_in_words(markets),
         owner=definition.run.owner,
-        usd_p90=max((each.usd.p90 for each in priced if each), default=None),
-        usd_per_hour=max((each.amount for each in hourly), default=None),
+        usd_p90=max((side.usd.p90 for side in priced if side), default=None),
+        usd_per_hour=max((hourly_price.amount for hourly_price in hourly), default=None),
     )
 
 
@@ -141,26 +141,26 @@ def _in_words(markets: Sequence[str]) -> str:
     return ", then ".join(markets)
 
 
-def broken(policy: Policy, found: Facts) -> tuple[Broken, ...]:
+def broken(policy: Policy, run_facts: Facts) -> tuple[Broken, ...]:
     """Every rule that the run breaks, in the order of the file's keys. Empty: none."""
     rules: list[Broken] = []
     cap = policy.max_usd_per_run
-    if cap is not None and found.usd_p90 is not None and found.usd_p90 > cap:
-        rules.append(Broken(rule="max_usd_per_run", message=f"p90 is {found.usd_p90:f} USD, allowed are {cap:f}"))
-    ceiling, dearest = policy.max_usd_per_hour, found.usd_per_hour
+    if cap is not None and run_facts.usd_p90 is not None and run_facts.usd_p90 > cap:
+        rules.append(Broken(rule="max_usd_per_run", message=f"p90 is {run_facts.usd_p90:f} USD, allowed are {cap:f}"))
+    ceiling, dearest = policy.max_usd_per_hour, run_facts.usd_per_hour
     if ceiling is not None and dearest is not None and dearest > ceiling:
         message = f"a node costs up to {dearest:f} USD an hour, allowed are {ceiling:f}"
         rules.append(Broken(rule="max_usd_per_hour", message=message))
     if policy.allowed_types is not None:
-        others = [type_ for type_ in found.instance_types if not _matches(type_, policy.allowed_types)]
+        others = [type_ for type_ in run_facts.instance_types if not _matches(type_, policy.allowed_types)]
         if others:
             rules.append(_not_allowed("allowed_types", "instance types", ", ".join(others), policy.allowed_types))
-    if policy.allowed_regions is not None and not _matches(found.region, policy.allowed_regions):
-        rules.append(_not_allowed("allowed_regions", "region", found.region, policy.allowed_regions))
-    if policy.spot_only and found.capacity != "spot":
-        rules.append(Broken(rule="spot_only", message=f"capacity is {found.capacity}, allowed is spot"))
-    if policy.required_owner is not None and not _matches(found.owner, policy.required_owner):
-        rules.append(_not_allowed("required_owner", "owner", found.owner, policy.required_owner))
+    if policy.allowed_regions is not None and not _matches(run_facts.region, policy.allowed_regions):
+        rules.append(_not_allowed("allowed_regions", "region", run_facts.region, policy.allowed_regions))
+    if policy.spot_only and run_facts.capacity != "spot":
+        rules.append(Broken(rule="spot_only", message=f"capacity is {run_facts.capacity}, allowed is spot"))
+    if policy.required_owner is not None and not _matches(run_facts.owner, policy.required_owner):
+        rules.append(_not_allowed("required_owner", "owner", run_facts.owner, policy.required_owner))
     return tuple(rules)
 
 
@@ -190,7 +190,7 @@ def parse(raw: bytes, source: str) -> Policy:
     except UnreadableError as error:
         raise DefinitionError(source, error.problems) from None
     findings = Findings(tree=tree)
-    names = [each.name for each in dataclasses.fields(Policy)]
+    names = [spec.name for spec in dataclasses.fields(Policy)]
     for key, node in tree.entries.items():
         if key not in names:
             findings.add(key, ", ".join(names), nearest(key, names), value=key or "''", node=node, unknown_key=True)
@@ -218,5 +218,5 @@ def _matches(value: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(value, pattern) for pattern in patterns)
 
 
-def _not_allowed(rule: str, what: str, value: str, allowed: Sequence[Any]) -> Broken:
-    return Broken(rule=rule, message=f"{what} {value}, allowed: {', '.join(allowed)}")
+def _not_allowed(rule: str, subject: str, value: str, allowed: Sequence[Any]) -> Broken:
+    return Broken(rule=rule, message=f"{subject} {value}, allowed: {', '.join(allowed)}")

@@ -88,8 +88,8 @@ def _known(folder: Path, catalog: Catalog, hazards: Hazards) -> Known:
 
 
 def _texts(folder: Path) -> dict[str, bytes]:
-    found = {path.stem: path.read_bytes() for path in (folder / "stacks").glob("*.yaml")}
-    return {name: text for name, text in found.items() if is_definition(text)}
+    texts = {path.stem: path.read_bytes() for path in (folder / "stacks").glob("*.yaml")}
+    return {name: text for name, text in texts.items() if is_definition(text)}
 
 
 def _bytes(path: Path) -> bytes:
@@ -186,17 +186,17 @@ def _catalog_of(folder: Path, day: date) -> tuple[Catalog, str]:
 
 def _contents(top: Path, blobs: list[str]) -> list[bytes]:
     out = git.answer(top, "cat-file", "--batch", feed="".join(f"{blob}\n" for blob in blobs).encode())
-    found: list[bytes] = []
+    contents: list[bytes] = []
     start = 0
     for _ in blobs:
         head = out.index(b"\n", start)
         facts = out[start:head].split()
         if len(facts) != 3:
             raise GpufleetError(
-                f"git does not have {blobs[len(found)]}, a file of a commit under review: fetch both commits whole,"
+                f"git does not have {blobs[len(contents)]}, a file of a commit under review: fetch both commits whole,"
                 " without a filter"
             )
         size = int(facts[2])
-        found.append(out[head + 1 : head + 1 + size])
+        contents.append(out[head + 1 : head + 1 + size])
         start = head + 1 + size + 1
-    return found
+    return contents

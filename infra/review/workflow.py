@@ -20,9 +20,9 @@ def workflow(folder: str, install: str) -> str:
     argument.
     """
     own = (*READ, *(CODE if install.endswith(" -e .") else ()))
-    paths = ", ".join(json.dumps(each if folder == "." else f"{folder}/{each}") for each in own)
+    paths = ", ".join(json.dumps(path if folder == "." else f"{folder}/{path}") for path in own)
     values = {"PATHS": paths, "FOLDER": folder, "GPUFLEET": install}
-    return re.sub("|".join(values), lambda found: values[found[0]], TEMPLATE.read_text(encoding="utf-8"))
+    return re.sub("|".join(values), lambda match: values[match[0]], TEMPLATE.read_text(encoding="utf-8"))
 
 
 def installation(project: Path) -> str:
@@ -30,15 +30,15 @@ def installation(project: Path) -> str:
     CHECK if the source is a place on this machine.
     """
     try:
-        found = distribution("gpufleet")
+        installed = distribution("gpufleet")
     except PackageNotFoundError:  # run from a checkout that was not installed
         return f"gpufleet{CHECK}"
-    origin = json.loads(found.read_text("direct_url.json") or "{}")
+    origin = json.loads(installed.read_text("direct_url.json") or "{}")
     url = str(origin.get("url", ""))
     if "vcs_info" in origin:
         vcs = origin["vcs_info"]
         return f'"gpufleet @ {vcs["vcs"]}+{url}@{vcs["commit_id"]}"'
     if url.startswith("file:"):
         here = Path(unquote(urlsplit(url).path)) == project.resolve()
-        return "-c constraints.txt -e ." if here else f"gpufleet=={found.version}{CHECK}"
-    return f'"gpufleet @ {url}"' if url else f"gpufleet=={found.version}"
+        return "-c constraints.txt -e ." if here else f"gpufleet=={installed.version}{CHECK}"
+    return f'"gpufleet @ {url}"' if url else f"gpufleet=={installed.version}"

@@ -58,10 +58,10 @@ def optimal(exposure: Exposure, save_cost_s: float) -> BestInterval | None:
     longest_s = max(SHORTEST_S, min(LONGEST_S, exposure.phase_ends_h[-1] * 3600))
     best_s = _least(lambda interval_s: _hours(exposure, interval_s, save_cost_s, hazards), SHORTEST_S, longest_s)
     present_s = exposure.interval_h * 3600
-    if any(math.isinf(_hours(exposure, each, save_cost_s, hazards)) for each in (best_s, present_s)):
+    if any(math.isinf(_hours(exposure, interval_s, save_cost_s, hazards)) for interval_s in (best_s, present_s)):
         return None
     alone = exposure.unlimited.interruptions_alone
-    both = [_with_interval(alone, each, save_cost_s) for each in (present_s, best_s)]
+    both = [_with_interval(alone, interval_s, save_cost_s) for interval_s in (present_s, best_s)]
     present, best = simulate_each(both, runs=_RUNS, attempts=_ATTEMPTS, unfinished=_CARRIED_ON)
     saved_usd = float(present.usd.mean() - best.usd.mean())
     if saved_usd <= 0:  # the intervals are equal to the last digit, or another interval saves nothing
@@ -99,19 +99,19 @@ def _hazards(exposure: Exposure) -> tuple[float, ...]:
 
 def _least(cost: Callable[[float], float], low: float, high: float) -> float:
     """Where `cost` is least, by golden section on a logarithmic scale. `cost` must fall first and then rise."""
-    left, right = math.log(low), math.log(high)
-    first, second = right - _GOLDEN * (right - left), left + _GOLDEN * (right - left)
+    log_low, log_high = math.log(low), math.log(high)
+    first, second = log_high - _GOLDEN * (log_high - log_low), log_low + _GOLDEN * (log_high - log_low)
     at_first, at_second = cost(math.exp(first)), cost(math.exp(second))
     for _ in range(_NARROWINGS):
         if at_first <= at_second:
-            right, second, at_second = second, first, at_first
-            first = right - _GOLDEN * (right - left)
+            log_high, second, at_second = second, first, at_first
+            first = log_high - _GOLDEN * (log_high - log_low)
             at_first = cost(math.exp(first))
         else:
-            left, first, at_first = first, second, at_second
-            second = left + _GOLDEN * (right - left)
+            log_low, first, at_first = first, second, at_second
+            second = log_low + _GOLDEN * (log_high - log_low)
             at_second = cost(math.exp(second))
-    return math.exp((left + right) / 2)
+    return math.exp((log_low + log_high) / 2)
 
 
 def _rounded(interval_s: float) -> float:

@@ -81,8 +81,8 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
 
         def leaving(at_h: float) -> tuple[SimulatedRuns, Floats, Floats]:
             leave = PlannedEnd(by_h=at_h + on_demand.phase_ends_h[-1], work_h=on_demand.phase_ends_h[-1])
-            found = simulate(replace(spot, leave=leave), runs=RUNS)
-            return found, *finished(found, spot, on_demand)
+            simulated = simulate(replace(spot, leave=leave), runs=RUNS)
+            return simulated, *finished(simulated, spot, on_demand)
 
         sure = leaving(0.0)
         most = min(on_time, float((sure[2] <= by_h + 1e-6).mean()))  # a slow job may miss the deadline even on demand

@@ -156,7 +156,7 @@ def of_node(normals: Floats, unevenness: Floats | float, *, first: bool) -> Floa
 
 def word(per_hour: float) -> str:
     """Returns the word of HAZARD_WORDS whose hazard is nearest to `per_hour`, by their ratio."""
-    return min(HAZARD_WORDS, key=lambda each: abs(math.log(max(per_hour, 1e-9) / each[1])))[0]
+    return min(HAZARD_WORDS, key=lambda pair: abs(math.log(max(per_hour, 1e-9) / pair[1])))[0]
 
 
 class Key(NamedTuple):
@@ -178,12 +178,12 @@ def learn(observations: Iterable[Observation]) -> dict[Key, Hazard]:
     without node-hours.
     """
     by_type: dict[str, dict[str | None, list[Observation]]] = defaultdict(lambda: defaultdict(list))
-    for each in observations:
-        _check(each)
-        by_type[each.type][each.zone].append(each)
+    for observation in observations:
+        _check(observation)
+        by_type[observation.type][observation.zone].append(observation)
     learned: dict[Key, Hazard] = {}
     for kind, zones in by_type.items():
-        gpus = max(each.gpus for seen in zones.values() for each in seen)
+        gpus = max(observation.gpus for seen in zones.values() for observation in seen)
         before = _normal(_GRID, math.log(prior(gpus).median), TYPE_SIGMA)
         of_zone = {zone: _log_likelihood(seen) for zone, seen in zones.items()}
         of_median = {zone: _of_median(likelihood) for zone, likelihood in of_zone.items()}
@@ -191,7 +191,7 @@ def learn(observations: Iterable[Observation]) -> dict[Key, Hazard]:
             if zone is not None:
                 others = sum((of_median[other] for other in zones if other != zone), before)
                 learned[Key(kind, zone)] = _summary(_of_a_zone(others) + of_zone[zone], _words(seen))
-        everything = [each for of_one in zones.values() for each in of_one]
+        everything = [observation for of_one in zones.values() for observation in of_one]
         elsewhere = f"{_words(everything)} in {len(zones)} other zones" if len(zones) > 1 else _words(everything)
         learned[Key(kind, None)] = _summary(_of_a_zone(sum(of_median.values(), before)), elsewhere)
     return learned
@@ -217,8 +217,8 @@ def _log_likelihood(seen: list[Observation]) -> Floats:
     """The Poisson log likelihood of the zone's hazard at each point of the grid, with interruptions and node-hours
     divided by DISPERSION.
     """
-    count = sum(each.interruptions for each in seen) / DISPERSION
-    hours = sum(each.node_hours for each in seen) / DISPERSION
+    count = sum(observation.interruptions for observation in seen) / DISPERSION
+    hours = sum(observation.node_hours for observation in seen) / DISPERSION
     return count * _GRID - hours * np.exp(_GRID)
 
 
@@ -254,5 +254,8 @@ def _summary(log_density: Floats, source: str) -> Hazard:
 
 
 def _words(seen: list[Observation]) -> str:
-    count, hours = sum(each.interruptions for each in seen), sum(each.node_hours for each in seen)
+    count, hours = (
+        sum(observation.interruptions for observation in seen),
+        sum(observation.node_hours for observation in seen),
+    )
     return f"{counted(f'{count:g}', 'interruption')} in {counted(f'{hours:.0f}', 'node-hour')} seen"

@@ -161,24 +161,24 @@ HELD = 0.75  # a range holds when at least this share of replayed bills is insid
 WIDE = 0.9
 
 
-def interval_held(found: Sequence[Replayed]) -> bool:
+def interval_held(replays: Sequence[Replayed]) -> bool:
     """Whether the bill's ranges of dollars and of hours by the wall held."""
-    return min(contained(found), contained_hours(found)) >= HELD
+    return min(contained(replays), contained_hours(replays)) >= HELD
 
 
-def contained(found: Sequence[Replayed]) -> float:
+def contained(replays: Sequence[Replayed]) -> float:
     """The share of replayed bills inside the bill's range, each trace with equal weight."""
-    return sum(each.scores[0].contained for each in found) / len(found)
+    return sum(replay.scores[0].contained for replay in replays) / len(replays)
 
 
-def contained_hours(found: Sequence[Replayed]) -> float:
+def contained_hours(replays: Sequence[Replayed]) -> float:
     """The share of replayed bills whose hours by the wall lay inside the bill's range of hours."""
-    return sum(each.scores[0].contained_hours for each in found) / len(found)
+    return sum(replay.scores[0].contained_hours for replay in replays) / len(replays)
 
 
-def render(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed]) -> str:
+def render(name: str, type_: str, exposure: Exposure, replays: Sequence[Replayed]) -> str:
     """The outcome on the traces as text, and whether to rely on the bill's range."""
-    chance, stated = exposure.chance, found[0].scores[0]
+    chance, stated = exposure.chance, replays[0].scores[0]
     lines = [
         f"{name}: {hours(exposure.phase_ends_h[-1])} h of work, stated ${stated.p10_usd:.2f} to ${stated.p90_usd:.2f} "
         f"(p10 to p90; p50 ${stated.p50_usd:.2f})",
@@ -186,37 +186,39 @@ def render(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed])
         "",
         f"{'trace':<32} {'bills p10':>9} {'p50':>8} {'p90':>8} {'inside':>7}  of about",
     ]
-    for each in found:
+    for replay in replays:
         lines.append(
-            f"{each.trace.source:<32} {each.p10_usd:>9.2f} {each.p50_usd:>8.2f} {each.p90_usd:>8.2f} "
-            f"{each.scores[0].contained:>7.0%}  {each.independent:.0f} independent runs"
+            f"{replay.trace.source:<32} {replay.p10_usd:>9.2f} {replay.p50_usd:>8.2f} {replay.p90_usd:>8.2f} "
+            f"{replay.scores[0].contained:>7.0%}  {replay.independent:.0f} independent runs"
         )
     lines += ["", f"{'forecast':<32} {'inside':>7} {'pinball loss':>13}"]
-    for index, score in enumerate(found[0].scores):
-        inside = sum(each.scores[index].contained for each in found) / len(found)
-        loss = sum(each.scores[index].pinball_usd for each in found) / len(found)
+    for index, score in enumerate(replays[0].scores):
+        inside = sum(replay.scores[index].contained for replay in replays) / len(replays)
+        loss = sum(replay.scores[index].pinball_usd for replay in replays) / len(replays)
         lines.append(f"{score.name:<32} {inside:>7.0%} {f'${loss:.4f}':>13}")
     lines.append("")
-    for each, learned in zip(found, _learned(found), strict=True):
-        trace = each.trace
+    for replay, learned in zip(replays, _learned(replays), strict=True):
+        trace = replay.trace
         lines.append(
             f"{trace.source}: {counted(trace.interruptions, 'interruption')} in"
             f" {counted(f'{trace.node_hours:.0f}', 'node-hour')}; "
             f"hazard of a later run {learned.median:.2g} ({learned.quantile(0.1):.2g} to {learned.quantile(0.9):.2g})"
         )
-    if others := [f"{each.trace.source} ({each.trace.type})" for each in found if each.trace.type not in ("", type_)]:
+    if others := [
+        f"{replay.trace.source} ({replay.trace.type})" for replay in replays if replay.trace.type not in ("", type_)
+    ]:
         lines.append(f"The bill is for {type_}; of another type: {', '.join(others)}.")
-    low, high = _likely(contained(found), sum(each.independent for each in found))
+    low, high = _likely(contained(replays), sum(replay.independent for replay in replays))
     share = (
-        f"{contained(found):.0%} of replayed bills and {contained_hours(found):.0%} of their hours by the wall are"
+        f"{contained(replays):.0%} of replayed bills and {contained_hours(replays):.0%} of their hours by the wall are"
         " inside, 75 to 90 % wanted"
     )
-    if not interval_held(found):
+    if not interval_held(replays):
         verdict = (
             f"The bill's range did not hold: {share}. Do not plan with this range if your nodes are interrupted as"
             " often as in these traces."
         )
-    elif contained(found) > WIDE:
+    elif contained(replays) > WIDE:
         verdict = (
             f"The bill's range held: {share}. It is wider than needed: replayed bills vary less than it says, so"
             " its p90 is on the safe side."
@@ -227,17 +229,17 @@ def render(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed])
         *wrap(verdict, indent=0),
         f"From that many independent runs the true share is likely between {low:.0%} and {high:.0%}.",
     ]
-    if not interval_held(found) or contained(found) > WIDE:
+    if not interval_held(replays) or contained(replays) > WIDE:
         lines.append("Later bills learn from traces kept in traces/ (`gpufleet docs risk`).")
     return "\n".join(lines) + "\n"
 
 
-def record(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed]) -> dict[str, Any]:
+def record(name: str, type_: str, exposure: Exposure, replays: Sequence[Replayed]) -> dict[str, Any]:
     """A replay's figures for --json; keys as documented in docs/risk.md."""
-    low, high = _likely(contained(found), sum(each.independent for each in found))
+    low, high = _likely(contained(replays), sum(replay.independent for replay in replays))
     traces = []
-    for each, learned in zip(found, _learned(found), strict=True):
-        trace = each.trace
+    for replay, learned in zip(replays, _learned(replays), strict=True):
+        trace = replay.trace
         traces.append(
             {
                 "trace": trace.source,
@@ -251,10 +253,14 @@ def record(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed])
                     "p10": float(f"{learned.quantile(0.1):.4g}"),
                     "p90": float(f"{learned.quantile(0.9):.4g}"),
                 },
-                "usd": {"p10": round(each.p10_usd, 4), "p50": round(each.p50_usd, 4), "p90": round(each.p90_usd, 4)},
-                "interruptions_per_run": round(each.interruptions, 4),
-                "windows": each.windows,
-                "independent_windows": round(each.independent, 1),
+                "usd": {
+                    "p10": round(replay.p10_usd, 4),
+                    "p50": round(replay.p50_usd, 4),
+                    "p90": round(replay.p90_usd, 4),
+                },
+                "interruptions_per_run": round(replay.interruptions, 4),
+                "windows": replay.windows,
+                "independent_windows": round(replay.independent, 1),
                 "forecasts": [
                     {
                         "name": score.name,
@@ -263,7 +269,7 @@ def record(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed])
                         "contained_hours": round(score.contained_hours, 4),
                         "pinball_usd": round(score.pinball_usd, 6),
                     }
-                    for score in each.scores
+                    for score in replay.scores
                 ],
             }
         )
@@ -272,20 +278,20 @@ def record(name: str, type_: str, exposure: Exposure, found: Sequence[Replayed])
         "stack": name,
         "type": type_,
         "work_hours": round(exposure.phase_ends_h[-1], 4),
-        "held": interval_held(found),
-        "contained": round(contained(found), 4),
-        "contained_hours": round(contained_hours(found), 4),
+        "held": interval_held(replays),
+        "contained": round(contained(replays), 4),
+        "contained_hours": round(contained_hours(replays), 4),
         "contained_likely": [round(low, 4), round(high, 4)],
         "traces": traces,
     }
 
 
-def _learned(found: Sequence[Replayed]) -> list[hazard.Hazard]:
+def _learned(replays: Sequence[Replayed]) -> list[hazard.Hazard]:
     """The hazard of each trace's zone, learnt from all traces; a trace without a zone counts as a zone of its own."""
-    seen = [each.trace.observation() for each in found]
-    named = [each._replace(zone=each.zone or each.source) for each in seen]
+    seen = [replay.trace.observation() for replay in replays]
+    named = [observation._replace(zone=observation.zone or observation.source) for observation in seen]
     learned = hazard.learn(named)
-    return [hazard.find(learned, each.type, each.zone) for each in named]
+    return [hazard.find(learned, observation.type, observation.zone) for observation in named]
 
 
 def _likely(share: float, runs: float) -> tuple[float, float]:

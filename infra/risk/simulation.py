@@ -233,27 +233,27 @@ def simulate_each(
     alike: dict[tuple[bool, bool], list[Exposure]] = {}
     for each in dict.fromkeys(exposures):
         alike.setdefault((each.nodes > 1, bool(each.chance.median)), []).append(each)
-    found: dict[Exposure, SimulatedRuns] = {}
+    simulated: dict[Exposure, SimulatedRuns] = {}
     for group in alike.values():
         for start in range(0, len(group), together):
             some = group[start : start + together]
             parts = [
                 _chunk(some, _luck(seed, at, size), attempts, unfinished=unfinished) for at, size in enumerate(sizes)
             ]
-            found.update(zip(some, map(_joined, zip(*parts, strict=True)), strict=True))
-    return [found[each] for each in exposures]
+            simulated.update(zip(some, map(_joined, zip(*parts, strict=True)), strict=True))
+    return [simulated[each] for each in exposures]
 
 
 def simulate_together(exposures: Sequence[Exposure], *, runs: int) -> list[SimulatedRuns]:
     """Runs that are begun in the same days. In each simulated case, speed, set-up and prices are as far off in all of
     them that use the same GPUs and offers, and each has interruptions of its own.
     """
-    shared, found = Draws(runs, np.random.SeedSequence(SEED)), []
+    shared, simulated = Draws(runs, np.random.SeedSequence(SEED)), []
     for at, exposure in enumerate(exposures):
         luck = Luck(runs, np.random.SeedSequence(SEED, spawn_key=(1, at)))
         luck.unknown = shared
-        found += _chunk([exposure], luck, MAX_ATTEMPTS)
-    return found
+        simulated += _chunk([exposure], luck, MAX_ATTEMPTS)
+    return simulated
 
 
 def within_limits(exposure: Exposure, free: SimulatedRuns, *, seed: int = SEED) -> SimulatedRuns:
@@ -270,10 +270,10 @@ def within_limits(exposure: Exposure, free: SimulatedRuns, *, seed: int = SEED) 
     if runs > _CHUNK:
         return simulate(exposure, runs=runs, seed=seed)
     (cut,) = _chunk([exposure], _luck(seed, 0, runs), MAX_ATTEMPTS, near)
-    found = {field.name: getattr(free, field.name).copy() for field in fields(SimulatedRuns)}
-    for name, values in found.items():
+    columns = {field.name: getattr(free, field.name).copy() for field in fields(SimulatedRuns)}
+    for name, values in columns.items():
         values[near] = getattr(cut, name)[near]
-    return SimulatedRuns(**found)
+    return SimulatedRuns(**columns)
 
 
 def _joined(parts: Sequence[SimulatedRuns]) -> SimulatedRuns:
@@ -290,18 +290,21 @@ def _chunk(
     do the second, and so on. With `only`, only these runs are simulated, and the figures of others mean nothing.
     """
     runs = luck.runs
-    factors = luck.unknown.factors([each.unknown for each in exposures])
-    hazards = [each.chance.of_gang(each.nodes).per_run(luck.hazard) for each in exposures]
+    factors = luck.unknown.factors([exposure.unknown for exposure in exposures])
+    hazards = [exposure.chance.of_gang(exposure.nodes).per_run(luck.hazard) for exposure in exposures]
     hazard = np.concatenate(hazards)
     first_wait_h = np.concatenate(
-        [each.first_wait_h(of, luck.wait, luck.there, luck.since) for each, of in zip(exposures, hazards, strict=True)]
+        [
+            exposure.first_wait_h(of, luck.wait, luck.there, luck.since)
+            for exposure, of in zip(exposures, hazards, strict=True)
+        ]
     )
     next_node = _Nodes(
         luck,
         hazard=hazard,
-        unevenness=_of_each(exposures, runs, lambda each: each.chance.unevenness),
-        wait_h=_of_each(exposures, runs, lambda each: each.wait_h),
-        wait_sigma=_of_each(exposures, runs, lambda each: each.wait_sigma),
+        unevenness=_of_each(exposures, runs, lambda exposure: exposure.chance.unevenness),
+        wait_h=_of_each(exposures, runs, lambda exposure: exposure.wait_h),
+        wait_sigma=_of_each(exposures, runs, lambda exposure: exposure.wait_sigma),
     )
     with np.errstate(divide="ignore"):  # a life without hazard; the context is entered once, not for each node
         return _account(exposures, runs, first_wait_h, next_node, attempts, factors, only, unfinished)
@@ -420,8 +423,8 @@ def _account(
         node_h, interrupted = np.minimum(node.life_h, need), node.life_h < need
         spent_h = node_h
         if is_limited:
-            left = _hours_left(single, begun_h, done_h, start_h, whole_h)
-            room = np.maximum(np.minimum(_select(cap_h, active) - before_h, left), 0.0)
+            left_h = _hours_left(single, begun_h, done_h, start_h, whole_h)
+            room = np.maximum(np.minimum(_select(cap_h, active) - before_h, left_h), 0.0)
             at_limit = room < node_h
             if at_limit.any():
                 node_h, interrupted = np.minimum(node_h, room), interrupted & ~at_limit
@@ -431,24 +434,24 @@ def _account(
                 stopped[active] |= at_limit
         span = np.maximum(spent_h, MINIMUM_H)
         if is_left:
-            span = np.where(left > _EDGE_H, span, 0.0)
+            span = np.where(left_h > _EDGE_H, span, 0.0)
         hours[active] = before_h + span
         free = interrupted & (node_h < _select(free_h, active))
         billed[active] += np.where(free, span * _select(stay, active), span)
         wall_h = begun_h + spent_h
 
         worked_h = node_h - start_h
-        trained, kept = np.maximum(worked_h, 0.0), np.maximum(worked_h - NOTICE_H, 0.0)
+        trained, kept_h = np.maximum(worked_h, 0.0), np.maximum(worked_h - NOTICE_H, 0.0)
         missed = node.missed < _select(notice_missed, active)
         fit = _select(fits[0], active)
         for index in phases[1:]:
             if fits[index] is not fits[index - 1]:
-                fit = np.where(done_h + kept >= _select(begins_h[index], active), _select(fits[index], active), fit)
+                fit = np.where(done_h + kept_h >= _select(begins_h[index], active), _select(fits[index], active), fit)
         (torn,) = np.nonzero(missed | np.logical_not(fit))
         if torn.size:  # a node that misses the notice works to its end
-            whole = np.where(missed[torn], trained[torn], kept[torn])
-            kept[torn] = np.maximum(whole - node.lost[torn] * _select(interval_h, active[torn]), 0.0)
-        done_h = done_h + np.where(interrupted, kept, trained)
+            whole = np.where(missed[torn], trained[torn], kept_h[torn])
+            kept_h[torn] = np.maximum(whole - node.lost[torn] * _select(interval_h, active[torn]), 0.0)
+        done_h = done_h + np.where(interrupted, kept_h, trained)
         done[active] = done_h
 
         gathered_h, waited_h = gathered(node.wait_h, _select(gather_h, active), _select(restart_h, active))
@@ -519,15 +522,15 @@ def _hours_left(
     """Hours until the owner ends the run, for a node launched now. The remaining work shrinks meanwhile."""
     if exposure is None or exposure.leave is None:
         return math.inf
-    left = exposure.leave.at_h((work_h - done) / exposure.phase_ends_h[-1]) - wall
+    left_h = exposure.leave.at_h((work_h - done) / exposure.phase_ends_h[-1]) - wall
     falling = 1 - exposure.leave.work_h / exposure.phase_ends_h[-1]  # per hour of work
     with np.errstate(divide="ignore", invalid="ignore"):
-        working = np.where(np.greater(falling, _EDGE_H), start_h + (left - start_h) / falling, math.inf)
-    return np.where(left > start_h, working, left)
+        working = np.where(np.greater(falling, _EDGE_H), start_h + (left_h - start_h) / falling, math.inf)
+    return np.where(left_h > start_h, working, left_h)
 
 
 ATTEMPTS_IN_STEP = 8  # attempts for which all runs draw, finished or not
-_WEYL, _MIX_1, _MIX_2 = (np.uint64(each) for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_WEYL, _MIX_1, _MIX_2 = (np.uint64(factor) for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 @dataclass(frozen=True, slots=True)

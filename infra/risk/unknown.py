@@ -125,9 +125,9 @@ class Draws:
             luck = np.random.default_rng(seed).standard_normal(self._runs)
             if shared:
                 luck = shared * self._normals("work of the job") + math.sqrt(1 - shared**2) * luck
-            found = np.empty(self._runs)
-            found[np.argsort(luck)] = _quantiles(self._runs)
-            self._kept[of, shared] = found
+            normals = np.empty(self._runs)
+            normals[np.argsort(luck)] = _quantiles(self._runs)
+            self._kept[of, shared] = normals
         return self._kept[of, shared]
 
 

@@ -10,15 +10,15 @@ from gpufleet.infra.show.sheet import Sheet
 LEFT, RIGHT = (f' style="text-align:{side};padding:.2em .8em"' for side in ("left", "right"))
 
 
-def table(found: Sheet, *, caption: str = "", total: bool = False) -> str:
+def table(sheet: Sheet, *, caption: str = "", total: bool = False) -> str:
     """The table. With `total` the last row is a total. A notebook has no style sheet, so its table has a caption."""
-    last = len(found.rows) - 1 if total else -1
+    last = len(sheet.rows) - 1 if total else -1
     sides = (LEFT, RIGHT) if caption else ("", " class=number")
     body = "".join(
-        f"<tr{' class=total' if at == last else ''}>{_cells(found, row, 'td', *sides)}</tr>"
-        for at, row in enumerate(found.rows)
+        f"<tr{' class=total' if at == last else ''}>{_cells(sheet, row, 'td', *sides)}</tr>"
+        for at, row in enumerate(sheet.rows)
     )
-    head = _cells(found, found.heads, "th", *sides)
+    head = _cells(sheet, sheet.heads, "th", *sides)
     above = f'<caption style="text-align:left">{escape(caption)}</caption>' if caption else ""
     style = " style=border-collapse:collapse" if caption else ""
     return f"<table{style}>{above}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -28,8 +28,8 @@ def paragraph(text: str) -> str:
     return f"<p>{escape(text)}</p>"
 
 
-def _cells(found: Sheet, row: Iterable[str], kind: str, of_text: str, of_number: str) -> str:
-    right = found.right
+def _cells(sheet: Sheet, row: Iterable[str], kind: str, of_text: str, of_number: str) -> str:
+    right = sheet.right
     return "".join(
         f"<{kind}{of_number if at in right else of_text}>{escape(text)}</{kind}>" for at, text in enumerate(row)
     )

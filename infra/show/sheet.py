@@ -87,9 +87,9 @@ def plain(value: Any, *names: str, digits: int = 4) -> Any:
         case date():
             return value.isoformat()
         case Mapping():
-            return {key: plain(each, digits=digits) for key, each in value.items()}
+            return {key: plain(part, digits=digits) for key, part in value.items()}
         case tuple() | list():
-            return [plain(each, *names, digits=digits) for each in value]
+            return [plain(part, *names, digits=digits) for part in value]
     if is_dataclass(value):
         names = names or tuple(field.name for field in fields(value))
         return {name: plain(getattr(value, name), digits=digits) for name in names}

@@ -173,22 +173,22 @@ class CommandCheckpoints:
             self._knows_parts = True
             borrowed = {name.removeprefix(f"{FILES}/") for name in newest.borrowed}
             self.newest = newest.step
-            self._put_back = {each.key: each for each in self.names.find(self.folder, self._user)}
-            self._done = {key: (each, newest.step) for key, each in self._put_back.items()}
-            for each in self._put_back.values():
-                self.names.learn(each.without_files(borrowed))
-                self._number = max(self._number, each.number or 0)
-                number = self._in_unit(each)
+            self._put_back = {checkpoint.key: checkpoint for checkpoint in self.names.find(self.folder, self._user)}
+            self._done = {key: (checkpoint, newest.step) for key, checkpoint in self._put_back.items()}
+            for checkpoint in self._put_back.values():
+                self.names.learn(checkpoint.without_files(borrowed))
+                self._number = max(self._number, checkpoint.number or 0)
+                number = self._in_unit(checkpoint)
                 apart = 0 if number is None else newest.step - number
-                self._counts_else = self._config.unit == "step" and "step" in each.counts and apart != 0
+                self._counts_else = self._config.unit == "step" and "step" in checkpoint.counts and apart != 0
                 self._offset = 0 if self._counts_else else apart
         self._own.open_to_all(self.folder)
         self.committed_at = self._clock()
         return newest
 
     def _newest(self) -> Commit | None:
-        commits = [each for path in sorted(self._kept.glob(STEPS)) if (each := commit.read(path)) is not None]
-        return max(commits, key=lambda each: each.step, default=None)
+        commits = [committed for path in sorted(self._kept.glob(STEPS)) if (committed := commit.read(path)) is not None]
+        return max(commits, key=lambda candidate: candidate.step, default=None)
 
     def copy_newest(self, target: Path) -> None:
         """Copies the files of the newest commit, if any, under the command's own names. Raises OSError."""
@@ -213,12 +213,12 @@ class CommandCheckpoints:
 
     def saving(self) -> bool:
         """Whether a checkpoint is being written now: one of its files is open, or was just written."""
-        new = [each for each in self.find() if self._is_new(each)]
+        new = [checkpoint for checkpoint in self.find() if self._is_new(checkpoint)]
         writing, recent = self._writing(new) or (), self._clock() - SAVING_S
         return any(
-            any((look.device, look.inode) in writing for look in each.files.values())
-            or (self.moment(each.written) > recent and (self._lacks(each) or not self._is_settled))
-            for each in new
+            any((look.device, look.inode) in writing for look in checkpoint.files.values())
+            or (self.moment(checkpoint.written) > recent and (self._lacks(checkpoint) or not self._is_settled))
+            for checkpoint in new
         )
 
     @property
@@ -226,56 +226,72 @@ class CommandCheckpoints:
         """Whether gpufleet knows which files a whole checkpoint has."""
         return self.names.are_known or bool(self.names.learned) or (self._node > 0 and self._knows_parts)
 
-    def _lacks(self, found: FoundCheckpoint) -> str:
-        return self.names.lacks(found, is_part=self._node > 0)
+    def _lacks(self, checkpoint: FoundCheckpoint) -> str:
+        return self.names.lacks(checkpoint, is_part=self._node > 0)
 
     def find(self) -> list[FoundCheckpoint]:
         """Every checkpoint that has begun, the newest last. Warns of checkpoints that can never be published."""
-        found = self.names.find(self.folder, self._user)
-        for what, why in self.names.unfit.items():
-            self._say_once(f"warning: {what} does not count, and is never published: {why}")
-        return [self.names.newest(each, self._put_back.get(each.key)) for each in found]
+        checkpoints = self.names.find(self.folder, self._user)
+        for name, why in self.names.unfit.items():
+            self._say_once(f"warning: {name} does not count, and is never published: {why}")
+        return [self.names.newest(checkpoint, self._put_back.get(checkpoint.key)) for checkpoint in checkpoints]
 
-    def written_anew(self, found: Iterable[FoundCheckpoint]) -> list[FoundCheckpoint]:
-        """The checkpoints of `found` that this start has written."""
-        return [each for each in found if (before := self._put_back.get(each.key)) is None or each.is_anew(before)]
+    def written_anew(self, checkpoints: Iterable[FoundCheckpoint]) -> list[FoundCheckpoint]:
+        """Those of `checkpoints` that this start has written."""
+        return [
+            checkpoint
+            for checkpoint in checkpoints
+            if (before := self._put_back.get(checkpoint.key)) is None or checkpoint.is_anew(before)
+        ]
 
     def _find_part(self) -> list[FoundCheckpoint]:
         """On a node that follows another: its part of the checkpoint announced last; it may have no files. Empty also
         if the command has deleted the part before it was whole here.
         """
-        there = [each for each in self.find() if self._is_new(each)]
+        there = [checkpoint for checkpoint in self.find() if self._is_new(checkpoint)]
         if self._copying is None:
-            self._hold([each for each in there if self._number < (each.number or 0) and len(each.files) <= MOST_HELD])
+            self._hold(
+                [
+                    checkpoint
+                    for checkpoint in there
+                    if self._number < (checkpoint.number or 0) and len(checkpoint.files) <= MOST_HELD
+                ]
+            )
         leader = self._leader()
         named = None if leader is None or leader.step <= self.newest else self.names.named(leader.named_by)
         if leader is None or named is None:
             return []
-        same = {each.key: each for each in there if each.number == named.number}
-        held = {key: each.found for key, each in self._held.items() if each is not None and each.is_still}
-        same |= {key: found for key, found in held.items() if found.number == named.number}
+        same = {checkpoint.key: checkpoint for checkpoint in there if checkpoint.number == named.number}
+        held = {
+            key: held_part.found
+            for key, held_part in self._held.items()
+            if held_part is not None and held_part.is_still
+        }
+        same |= {key: checkpoint for key, checkpoint in held.items() if checkpoint.number == named.number}
         if not same and any(key[1] == named.number for key in self._held):
             return []
-        part = max(same.values(), key=lambda each: (each.folder == named.folder, each.written), default=named)
+        part = max(
+            same.values(), key=lambda candidate: (candidate.folder == named.folder, candidate.written), default=named
+        )
         self._leaders_step[part.key] = leader.step
         return [part]
 
     def _hold(self, there: Sequence[FoundCheckpoint]) -> None:
         """Opens the files of the parts that are there. Files that the command has deleted since remain part of it."""
         now = self._clock()
-        for each in there[-MOST_HELD:]:
-            held = self._held.get(each.key) or Held(each.without_files(each.files), {}, now)
-            is_same = {**held.found.files, **each.files} == held.found.files
+        for checkpoint in there[-MOST_HELD:]:
+            held = self._held.get(checkpoint.key) or Held(checkpoint.without_files(checkpoint.files), {}, now)
+            is_same = {**held.found.files, **checkpoint.files} == held.found.files
             if not is_same:
                 held.close()
-                held = Held(each, {}, now)
-                for name, look in each.files.items():
+                held = Held(checkpoint, {}, now)
+                for name, look in checkpoint.files.items():
                     with suppress(OSError):
                         file = held.files[name] = self._own.open(self.folder / name)
                         if FileState.from_stat(os.fstat(file.fileno())) != look:
                             held.files.pop(name).close()
             held.is_still, held.seen = is_same and len(held.files) == len(held.found.files), now
-            self._held[each.key] = held
+            self._held[checkpoint.key] = held
         self._let_go(
             key for key, held in self._held.items() if held and (key in self._done or now > held.seen + HELD_S)
         )
@@ -286,10 +302,10 @@ class CommandCheckpoints:
                 held.close()
                 self._held[key] = None
 
-    def _find_again(self, found: FoundCheckpoint) -> FoundCheckpoint:
+    def _find_again(self, checkpoint: FoundCheckpoint) -> FoundCheckpoint:
         """The checkpoint as it is on disk now; it has no files if nothing is left."""
-        nothing = found.without_files(found.files)
-        return next((each for each in self.find() if each.key == found.key), nothing)
+        nothing = checkpoint.without_files(checkpoint.files)
+        return next((current for current in self.find() if current.key == checkpoint.key), nothing)
 
     def _waits_for_leader(self) -> bool:
         """Whether the leader may still name a checkpoint of which this node has a part."""
@@ -298,7 +314,7 @@ class CommandCheckpoints:
         leader = self._leader()
         return leader is None or not leader.ended
 
-    def look(self, found: list[FoundCheckpoint] | None = None) -> None:
+    def look(self, checkpoints: list[FoundCheckpoint] | None = None) -> None:
         """Looks for new checkpoints, at most once a second, more often after a stop, and copies one at a time. It is
         called often and never waits.
         """
@@ -309,17 +325,23 @@ class CommandCheckpoints:
             return
         self._looked_at = now
         self._take_evaluation()
-        found = (self.find() if found is None else found) if self._node == 0 else self._find_part()
-        for each in found:
-            self._watch(each, now)
-        self._watched = {each.key: self._watched[each.key] for each in found if each.key in self._watched}
+        checkpoints = (self.find() if checkpoints is None else checkpoints) if self._node == 0 else self._find_part()
+        for checkpoint in checkpoints:
+            self._watch(checkpoint, now)
+        self._watched = {
+            checkpoint.key: self._watched[checkpoint.key]
+            for checkpoint in checkpoints
+            if checkpoint.key in self._watched
+        }
         alive = set(self._alive())
-        writing = self._writing([each.found for each in self._watched.values()]) if self._watched else set()
+        writing = self._writing([watched.found for watched in self._watched.values()]) if self._watched else set()
         # A process that ends during this look counts as gone now and at the next look, because it may have had a file
         # open.
         gone, self._before = bool((self._before | alive) - set(self._alive())), alive
-        for watched in (self._watched[each.key] for each in reversed(found) if each.key in self._watched):
-            ready = self._is_ready(watched, writing, now, gone=gone, latest=found[-1].number)
+        for watched in (
+            self._watched[checkpoint.key] for checkpoint in reversed(checkpoints) if checkpoint.key in self._watched
+        ):
+            ready = self._is_ready(watched, writing, now, gone=gone, latest=checkpoints[-1].number)
             if ready and self._copying is None:
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, True))
 
@@ -341,25 +363,31 @@ class CommandCheckpoints:
     def _take_whole(self, by_itself: bool) -> None:
         now = self._clock()
         there = self.find() if self._node == 0 else self._find_part()
-        for each in there:
-            self._watch(each, now)
-        for watched in (self._watched[each.key] for each in reversed(there) if each.key in self._watched):
-            found = watched.found
-            if self._lacks(found) or not (by_itself or self._node or self._is_settled or found is not there[-1]):
+        for candidate in there:
+            self._watch(candidate, now)
+        for watched in (
+            self._watched[candidate.key] for candidate in reversed(there) if candidate.key in self._watched
+        ):
+            checkpoint = watched.found
+            if self._lacks(checkpoint) or not (
+                by_itself or self._node or self._is_settled or checkpoint is not there[-1]
+            ):
                 continue
             # The writer of a checkpoint that was looked at only once may have ended before that look.
             was_closed = watched.still and watched.since < self._looked_at
-            if by_itself or was_closed or self._is_sure(found):
+            if by_itself or was_closed or self._is_sure(checkpoint):
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, False))
                 self._settle()
-                if not self._is_new(found):
+                if not self._is_new(checkpoint):
                     return  # older checkpoints are not needed any more
 
     def signalled(self) -> None:
         """Notes that a signal is about to be sent. A save that has begun or is whole by now is not an answer to this
         signal.
         """
-        self._begun_before = {each.key for each in self.find() if self._done.get(each.key, (None,))[0] != each}
+        self._begun_before = {
+            checkpoint.key for checkpoint in self.find() if self._done.get(checkpoint.key, (None,))[0] != checkpoint
+        }
         self._signalled_at, mark = 0.0, self._kept.parent / ".signalled"
         with suppress(OSError):  # if the disk is full, only the files' names show what they are
             mark.touch()  # after the look, because the command goes on saving during the look
@@ -374,13 +402,13 @@ class CommandCheckpoints:
         keep = self._config.checkpoint.keep_on_disk
         if keep is None:
             return
-        there = [each for each in self.find() if each.number is not None]
-        for each in there[:-keep]:
-            committed, step = self._done.get(each.key, (None, 0))
-            if committed == each and step <= published:
-                for name in each.files:
+        there = [checkpoint for checkpoint in self.find() if checkpoint.number is not None]
+        for checkpoint in there[:-keep]:
+            committed, step = self._done.get(checkpoint.key, (None, 0))
+            if committed == checkpoint and step <= published:
+                for name in checkpoint.files:
                     self._own.remove(self.folder / name)
-                for name in each.files:
+                for name in checkpoint.files:
                     with suppress(OSError):  # removes only empty folders
                         self._own.remove_empty((self.folder / name).parent)
 
@@ -388,37 +416,37 @@ class CommandCheckpoints:
         self._let_go(self._held)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _is_new(self, found: FoundCheckpoint) -> bool:
+    def _is_new(self, checkpoint: FoundCheckpoint) -> bool:
         """Whether the checkpoint differs from the one that was committed or put back."""
-        return self._done.get(found.key, (None, 0))[0] != found
+        return self._done.get(checkpoint.key, (None, 0))[0] != checkpoint
 
-    def _watch(self, found: FoundCheckpoint, now: float) -> None:
-        before = self._watched.get(found.key)
-        number = -1 if found.number is None else found.number
+    def _watch(self, checkpoint: FoundCheckpoint, now: float) -> None:
+        before = self._watched.get(checkpoint.key)
+        number = -1 if checkpoint.number is None else checkpoint.number
         # the leader has named it, so this node's file is new
         is_before = self._node == 0 and -1 < number <= self._number
-        if is_before and self._is_new(found) and self._begins_anew(found):
+        if is_before and self._is_new(checkpoint) and self._begins_anew(checkpoint):
             self._offset, self._number, self._counts_else, is_before = self.newest, -1, False, False
-        if is_before or not self._is_new(found):
-            self._watched.pop(found.key, None)
+        if is_before or not self._is_new(checkpoint):
+            self._watched.pop(checkpoint.key, None)
         elif before is None:
-            self._watched[found.key] = Watched(found, now, now)
-        elif before.found != found:
-            is_another = found.number is None and before.still  # the file was whole, and is now being overwritten
-            self._watched[found.key] = Watched(found, now, now if is_another else before.begun)
+            self._watched[checkpoint.key] = Watched(checkpoint, now, now)
+        elif before.found != checkpoint:
+            is_another = checkpoint.number is None and before.still  # the file was whole, and is now being overwritten
+            self._watched[checkpoint.key] = Watched(checkpoint, now, now if is_another else before.begun)
 
-    def _begins_anew(self, found: FoundCheckpoint) -> bool:
+    def _begins_anew(self, checkpoint: FoundCheckpoint) -> bool:
         """Whether the names of this start count from the beginning again, which the definition allows."""
-        before = self._put_back.get(found.key)
-        is_anew = before is None or found.is_anew(before)
+        before = self._put_back.get(checkpoint.key)
+        is_anew = before is None or checkpoint.is_anew(before)
         return self._config.resume.check == "none" and self.count == 0 and bool(self._put_back) and is_anew
 
     def _is_ready(
         self, watched: Watched, writing: set[File] | None, now: float, *, gone: bool, latest: int | None
     ) -> bool:
-        found, quiet = watched.found, now - watched.since
+        checkpoint, quiet = watched.found, now - watched.since
         if writing is not None:
-            if any((look.device, look.inode) in writing for look in found.files.values()):
+            if any((look.device, look.inode) in writing for look in checkpoint.files.values()):
                 watched.still, watched.since = False, now
                 return False
             # A process that died while it wrote leaves a file that looks closed.
@@ -426,13 +454,13 @@ class CommandCheckpoints:
             watched.still = not watched.doubtful
         if quiet < (LOOK_S if writing is not None else UNKNOWN_QUIET_S) or now < watched.not_before:
             return False
-        if lacking := self._lacks(found):
-            if found.number is not None and latest is not None and found.number < latest:
-                self._say_once(f"{found.title} does not count: {lacking}")
+        if lacking := self._lacks(checkpoint):
+            if checkpoint.number is not None and latest is not None and checkpoint.number < latest:
+                self._say_once(f"{checkpoint.title} does not count: {lacking}")
             return False
-        if watched.doubtful and not self._is_sure(found):
+        if watched.doubtful and not self._is_sure(checkpoint):
             return False
-        has_later = found.number is not None and latest is not None and found.number < latest
+        has_later = checkpoint.number is not None and latest is not None and checkpoint.number < latest
         # The leader names its first checkpoint only when its ranks have gone on, or after FIRST_QUIET_S. By then the
         # ranks of other nodes have written their parts too, so that a notice's time is not spent on waiting.
         return self._is_settled or has_later or quiet >= (SAVING_S if self._node else FIRST_QUIET_S)
@@ -451,45 +479,45 @@ class CommandCheckpoints:
         return False
 
     def _find_written(self, checkpoints: Iterable[FoundCheckpoint]) -> set[File] | None:
-        found = set()
-        for each in checkpoints:
-            for name, look in each.files.items():
+        files = set()
+        for checkpoint in checkpoints:
+            for name, look in checkpoint.files.items():
                 with suppress(OSError):  # removed meanwhile
                     is_written = self._own.is_written(self.folder / name)
                     if is_written is None:
                         return None
                     if is_written:
-                        found.add((look.device, look.inode))
-        return found
+                        files.add((look.device, look.inode))
+        return files
 
     def _snapshot(self, watched: Watched, alive: bool) -> None:
         """Copies and commits a checkpoint. Raises OSError, or ValueError when it has changed or is cut."""
-        found, started = watched.found, time.monotonic()
-        begun, written = self.moment(found.first_written), self.moment(found.written)
-        step, is_counted = self._step(found, self._lines.told_by(begun + ARRIVAL_S).step)
+        checkpoint, started = watched.found, time.monotonic()
+        begun, written = self.moment(checkpoint.first_written), self.moment(checkpoint.written)
+        step, is_counted = self._step(checkpoint, self._lines.told_by(begun + ARRIVAL_S).step)
         if step >= MOST_STEPS:
             raise ValueError("its step has more than eight digits, and is never published: count in thousands")
         unfinished, folder = self._kept / ".snapshot", self._kept / step_folder(step)
         shutil.rmtree(unfinished, ignore_errors=True)
         also = self.names.companions(self.folder, self._user) if self._node == 0 else {}
-        on_signal = found.written > self._signalled_at and found.key not in self._begun_before
+        on_signal = checkpoint.written > self._signalled_at and checkpoint.key not in self._begun_before
         reason = self.reason
         if reason == "stop" and not on_signal:
             reason = "timed"  # the command would have made it anyway
-        held = self._held.get(found.key)
+        held = self._held.get(checkpoint.key)
         opened = {} if held is None or not held.is_still else held.files
         try:
-            for name in {**found.files, **also}:
+            for name in {**checkpoint.files, **also}:
                 self._own.copy(opened.get(name, self.folder / name), unfinished / FILES / name)
             for name in also:
-                self._point(unfinished / FILES / name, found)
-            for name, look in found.files.items():
+                self._point(unfinished / FILES / name, checkpoint)
+            for name, look in checkpoint.files.items():
                 made = unfinished / FILES / name
                 if made.stat().st_size != look.bytes or (why := torn(made)):
                     raise ValueError(f"{name}: {why or 'another length than it had'}")
-            again = self._find_again(found)
-            is_same = again == found if not opened else {**found.files, **again.files} == found.files
-            if not is_same or (alive and self._is_written(found)):
+            again = self._find_again(checkpoint)
+            is_same = again == checkpoint if not opened else {**checkpoint.files, **again.files} == checkpoint.files
+            if not is_same or (alive and self._is_written(checkpoint)):
                 raise ValueError("it was changed meanwhile")
             names = sorted(path.relative_to(unfinished).as_posix() for path in unfinished.rglob("*") if path.is_file())
             made_of = tuple((name, (unfinished / name).stat().st_size) for name in names)
@@ -504,7 +532,7 @@ class CommandCheckpoints:
                 world_size=self._gpus * self._nodes,
                 lines=self._lines.told_by(min(watched.begun, begun)).counting.to_json(),
                 node=self._node,
-                named_by=min(found.files, default="") if self._nodes > 1 else "",
+                named_by=min(checkpoint.files, default="") if self._nodes > 1 else "",
             )
             unfinished.mkdir(parents=True, exist_ok=True)
             atomic.write_json(unfinished / COMMIT, record.to_json())
@@ -514,45 +542,50 @@ class CommandCheckpoints:
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        self.names.learn(found)
+        self.names.learn(checkpoint)
         self._knows_parts = True
         self.newest, self.newest_is_on_signal, self.committed_at = step, on_signal, self._clock()
-        self._begun_before.discard(found.key)
-        self._number, self.count = max(self._number, found.number or 0), self.count + 1
+        self._begun_before.discard(checkpoint.key)
+        self._number, self.count = max(self._number, checkpoint.number or 0), self.count + 1
         self.counted = step if is_counted else self.counted
-        self._done[found.key] = found, step
+        self._done[checkpoint.key] = checkpoint, step
         blocked_s = max(0.0, written - watched.begun)  # the time in which it was written, as far as that was seen
         took = time.monotonic() - started
         took_s = round(blocked_s + took, 3)
         save = Save(step=step, reason=reason, bytes=record.bytes, blocked_s=round(blocked_s, 3), took_s=took_s)
         self._lines.saved(save, written, is_counted=is_counted)
         size = f"{len(made_of)} files, {record.bytes / 1e6:.1f} MB"
-        what = f"this node's part of step {step:,}" if self._node else f"checkpoint of step {step:,}"
-        self._say(f"{what} is whole: {size}, copied in {took:.1f} s")
+        title = f"this node's part of step {step:,}" if self._node else f"checkpoint of step {step:,}"
+        self._say(f"{title} is whole: {size}, copied in {took:.1f} s")
 
-    def _point(self, copied: Path, found: FoundCheckpoint) -> None:
+    def _point(self, copied: Path, checkpoint: FoundCheckpoint) -> None:
         """Makes the copy of a companion that names a checkpoint name this one."""
         with suppress(UnicodeDecodeError):
             if copied.stat().st_size <= NAME_BYTES:
                 text = copied.read_text()
-                if (own := self.names.pointing(text, found, self.find())) != text:
+                if (own := self.names.pointing(text, checkpoint, self.find())) != text:
                     copied.write_text(own)
 
-    def _in_unit(self, found: FoundCheckpoint) -> int | None:
+    def _in_unit(self, checkpoint: FoundCheckpoint) -> int | None:
         """The number in the checkpoint's name in the run's unit, without `_offset`; None if it cannot be converted."""
-        each = self._config.work.steps_per_epoch
-        if self._config.unit == "step" and "step" not in found.counts and each is not None and "epoch" in found.counts:
-            return found.counts["epoch"] * each
-        return found.counts.get(self._config.unit)
+        steps_per_epoch = self._config.work.steps_per_epoch
+        if (
+            self._config.unit == "step"
+            and "step" not in checkpoint.counts
+            and steps_per_epoch is not None
+            and "epoch" in checkpoint.counts
+        ):
+            return checkpoint.counts["epoch"] * steps_per_epoch
+        return checkpoint.counts.get(self._config.unit)
 
-    def _step(self, found: FoundCheckpoint, by_lines: int | None) -> tuple[int, bool]:
+    def _step(self, checkpoint: FoundCheckpoint, by_lines: int | None) -> tuple[int, bool]:
         """The checkpoint's step in the run, and whether a name or line gives it; without either it is the previous step
-        plus one. `told` is the step that lines had shown when the checkpoint's first file was whole.
+        plus one. `by_lines` is the step that lines had shown when the checkpoint's first file was whole.
         """
         if self._node:
-            return self._leaders_step[found.key], True
-        number, counts_epochs = self._in_unit(found), "step" not in found.counts
-        if counts_epochs and found.number == 0 and not self.count and not self._put_back:
+            return self._leaders_step[checkpoint.key], True
+        number, counts_epochs = self._in_unit(checkpoint), "step" not in checkpoint.counts
+        if counts_epochs and checkpoint.number == 0 and not self.count and not self._put_back:
             # The number 0 in a name stands for the first epoch.
             self._offset = 1 if self._config.unit == "epoch" else self._config.work.steps_per_epoch or 0
         if number is not None:
@@ -573,9 +606,9 @@ class CommandCheckpoints:
         if written is not None and written.val_loss is None:
             atomic.write_json(folder / COMMIT, replace(written, val_loss=val).to_json())
 
-    def _is_written(self, found: FoundCheckpoint) -> bool:
-        writing = self._writing([found])
-        return any((look.device, look.inode) in (writing or ()) for look in found.files.values())
+    def _is_written(self, checkpoint: FoundCheckpoint) -> bool:
+        writing = self._writing([checkpoint])
+        return any((look.device, look.inode) in (writing or ()) for look in checkpoint.files.values())
 
     def _settle(self) -> None:
         """Waits until the current copy is finished."""

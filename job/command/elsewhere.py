@@ -62,16 +62,16 @@ class Search:
         written = [path for path in written if not NO_CHECKPOINT.search(_shown(path, self._folders.user))]
         inside = [path.relative_to(self._folder).as_posix() for path in written if path.is_relative_to(self._folder)]
         if inside:
-            each, is_counted = pattern_of(inside)
+            pattern, is_counted = pattern_of(inside)
             more = "" if is_counted else ", rewritten: true"
             return (
                 f"{', '.join(inside[:SHOWN])} came into {self._config.checkpoint.folder}, and job.checkpoint.each,"
-                f" {', '.join(self._config.names)}, names none of them: write each: '{each}'{more}, if that is one"
+                f" {', '.join(self._config.names)}, names none of them: write each: '{pattern}'{more}, if that is one"
                 " checkpoint"
             )
-        if kept := [_shown(path, self._folders.user) for path in written if path.suffix in KEPT_AS]:
+        if likely := [_shown(path, self._folders.user) for path in written if path.suffix in KEPT_AS]:
             return (
-                f"nothing came into {self._config.checkpoint.folder}; written were {', '.join(kept[:SHOWN])}: say in"
+                f"nothing came into {self._config.checkpoint.folder}; written were {', '.join(likely[:SHOWN])}: say in"
                 " job.checkpoint.folder and each which of these is a checkpoint"
             )
         return ""
@@ -128,7 +128,7 @@ def pattern_of(names: list[str]) -> tuple[str, bool]:
     pattern names the folder.
     """
     kind = re.sub(r"\d+", "#", names[-1])
-    rows = [re.split(r"(\d+)", each) for each in names if re.sub(r"\d+", "#", each) == kind]
+    rows = [re.split(r"(\d+)", name) for name in names if re.sub(r"\d+", "#", name) == kind]
     last, numbers = rows[-1], range(1, len(rows[-1]), 2)
     differing = [index for index in numbers if len({row[index] for row in rows}) > 1 or len(numbers) == 1]
     if not differing:

@@ -77,7 +77,7 @@ class End:
 
     def is_like(self, other: End) -> bool:
         """Whether both ended at the same step for the same cause or, if none is known, with the same last lines."""
-        mine, theirs = ((each.cause,) if each.cause else each.lines for each in (self, other))
+        mine, theirs = ((end.cause,) if end.cause else end.lines for end in (self, other))
         return (self.step, self.code, *map(_plain, mine)) == (other.step, other.code, *map(_plain, theirs))
 
 

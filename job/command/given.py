@@ -175,11 +175,11 @@ def _parts(value: str) -> Iterator[str]:
     with suppress(ValueError, RecursionError):
         waiting = [json.loads(value)]
         while waiting:
-            each = waiting.pop()
-            if isinstance(each, dict | list):
-                waiting += each.values() if isinstance(each, dict) else each
-            elif isinstance(each, str):
-                yield from _parts(each)
-                yield from (json.dumps(each, ensure_ascii=ascii)[1:-1] for ascii in (True, False))  # as JSON prints it
+            part = waiting.pop()
+            if isinstance(part, dict | list):
+                waiting += part.values() if isinstance(part, dict) else part
+            elif isinstance(part, str):
+                yield from _parts(part)
+                yield from (json.dumps(part, ensure_ascii=ascii)[1:-1] for ascii in (True, False))  # as JSON prints it
             else:
-                yield str(each)
+                yield str(part)

@@ -205,7 +205,7 @@ class Host:
             environ |= {name: filled(value, values) for name, value in (self.config.resume.env or {}).items()}
         return {**environ, **self.secrets}
 
-    def _run(self, start: CommandStart, what: str, command: str, name: str) -> End:
+    def _run(self, start: CommandStart, part: str, command: str, name: str) -> End:
         """Runs the set-up or the command until none of its processes is left. Raises GoneError."""
         own = self.folders.own
         own.remove(self.folders.stop_file)
@@ -215,7 +215,7 @@ class Host:
             contained = os.environ.get(environment.JOB_CONTAINER)
             self.place = WatchedContainer(self.workdir) if contained else GuardedProcesses(self.workdir)
         folder = self.folders.code
-        if what == COMMAND:
+        if part == COMMAND:
             folder = self.folders.resolve_path(self.config.workdir, self.values)
             start.begin()
         self.scripts.run(name, command, self._environment(start.restored), folder)
@@ -229,21 +229,21 @@ class Host:
             self.progress.poll()
             code = self.scripts.code(name) if code is None else code
             refusal = ""
-            if what == COMMAND:  # after the command has ended, `end` commits
+            if part == COMMAND:  # after the command has ended, `end` commits
                 refusal = start.look(commit=code is None or left_at is not None)
             if why == "":
-                why = self._why_not(start, what, watch, refusal)
+                why = self._why_not(start, part, watch, refusal)
                 if why:
                     self._kill()
                     if not self.is_there or not self.scripts.began:  # and it will not start
                         code = processes.KILLED
                         break
-            if what == COMMAND and (observed := start.observe()) is not None:
+            if part == COMMAND and (observed := start.observe()) is not None:
                 self._note(observed)
             if code is not None or now >= calm_at + CALM_S:
                 calm_at = now
                 self._prune()
-                if what == COMMAND and self.is_there and self.place is not None and start.meeting.is_open:
+                if part == COMMAND and self.is_there and self.place is not None and start.meeting.is_open:
                     start.meeting.look(self.place.world())
                 left_at = self._leftover(start, code, now, left_at)
                 if code is not None and left_at is None:
@@ -252,16 +252,16 @@ class Host:
             time.sleep(TICK_S)
         self.output.finish()
         why = why or (start.leaving.ended if start.leaving else "")
-        if what != COMMAND:
+        if part != COMMAND:
             lines, cause = tuple(self.output.last), self.output.cause.text
-            return End(code=code, step=self.progress.step, lines=lines, cause=cause, why=why, what=WHAT[what])
-        end = start.end(code, why, WHAT[what])
+            return End(code=code, step=self.progress.step, lines=lines, cause=cause, why=why, what=WHAT[part])
+        end = start.end(code, why, WHAT[part])
         self._note(observed := start.observe(is_over=True))
         if observed is not None and observed.elsewhere:
             self.warn(observed.elsewhere)
         return end
 
-    def _why_not(self, start: CommandStart, what: str, watch: StartWatch, refusal: str) -> str:
+    def _why_not(self, start: CommandStart, part: str, watch: StartWatch, refusal: str) -> str:
         """The reason to end this start now; empty while it may go on."""
         stop = Stop.read(self.workdir) if (self.workdir / STOP).exists() else None
         if stop is not None and start.leaving is None:
@@ -274,7 +274,7 @@ class Host:
         if start.leaving is not None:
             return start.leaving.look(
                 self.clock(),
-                saving=lambda: what == COMMAND and self.checkpoints.saving(),
+                saving=lambda: part == COMMAND and self.checkpoints.saving(),
                 committed=self.checkpoints.newest,
                 on_signal=self.checkpoints.newest_is_on_signal,
                 send=self._send_stop,
@@ -388,20 +388,20 @@ class Host:
 
     def _deliver_from(self, source: Path, text: str) -> None:
         """Copies the files of one entry of job.outputs, a file or a folder. Prints what could not be copied."""
-        own, target, left = self.folders.own, self.workdir / FINAL, list[str]()
+        own, target, uncopied = self.folders.own, self.workdir / FINAL, list[str]()
         if source != self.folders.outputs:
             target /= source.relative_to(self.folders.user)
         for name in ("",) if own.is_file(source) else sorted(name for name, _ in own.files(source)):
             key = (target / name).relative_to(self.workdir).as_posix()
             if why := refusal(key):
-                left.append(f"one whose name {why}")
+                uncopied.append(f"one whose name {why}")
                 continue
             try:
                 own.copy(source / name, target / name)
             except OSError as error:
-                left.append(f"{key!a}: {error.strerror}")
-        if left:
-            say(f"warning: outputs {text}: {counted(len(left), 'file')} left on the node, the first {left[0]}")
+                uncopied.append(f"{key!a}: {error.strerror}")
+        if uncopied:
+            say(f"warning: outputs {text}: {counted(len(uncopied), 'file')} left on the node, the first {uncopied[0]}")
 
     def _summarise(self, end: End) -> None:
         """Writes results.json, which every finished run has."""

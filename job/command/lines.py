@@ -43,7 +43,7 @@ class Position:
         """The position from what `asdict` wrote; None for anything else."""
         if not isinstance(tree, dict) or not set(tree) <= set(cls.__slots__):
             return None
-        return cls(**tree) if all(each is None or type(each) is int for each in tree.values()) else None
+        return cls(**tree) if all(count is None or type(count) is int for count in tree.values()) else None
 
     @property
     def is_beginning(self) -> bool:
@@ -75,12 +75,12 @@ class Counting:
         states.
         """
         numbers = ("batches", "base", "interval")
-        kept = {key: value if type(value := tree.get(key)) is int else None for key in numbers}
+        stored = {key: value if type(value := tree.get(key)) is int else None for key in numbers}
         return cls(
             unit=unit,
-            batches=batches or kept["batches"],
-            base=kept["base"],
-            interval=kept["interval"],
+            batches=batches or stored["batches"],
+            base=stored["base"],
+            interval=stored["interval"],
             first=Position.from_json(tree.get("first")),
             newest=Position.from_json(tree.get("newest")),
         )
@@ -136,7 +136,7 @@ class Patterns:
     """The regular expressions of a definition."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
-        self._patterns = [widened(each) for each in patterns]
+        self._patterns = [widened(pattern) for pattern in patterns]
 
     def read(self, text: str) -> OutputLine | None:
         """Returns the content of a line without its control sequences, or None if no pattern matches."""

@@ -98,7 +98,7 @@ class FoundCheckpoint:
     def without_files(self, names: Collection[str]) -> FoundCheckpoint:
         """The checkpoint without the files of these names."""
         files = {name: look for name, look in self.files.items() if name not in names}
-        outer = frozenset(each for each in self.places if any(name.startswith(each) for name in files))
+        outer = frozenset(top for top in self.places if any(name.startswith(top) for name in files))
         return replace(self, files=files, inner={name: self.inner[name] for name in files}, places=outer)
 
     def is_anew(self, before: FoundCheckpoint) -> bool:
@@ -176,7 +176,7 @@ class Names:
             for (starred, counts), rows in made.items()
             if (starred, counts) not in unfit
         ]
-        return sorted(checkpoints, key=lambda each: (each.number or 0, each.written))
+        return sorted(checkpoints, key=lambda candidate: (candidate.number or 0, candidate.written))
 
     def named(self, relative: str) -> FoundCheckpoint | None:
         """The checkpoint to which a file of this name belongs, without its files; None: it belongs to none."""
@@ -193,13 +193,13 @@ class Names:
         return sizes
 
     @staticmethod
-    def pointing(text: str, found: FoundCheckpoint, others: Iterable[FoundCheckpoint]) -> str:
+    def pointing(text: str, checkpoint: FoundCheckpoint, others: Iterable[FoundCheckpoint]) -> str:
         """The text of a companion. One that only names another checkpoint, as DeepSpeed's `latest` does by the folder
-        and Megatron's by the number, names `found` instead: it was read when the command had gone on, or not yet.
+        and Megatron's by the number, names `checkpoint` instead: it was read when the command had gone on, or not yet.
         """
-        words = [(PurePath(place(each)).name, str(each.number)) for each in others if each.places]
+        words = [(PurePath(place(other)).name, str(other.number)) for other in others if other.places]
         for there in words:
-            for word, own in zip(there, (PurePath(place(found)).name, str(found.number)), strict=True):
+            for word, own in zip(there, (PurePath(place(checkpoint)).name, str(checkpoint.number)), strict=True):
                 if text.strip() == word:
                     return text.replace(word, own)
         return text
@@ -217,27 +217,27 @@ class Names:
             )
         return ""
 
-    def lacks(self, found: FoundCheckpoint, *, is_part: bool = False) -> str:
+    def lacks(self, checkpoint: FoundCheckpoint, *, is_part: bool = False) -> str:
         """What is missing from the checkpoint, in words; empty when it is complete. For the part of a node that follows
         another, earlier parts show which files belong to it, because only the leader has the file that completes a
         checkpoint.
         """
         if is_part:
-            return self._unlike_learned(found)
-        inner = set(found.inner.values())
-        if self._unless and filled(self._unless, {**found.counts}) in inner:
+            return self._unlike_learned(checkpoint)
+        inner = set(checkpoint.inner.values())
+        if self._unless and filled(self._unless, {**checkpoint.counts}) in inner:
             return f"{self._unless} says that it is unfinished"
         if self._complete:
-            return "" if filled(self._complete, {**found.counts}) in inner else f"{self._complete} is not there"
-        if not all(any(pattern.fullmatch(name) for name in found.files) for pattern, _ in self._patterns):
+            return "" if filled(self._complete, {**checkpoint.counts}) in inner else f"{self._complete} is not there"
+        if not all(any(pattern.fullmatch(name) for name in checkpoint.files) for pattern, _ in self._patterns):
             return "one of its files is not there"
-        if found.number is None:
+        if checkpoint.number is None:
             count = sum(count for count, _ in self.learned.values()) if self._has_parts else 0
-            return f"{len(found.files)} of {count} files are there" if len(found.files) < count else ""
-        return self._unlike_learned(found)
+            return f"{len(checkpoint.files)} of {count} files are there" if len(checkpoint.files) < count else ""
+        return self._unlike_learned(checkpoint)
 
-    def _unlike_learned(self, found: FoundCheckpoint) -> str:
-        kinds = _kinds(found.inner, found.files)
+    def _unlike_learned(self, checkpoint: FoundCheckpoint) -> str:
+        kinds = _kinds(checkpoint.inner, checkpoint.files)
         for kind, (count, least) in self.learned.items():
             there, smallest = kinds.get(kind, (0, 0))
             if there < count:
@@ -246,44 +246,48 @@ class Names:
                 return f"{kind} has {smallest:,} bytes, the first one's had {least:,}"
         return ""
 
-    def newest(self, found: FoundCheckpoint, before: FoundCheckpoint | None) -> FoundCheckpoint:
+    def newest(self, checkpoint: FoundCheckpoint, before: FoundCheckpoint | None) -> FoundCheckpoint:
         """The checkpoint with only the files that were written after `before` was seen, if its names have no number and
         match several files and the new ones are a checkpoint by themselves. Otherwise it is returned unchanged.
         """
-        if before is None or found.number is not None or not self._has_parts:
-            return found
-        newer = found.without_files({name for name, look in before.files.items() if found.files.get(name) == look})
+        if before is None or checkpoint.number is not None or not self._has_parts:
+            return checkpoint
+        newer = checkpoint.without_files(
+            {name for name, look in before.files.items() if checkpoint.files.get(name) == look}
+        )
         is_whole = all(any(pattern.fullmatch(name) for name in newer.files) for pattern, _ in self._patterns)
-        return newer if newer.files and is_whole else found
+        return newer if newer.files and is_whole else checkpoint
 
-    def _last(self, found: FoundCheckpoint) -> list[str]:
+    def _last(self, checkpoint: FoundCheckpoint) -> list[str]:
         """The files that are written last and so show that the others are whole; all files when there are none."""
         if not self._complete:
-            return list(found.files)
-        return [name for name, inner in found.inner.items() if inner == filled(self._complete, {**found.counts})]
+            return list(checkpoint.files)
+        return [
+            name for name, inner in checkpoint.inner.items() if inner == filled(self._complete, {**checkpoint.counts})
+        ]
 
-    def learn(self, found: FoundCheckpoint) -> None:
+    def learn(self, checkpoint: FoundCheckpoint) -> None:
         """Learns from a whole checkpoint: the names from the first one, the sizes from the newest."""
         if not self._complete and not self.learned:
-            self.learned = _kinds(found.inner, found.files)
-        self._sizes = {(_kind(name), look.bytes) for name, look in found.files.items()}
+            self.learned = _kinds(checkpoint.inner, checkpoint.files)
+        self._sizes = {(_kind(name), look.bytes) for name, look in checkpoint.files.items()}
 
-    def shows_a_cut(self, opened: Callable[[str], BinaryIO], found: FoundCheckpoint) -> bool:
+    def shows_a_cut(self, opened: Callable[[str], BinaryIO], checkpoint: FoundCheckpoint) -> bool:
         """Whether a cut in the file that was written last would be visible: by its format, by its length in the newest
         whole checkpoint, or because it was renamed after it was written. `opened` opens a file by its name. Raises
         OSError.
         """
         return all(
             _tells_itself(opened, name)
-            or found.files[name].renamed
-            or (_kind(name), found.files[name].bytes) in self._sizes
-            for name in self._last(found)
+            or checkpoint.files[name].renamed
+            or (_kind(name), checkpoint.files[name].bytes) in self._sizes
+            for name in self._last(checkpoint)
         )
 
 
-def place(found: FoundCheckpoint) -> str:
+def place(checkpoint: FoundCheckpoint) -> str:
     """The path for {checkpoint}, below the folder of checkpoints: the file, or the folder that holds all files."""
-    return sorted(found.places)[0]
+    return sorted(checkpoint.places)[0]
 
 
 def _pattern(name: str) -> tuple[re.Pattern[str], int]:
@@ -300,7 +304,7 @@ def _pattern(name: str) -> tuple[re.Pattern[str], int]:
         else:
             text += "[^/]*" if part == "*" else re.escape(part)
     folders = name.rstrip("/").split("/")[:-1]
-    depth = max((index + 1 for index, each in enumerate(folders) if "*" in each), default=0)
+    depth = max((index + 1 for index, folder in enumerate(folders) if "*" in folder), default=0)
     return re.compile(text + ("/(?P<inner>.+)" if name.endswith("/") else ""), re.DOTALL), depth
 
 

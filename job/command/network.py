@@ -16,7 +16,7 @@ PROGRAM = "between.py"
 # torchrun may not be on the path, as in an environment that nobody has activated
 LAUNCHER = (
     "if command -v torchrun > /dev/null; then set -- torchrun; elif python3 -c 'import torch' 2> /dev/null; then"
-    " set -- python3 -m torch.distributed.run; else exit {}; fi; exec \"$@\""
+    ' set -- python3 -m torch.distributed.run; else exit {}; fi; exec "$@"'
 )
 NO_TORCH = 3
 FURTHER = 500  # the difference to the command's port, so that the command's ranks never meet those of a pre-flight

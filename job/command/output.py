@@ -118,8 +118,8 @@ class Output:
             self._rest = self._blank(self._rest)
         if (cut := len(self._rest) - self._overlap) > LONGEST:  # the rest may begin with a secret
             lines, self._rest = [*lines, self._rest[:cut]], self._rest[cut:]
-        for each in lines:
-            self._take_line(each)
+        for line in lines:
+            self._take_line(line)
 
     def _take_line(self, line: bytes) -> None:
         text, is_bar = self._blank(line.rstrip(b"\r\n"))[:LONGEST], not line.endswith(b"\n")

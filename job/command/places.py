@@ -250,12 +250,12 @@ class GuardedProcesses:
 
 def own_environment(ours: Mapping[str, str]) -> dict[str, str]:
     """The part of this process's environment that a user's command may see: no keys, and not gpufleet's Python."""
-    kept = {key: value for key, value in ours.items() if not key.startswith(("AWS_", "GPUFLEET_", "PYTHON"))}
-    kept.pop("VIRTUAL_ENV", None)
+    passed_on = {key: value for key, value in ours.items() if not key.startswith(("AWS_", "GPUFLEET_", "PYTHON"))}
+    passed_on.pop("VIRTUAL_ENV", None)
     bins = {str(Path(sys.prefix) / "bin"), str(Path(sys.executable).parent)} - {"/usr/bin", "/usr/local/bin", "/bin"}
-    path = [each for each in kept.get("PATH", os.defpath).split(os.pathsep) if each not in bins]
+    path = [folder for folder in passed_on.get("PATH", os.defpath).split(os.pathsep) if folder not in bins]
     programs = ours.get(USER_PATH, "")
-    return {**kept, **activated(programs), "PATH": os.pathsep.join([*filter(None, [programs]), *path])}
+    return {**passed_on, **activated(programs), "PATH": os.pathsep.join([*filter(None, [programs]), *path])}
 
 
 def activated(programs: str) -> dict[str, str]:

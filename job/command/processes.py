@@ -130,19 +130,21 @@ def addressees(first: int, number: int) -> list[int]:
     def chosen(pid: int) -> list[int]:
         ranks = [child for child in below.get(pid, []) if _rank(child) not in (None, _rank(pid))]
         if not catches(pid, number):
-            return [*([] if spared else [pid]), *(each for child in below.get(pid, []) for each in chosen(child))]
+            return [*([] if spared else [pid]), *(process for child in below.get(pid, []) for process in chosen(child))]
         if not any(catches(rank, number) for rank in ranks):
             return [pid]
         # Lightning's first rank
         is_one_of_them = any(_read(rank, "cmdline") == _read(pid, "cmdline") for rank in ranks)
-        return [*([pid] if is_one_of_them else []), *(each for rank in ranks for each in chosen(rank))]
+        return [*([pid] if is_one_of_them else []), *(process for rank in ranks for process in chosen(rank))]
 
-    return [each for child in sorted(below.get(first, [])) for each in chosen(child)]
+    return [process for child in sorted(below.get(first, [])) for process in chosen(child)]
 
 
 def _rank(pid: int) -> bytes | None:
     """The process's rank from its launcher; None without one."""
-    variables = [each for each in _read(pid, "environ").split(b"\0") if each.startswith((b"LOCAL_RANK=", b"RANK="))]
+    variables = [
+        variable for variable in _read(pid, "environ").split(b"\0") if variable.startswith((b"LOCAL_RANK=", b"RANK="))
+    ]
     return b" ".join(sorted(variables)) or None
 
 
@@ -160,10 +162,10 @@ def world(first: int) -> tuple[int, int, bool] | None:
         if pid in replaced or numbers.get(parent) != numbers[pid]:
             replaced.add(parent)
     ranks = {numbers_of_rank for pid, numbers_of_rank in numbers.items() if pid not in replaced}
-    size = max((each[0] for each in ranks), default=0)
+    size = max((of_rank[0] for of_rank in ranks), default=0)
     if not size:
         return None
-    ranks = {each for each in ranks if each[0] == size}
+    ranks = {of_rank for of_rank in ranks if of_rank[0] == size}
     numbered = {rank for _, rank, _, _ in ranks}
     here = max(len(numbered), *(max(local_size or 0, (local or 0) + 1) for _, _, local_size, local in ranks))
     return size, here, 0 in numbered
@@ -215,10 +217,10 @@ def kill(first: int) -> bool:
     Returns False if one of them cannot be killed.
     """
     until = time.monotonic() + GONE_S
-    while found := descendants(first):
+    while living := descendants(first):
         if time.monotonic() > until:
             return False
-        _send(found, signal.SIGSTOP)  # a stopped process cannot fork
+        _send(living, signal.SIGSTOP)  # a stopped process cannot fork
         _send(descendants(first), signal.SIGKILL)
         time.sleep(0.02)
     return True

@@ -47,10 +47,10 @@ class Metrics:
         """Cuts off the lines after `step`. The usual number of steps between lines; None if unknown."""
         with suppress(FileNotFoundError):
             lines = self._path.read_bytes().splitlines(keepends=True)
-            kept = [(each, found) for each in lines if (found := metrics.line(each)) and found["step"] <= step]
-            if len(kept) < len(lines):
-                self._path.write_bytes(b"".join(each for each, _ in kept))
-            steps = [found["step"] for _, found in kept]
+            kept_lines = [(line, record) for line in lines if (record := metrics.line(line)) and record["step"] <= step]
+            if len(kept_lines) < len(lines):
+                self._path.write_bytes(b"".join(line for line, _ in kept_lines))
+            steps = [entry["step"] for _, entry in kept_lines]
             gaps = [after - before for before, after in pairwise(steps) if after > before]
             return round(median(gaps)) if gaps else None
         return None
@@ -123,8 +123,8 @@ class StepReader:
         with self._lock:
             self._flush(self._clock())
             interval = self._metrics.resume(step)
-            kept = {} if restored is None else restored.lines
-            self.counting = Counting.from_json(kept, self._config.unit, self._config.work.steps_per_epoch)
+            stored = {} if restored is None else restored.lines
+            self.counting = Counting.from_json(stored, self._config.unit, self._config.work.steps_per_epoch)
             self._interval = self.counting.interval or interval or self._interval
             self._is_fresh, self._is_begun, self._counts_else, self._is_told = restored is None, False, False, False
             self.step, self._began, self._saved, self._offset = step, step, step, 0
@@ -365,7 +365,7 @@ class StepReader:
             record["event"] = "; ".join(self._events)
         if saves:
             record["saves"] = saves
-            self._saves = [] if last else [each for each in self._saves if each[1] >= self.at]
+            self._saves = [] if last else [save for save in self._saves if save[1] >= self.at]
         self._metrics.append(record)
         self._pending, self._events = {}, []
 

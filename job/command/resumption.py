@@ -67,20 +67,20 @@ class ResumeCheck:
 
     def _judge(self, anew: list[FoundCheckpoint], first: Position | None, *, is_over: bool) -> None:
         before, again, after = self._files(anew)
-        by_lines, told = self._lines(first)
+        by_lines, position = self._lines(first)
         if before is not None and self._config.stages < 2:
             self._settle("begins anew", f"the command wrote {place(before)}")
         elif by_lines == "begins anew":
-            self._settle("begins anew", f"the command began at {told}")
+            self._settle("begins anew", f"the command began at {position}")
         elif by_lines == "goes on":
-            self._settle("goes on", f"its first line tells {told}")
+            self._settle("goes on", f"its first line tells {position}")
         elif again and again.number and self._reads_lines and (is_over or first or not self.expects_lines):
             # A start that continues within its epoch writes number 0 again too.
             self._settle("begins anew", f"the command wrote {place(again)} again")
         elif again is None and after is not None:
             self._settle("goes on", f"its first checkpoint is {place(after)}")
         elif self.verdict == "not shown":
-            self.why = self._what_would_show(told)
+            self.why = self._what_would_show(position)
 
     def _files(
         self, anew: list[FoundCheckpoint]
@@ -88,26 +88,37 @@ class ResumeCheck:
         """Three checkpoints that this start has written, or None for each: one with a lower number than the restored
         one, the restored one again, and the next one.
         """
-        kept = self._checkpoint
-        if kept is None or kept.number is None:
+        restored = self._checkpoint
+        if restored is None or restored.number is None:
             return None, None, None
-        same = [(each, each.number) for each in anew if each.series == kept.series and each.number is not None]
-        before = next((each for each, number in same if number < kept.number), None)
-        again = next((each for each, number in same if number == kept.number), None)
+        same = [
+            (checkpoint, checkpoint.number)
+            for checkpoint in anew
+            if checkpoint.series == restored.series and checkpoint.number is not None
+        ]
+        before = next((checkpoint for checkpoint, number in same if number < restored.number), None)
+        again = next((checkpoint for checkpoint, number in same if number == restored.number), None)
         every = self._config.checkpoint.every
-        apart = every.epochs if "step" not in kept.counts else every.steps or self._config.steps_between_saves()
-        after = next((each for each, number in same if apart and kept.number < number <= kept.number + apart), None)
+        apart = every.epochs if "step" not in restored.counts else every.steps or self._config.steps_between_saves()
+        after = next(
+            (
+                checkpoint
+                for checkpoint, number in same
+                if apart and restored.number < number <= restored.number + apart
+            ),
+            None,
+        )
         return before, again, after
 
     def _lines(self, first: Position | None) -> tuple[Verdict, str]:
         """What the first line shows, and its place in words."""
         if first is None:
             return "not shown", ""
-        kept, fresh = self._counting.newest or Position(), self._counting.first or Position()
-        now, then, usual, slack = first.epoch or 0, kept.epoch, fresh.epoch, 0
+        newest, fresh = self._counting.newest or Position(), self._counting.first or Position()
+        now, then, usual, slack = first.epoch or 0, newest.epoch, fresh.epoch, 0
         words = f"epoch {now:,}"
         if first.step is not None:
-            now, then, usual, slack = first.step, kept.step, fresh.step, self._interval + 1
+            now, then, usual, slack = first.step, newest.step, fresh.step, self._interval + 1
             words = f"step {now:,}"
             if then is not None and self._config.unit == "step":
                 then = min(then, self._restored.step)
@@ -119,8 +130,8 @@ class ResumeCheck:
 
     def _settle(self, verdict: Verdict, fact: str) -> None:
         self.verdict = verdict
-        kept = f" ({place(self._checkpoint)})" if self._checkpoint is not None and self._checkpoint.counts else ""
-        restored = f"checkpoint of {self._config.unit} {self._restored.step:,}{kept} was restored"
+        named = f" ({place(self._checkpoint)})" if self._checkpoint is not None and self._checkpoint.counts else ""
+        restored = f"checkpoint of {self._config.unit} {self._restored.step:,}{named} was restored"
         or_anew = "; if it goes on and counts anew, write job.resume.check: none"
         does = f": it does not resume{or_anew}" if verdict == "begins anew" else ""
         self.why = f"{restored} and {fact}{does}"

@@ -50,8 +50,8 @@ class CommandStart:
         self.meeting = Meeting(nodes=int(values["nodes"]), gpus=int(values["gpus"]), clock=clock)
         self._follows = str(values["node_rank"]) != "0"
         if self.restored is not None and not self._follows:
-            kept = Counting.from_json(self.restored.lines, config.unit, config.work.steps_per_epoch)
-            self._resumption = ResumeCheck(config, self.restored, checkpoints.restored, kept)
+            counting = Counting.from_json(self.restored.lines, config.unit, config.work.steps_per_epoch)
+            self._resumption = ResumeCheck(config, self.restored, checkpoints.restored, counting)
         self._observed, self._observed_at, self._looked_at = Observed(), 0.0, 0.0
 
     def begin(self) -> None:
@@ -65,20 +65,22 @@ class CommandStart:
         """Why no further start can help: the command does not go on from the checkpoint, or each node trains alone. It
         is empty as long as neither has been shown.
         """
-        found = self._resumption
-        return self.meeting.why or (found.why if found is not None and found.verdict == "begins anew" else "")
+        resumption = self._resumption
+        return self.meeting.why or (
+            resumption.why if resumption is not None and resumption.verdict == "begins anew" else ""
+        )
 
     def look(self, *, commit: bool = True) -> str:
         """Looks at files and lines; returns the reason to end the start, or an empty text.
 
         With `commit`, saves may be committed.
         """
-        found, now = None, self._clock()
+        checkpoints, now = None, self._clock()
         if self._resumption is not None and (self._resumption.is_open or now >= self._looked_at + LOOK_S):
-            found, self._looked_at = self._checkpoints.find(), now
-            self._resumption.look(self._checkpoints.written_anew(found), self._progress.first)
+            checkpoints, self._looked_at = self._checkpoints.find(), now
+            self._resumption.look(self._checkpoints.written_anew(checkpoints), self._progress.first)
         if commit and self._counts():
-            self._checkpoints.look(found)
+            self._checkpoints.look(checkpoints)
         return self.refusal
 
     def _counts(self, *, is_over: bool = False) -> bool:
@@ -86,13 +88,13 @@ class CommandStart:
         a file that is overwritten, the save does not belong to the run before lines have shown that the start goes on.
         `is_over` says whether the command has ended well, so that no more lines come.
         """
-        found = self._resumption
-        if found is None or not self._config.checkpoint.rewritten or self._config.resume.check == "none":
+        resumption = self._resumption
+        if resumption is None or not self._config.checkpoint.rewritten or self._config.resume.check == "none":
             return not self.refusal
-        waits = found.expects_lines and self._progress.first is None and not is_over
+        waits = resumption.expects_lines and self._progress.first is None and not is_over
         return not self.refusal and not waits
 
-    def end(self, code: int, why: str, what: str) -> End:
+    def end(self, code: int, why: str, part: str) -> End:
         """Commits the whole checkpoints that the command has left, and returns how the command ended."""
         self._progress.poll()
         self._progress.flush()
@@ -123,7 +125,7 @@ class CommandStart:
             lines=tuple(self._output.last),
             unread=tuple(self._output.unread),
             why=why,
-            what=what,
+            what=part,
             cause=self._output.cause.text,
         )
 

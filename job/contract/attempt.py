@@ -50,17 +50,17 @@ class Node:
     capacity: str = ""  # spot or on-demand; empty: the run's
 
     @classmethod
-    def from_environment(cls, given: Mapping[str, str], now: float) -> Node:
+    def from_environment(cls, variables: Mapping[str, str], now: float) -> Node:
         """The node in the container's environment; without one, a node called `local` that starts now."""
-        launched = epoch(given.get(environment.LAUNCHED_AT, ""))
+        launched = epoch(variables.get(environment.LAUNCHED_AT, ""))
         return cls(
-            instance=given.get(environment.INSTANCE_ID, "local"),
-            type=given.get(environment.INSTANCE_TYPE, "local"),
-            zone=given.get(environment.ZONE, ""),
+            instance=variables.get(environment.INSTANCE_ID, "local"),
+            type=variables.get(environment.INSTANCE_TYPE, "local"),
+            zone=variables.get(environment.ZONE, ""),
             launched_at=now if launched is None else launched,
-            pulled_s=given.get(environment.PULLED_S, ""),
-            address=given.get(environment.ADDRESS, ""),
-            capacity=given.get(environment.CAPACITY, ""),
+            pulled_s=variables.get(environment.PULLED_S, ""),
+            address=variables.get(environment.ADDRESS, ""),
+            capacity=variables.get(environment.CAPACITY, ""),
         )
 
 
@@ -117,13 +117,13 @@ class Exit:
         """The `exit` of a document, or None."""
         if not fields.take("exit", reading.mapping(reading.anything), None):
             return None
-        found = fields.section("exit")
+        section = fields.section("exit")
         return cls(
-            code=found.take("code", reading.whole_number, 1),
-            reason=found.take("reason", reading.text, "no reason given"),
-            notice=found.take("notice", reading.flag, False),
-            at=found.take("at", reading.text, None),
-            ends_at=found.take("ends_at", reading.text, None),
+            code=section.take("code", reading.whole_number, 1),
+            reason=section.take("reason", reading.text, "no reason given"),
+            notice=section.take("notice", reading.flag, False),
+            at=section.take("at", reading.text, None),
+            ends_at=section.take("ends_at", reading.text, None),
         )
 
 
@@ -180,7 +180,7 @@ class AttemptRecord:
         return epoch(self.launched_at) or epoch(self.booted_at) or 0.0
 
     def to_json(self) -> dict[str, Any]:
-        tree = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "machine"}
+        tree = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "machine"}
         tree |= {name: float(tree[name]) for name in ("started_s", "pulled_s") if tree[name] is not None}
         for key in ("ended", "untold"):
             tree[key] = {name: iso(at) for name, at in tree[key].items()}

@@ -81,8 +81,8 @@ def fleet_key(fleet: str) -> str:
 
 def node_of(key: str) -> str | None:
     """The instance whose record or heartbeats lie at `key`; None for any other key."""
-    found = _NODE_KEY.fullmatch(key)
-    return found and (found[1] or found[2])
+    match = _NODE_KEY.fullmatch(key)
+    return match and (match[1] or match[2])
 
 
 class CheckpointPlace(NamedTuple):
@@ -116,14 +116,14 @@ class CheckpointPlace(NamedTuple):
 
 def checkpoint_place(key: str) -> CheckpointPlace | None:
     """The place of the checkpoint that an object belongs to; None if the object belongs to no checkpoint."""
-    found = _CHECKPOINT_KEY.fullmatch(key)
-    return found and CheckpointPlace(int(found[1]), int(found[2] or 0))
+    match = _CHECKPOINT_KEY.fullmatch(key)
+    return match and CheckpointPlace(int(match[1]), int(match[2] or 0))
 
 
 def published(keys: Iterable[str]) -> list[CheckpointPlace]:
     """The checkpoints with a manifest, lowest step first, and within a step the lowest generation."""
-    found = filter(None, map(MANIFEST_KEY.fullmatch, keys))
-    return sorted(CheckpointPlace(int(each[1]), int(each[2] or 0)) for each in found)
+    matches = filter(None, map(MANIFEST_KEY.fullmatch, keys))
+    return sorted(CheckpointPlace(int(match[1]), int(match[2] or 0)) for match in matches)
 
 
 def has_one_writer(key: str) -> bool:

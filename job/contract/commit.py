@@ -87,8 +87,8 @@ class Commit:
         fields.schema(SCHEMA)
         step = fields.need("step", reading.step)
         files = tuple(
-            (each.need("name", reading.name), each.need("bytes", reading.whole_number))
-            for each in fields.sections("files")
+            (section.need("name", reading.name), section.need("bytes", reading.whole_number))
+            for section in fields.sections("files")
         )
         if not files and not tree.get("node"):
             raise DoubtError("it names no files")
@@ -135,12 +135,12 @@ class Manifest:
         Of two files with one name the node gets its own.
         """
         own = node if node <= len(self.parts) else 0
-        found: dict[str, tuple[str, InputFile]] = {}
-        for other, files in sorted(enumerate((self.files, *self.parts)), key=lambda each: (each[0] == own, -each[0])):
+        by_name: dict[str, tuple[str, InputFile]] = {}
+        for other, files in sorted(enumerate((self.files, *self.parts)), key=lambda pair: (pair[0] == own, -pair[0])):
             for file in files:
                 if other == own or not of_rank(file.name):
-                    found[file.name] = (self.place.part_prefix(other) + file.name, file)
-        return dict(found.values())
+                    by_name[file.name] = (self.place.part_prefix(other) + file.name, file)
+        return dict(by_name.values())
 
     def to_json(self, published: Published, required: Iterable[tuple[str, int]]) -> dict[str, Any]:
         """The JSON object, with the facts of its publication and the bytes of the exports that the checkpoint needs."""
@@ -162,7 +162,7 @@ class Manifest:
             commit=Commit.from_json(tree),
             run=fields.need("run", reading.text),
             files=inputs.files(fields),
-            parts=tuple(inputs.files(each) for each in (fields.sections("parts") if "parts" in tree else ())),
+            parts=tuple(inputs.files(section) for section in (fields.sections("parts") if "parts" in tree else ())),
             generation=generation,
         )
 

@@ -85,8 +85,8 @@ class GangGeneration:
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> GangGeneration:
         """Reads the JSON object. Raises DoubtError."""
-        found = reading.filled(cls, Fields(tree))
-        if not found.members or len(found.members) != len(found.addresses):
-            members, addresses = reading.show(found.members), reading.show(found.addresses)
+        generation = reading.filled(cls, Fields(tree))
+        if not generation.members or len(generation.members) != len(generation.addresses):
+            members, addresses = reading.show(generation.members), reading.show(generation.addresses)
             raise reading.DoubtError(f"members {members} have addresses {addresses}")
-        return found
+        return generation

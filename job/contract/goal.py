@@ -56,12 +56,12 @@ def grade(
 ) -> tuple[Grade, ...]:
     """Each goal with its grade. Only a run whose work is `done` meets a goal in money or hours."""
     spent = {USD: usd, HOURS: hours}
-    found = []
+    grades = []
     for name, wanted in goal.items():
         reached = spent[name] if name in spent else results(name)
         met = reached is not None and is_met(name, wanted, reached) and (done or name not in spent)
-        found.append(Grade(name=name, wanted=wanted, reached=reached, met=met))
-    return tuple(found)
+        grades.append(Grade(name=name, wanted=wanted, reached=reached, met=met))
+    return tuple(grades)
 
 
 def is_met(name: str, wanted: Decimal, reached: Decimal) -> bool:
@@ -98,13 +98,13 @@ def results_in(folder: Path) -> Results:
     lines = metrics.records(content(METRICS).splitlines())
 
     def find(name: str) -> Decimal | None:
-        found: Any = None
+        figure: Any = None
         try:
-            found = reduce(_part, name.split("/"), reading.parse(content(RESULTS)))
+            figure = reduce(_part, name.split("/"), reading.parse(content(RESULTS)))
         except (DoubtError, LookupError, TypeError, ValueError):
-            found = next((each[name] for each in reversed(lines) if each.get(name) is not None), None)
+            figure = next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
         try:
-            return Decimal(json.dumps(reading.number(found)))
+            return Decimal(json.dumps(reading.number(figure)))
         except DoubtError:
             return None
 

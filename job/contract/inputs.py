@@ -61,10 +61,10 @@ def files(fields: Fields) -> tuple[InputFile, ...]:
     """The `files` of a document. Raises DoubtError, also for a name that leads out of the folder or comes twice: a
     stranger may have written the document.
     """
-    found = tuple(reading.filled(InputFile, each) for each in fields.sections("files"))
-    if len({file.name for file in found}) < len(found):
+    listed = tuple(reading.filled(InputFile, section) for section in fields.sections("files"))
+    if len({file.name for file in listed}) < len(listed):
         raise DoubtError("files names one of them twice")
-    return found
+    return listed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,10 +132,10 @@ def read_weights(folder: Path) -> WeightsManifest:
         return WeightsManifest(sha256=own.sha256, files=(*listed, own))
 
     absent = f"no {WEIGHTS}; `gpufleet prepare` writes it"
-    found = _read(folder / WEIGHTS, manifest, absent, "delete it and prepare again")
-    if (other := other_size(folder, found)) is not None:
+    weights = _read(folder / WEIGHTS, manifest, absent, "delete it and prepare again")
+    if (other := other_size(folder, weights)) is not None:
         raise ValueError(f"{folder / other}: not the file that {WEIGHTS} names; run `gpufleet prepare` again")
-    return found
+    return weights
 
 
 def other_size(folder: Path, manifest: InputManifest) -> str | None:

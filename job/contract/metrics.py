@@ -36,7 +36,7 @@ class Save:
 def saves(record: Mapping[str, Any]) -> list[Save]:
     """The saves in a line of metrics.jsonl. Raises DoubtError."""
     listed = Fields(dict(record)).sections("saves") if record.get("saves") is not None else []
-    return [reading.filled(Save, each) for each in listed]
+    return [reading.filled(Save, section) for section in listed]
 
 
 def write(record: Mapping[str, Any]) -> bytes:
@@ -74,5 +74,5 @@ def _numbers(key: str, value: Any) -> list[tuple[str, float]]:
 
 def records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     """The valid lines that have a time and a phase."""
-    found = [record for each in lines if (record := line(each)) is not None]
-    return [record for record in found if record["phase"] is not None and record["ts"] is not None]
+    valid = [record for raw in lines if (record := line(raw)) is not None]
+    return [record for record in valid if record["phase"] is not None and record["ts"] is not None]

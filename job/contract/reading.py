@@ -91,8 +91,8 @@ class Fields:
 
     def sections(self, key: str) -> list[Fields]:
         """The objects of the list at `key`."""
-        found = self.need(key, listed(anything))
-        return [Fields(each, f"{self._key_path(key)}[{index}]", self._aside) for index, each in enumerate(found)]
+        trees = self.need(key, listed(anything))
+        return [Fields(tree, f"{self._key_path(key)}[{index}]", self._aside) for index, tree in enumerate(trees)]
 
     def table(self, key: str) -> dict[str, Fields]:
         """The objects below `key`, by name."""
@@ -162,38 +162,38 @@ def number(value: Any) -> float:
 
 def seconds(value: Any) -> float:
     """Seconds, 0 or more, as a number or a decimal text."""
-    found = float(amount(value)) if isinstance(value, str) else number(value)
-    if not 0 <= found < MOST_USD:
+    amount_s = float(amount(value)) if isinstance(value, str) else number(value)
+    if not 0 <= amount_s < MOST_USD:
         raise DoubtError(f"is {show(value)}, not a number of seconds")
-    return found
+    return amount_s
 
 
 def amount(value: Any) -> Decimal:
     """An exact amount of money or time: a decimal text, or a number."""
     digits = value if isinstance(value, str) else repr(value) if type(value) in (int, float) else ""
     try:
-        found = Decimal(digits) if len(digits) <= 40 else None
+        decimal = Decimal(digits) if len(digits) <= 40 else None
     except InvalidOperation:
-        found = None
-    if found is None or not _is_exact(found):
+        decimal = None
+    if decimal is None or not _is_exact(decimal):
         raise DoubtError(f"is {show(value)}, not an amount")
-    return found
+    return decimal
 
 
 def unsigned(value: Any) -> Decimal:
     """An amount of 0 or more."""
-    found = amount(value)
-    if found < 0:
+    decimal = amount(value)
+    if decimal < 0:
         raise DoubtError(f"is {show(value)}, less than 0")
-    return found
+    return decimal
 
 
 def moment(value: Any) -> float:
     """An ISO time with a zone, as epoch seconds."""
-    found = epoch(value)
-    if found is None:
+    at_s = epoch(value)
+    if at_s is None:
         raise DoubtError(f"is {show(value)}, not a time with its zone")
-    return found
+    return at_s
 
 
 def name(value: Any) -> str:
@@ -213,9 +213,9 @@ def choice(*allowed: T) -> Kind[T]:
     """The kind of a value that is one of `allowed`."""
 
     def read(value: Any) -> T:
-        for each in allowed:
-            if type(value) is type(each) and value == each:
-                return each
+        for candidate in allowed:
+            if type(value) is type(candidate) and value == candidate:
+                return candidate
         raise DoubtError(f"is {show(value)}, not one of {', '.join(map(str, allowed))}")
 
     return read
@@ -238,7 +238,7 @@ def mapping(kind: Kind[T]) -> Kind[dict[str, T]]:
     def read(value: Any) -> dict[str, T]:
         if not isinstance(value, dict):
             raise DoubtError(f"is {show(value)}, not an object of keys")
-        return {key: kind(each) for key, each in value.items()}
+        return {key: kind(child) for key, child in value.items()}
 
     return read
 
@@ -258,10 +258,10 @@ def iso(at: float) -> str:
     return datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _is_exact(found: Decimal) -> bool:
+def _is_exact(decimal: Decimal) -> bool:
     """Whether the amount is finite, below the limit, and short enough for exact arithmetic."""
-    exponent = found.as_tuple().exponent
-    return isinstance(exponent, int) and -28 <= exponent <= 9 and abs(found) <= MOST_USD
+    exponent = decimal.as_tuple().exponent
+    return isinstance(exponent, int) and -28 <= exponent <= 9 and abs(decimal) <= MOST_USD
 
 
 def anything(value: Any) -> Any:
@@ -286,22 +286,22 @@ KINDS: dict[str, Kind[Any]] = {
 }
 
 
-def filled(cls: type[T], document: Fields, but: Collection[str] = (), **given: Any) -> T:
-    """The dataclass of a document whose keys are its fields. A field without a default is required. Fields in `given`
+def filled(cls: type[T], document: Fields, but: Collection[str] = (), **values: Any) -> T:
+    """The dataclass of a document whose keys are its fields. A field without a default is required. Fields in `values`
     or `but` are not read. Raises DoubtError.
     """
-    for each in fields(cls):  # type: ignore[arg-type]  # of dataclasses alone
-        required = each.default is MISSING and each.default_factory is MISSING
-        if each.name in given or each.name in but or not (required or each.name in document.tree):
+    for field in fields(cls):  # type: ignore[arg-type]  # of dataclasses alone
+        required = field.default is MISSING and field.default_factory is MISSING
+        if field.name in values or field.name in but or not (required or field.name in document.tree):
             continue
-        kind, part = _kind_of(cls.__module__, str(each.type))
+        kind, part = _kind_of(cls.__module__, str(field.type))
         if part is not None:
-            given[each.name] = tuple(filled(part, section) for section in document.sections(each.name))
+            values[field.name] = tuple(filled(part, section) for section in document.sections(field.name))
         elif required:
-            given[each.name] = document.need(each.name, kind)
-        elif (value := document.take(each.name, kind, None)) is not None:
-            given[each.name] = value
-    return cls(**given)
+            values[field.name] = document.need(field.name, kind)
+        elif (value := document.take(field.name, kind, None)) is not None:
+            values[field.name] = value
+    return cls(**values)
 
 
 @functools.cache

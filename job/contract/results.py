@@ -37,6 +37,6 @@ def refusal(name: str) -> str:
     except reading.DoubtError as error:
         return str(error)
     *folders, file = name.casefold().split("/")
-    if any(each.startswith(".") for each in (*folders, file.removeprefix(METADATA))) or _RUN_UNASKED.fullmatch(file):
+    if any(part.startswith(".") for part in (*folders, file.removeprefix(METADATA))) or _RUN_UNASKED.fullmatch(file):
         return f"is {reading.show(name)}: git, shells, editors or tests run or obey files of that name"
     return ""

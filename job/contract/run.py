@@ -199,12 +199,12 @@ def with_kinds(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _typed(fields: Fields) -> RunFile:
-    given, job, run = (fields.section(key) for key in ("inputs", "job", "run"))
+    inputs, job, run = (fields.section(key) for key in ("inputs", "job", "run"))
     experiment, parameters = job.need("experiment", reading.text), job.section("parameters").tree
     money = terms.read(fields)
-    archive, config = given.tree.get("archive"), from_json(experiment, parameters)
+    archive, config = inputs.tree.get("archive"), from_json(experiment, parameters)
     return RunFile(
-        **{each.name: getattr(money, each.name) for each in dataclasses.fields(Terms)},
+        **{field.name: getattr(money, field.name) for field in dataclasses.fields(Terms)},
         run=run.need("id", reading.name),
         stack=run.need("stack", reading.text),
         owner=run.take("owner", reading.text, ""),
@@ -213,13 +213,13 @@ def _typed(fields: Fields) -> RunFile:
         config=config,
         image=job.take("image", reading.text, None),
         config_sha256=config_digest(experiment, parameters),
-        dataset=_inputs(given.section("dataset")) if config.dataset_kind else None,
-        weights=_inputs(given.section("base_weights")) if given.tree.get("base_weights") else None,
-        code=_inputs(given.section("code")) if given.tree.get("code") else None,
-        folders={name: _inputs(each) for name, each in given.table("folders").items()}
-        if "folders" in given.tree
+        dataset=_inputs(inputs.section("dataset")) if config.dataset_kind else None,
+        weights=_inputs(inputs.section("base_weights")) if inputs.tree.get("base_weights") else None,
+        code=_inputs(inputs.section("code")) if inputs.tree.get("code") else None,
+        folders={name: _inputs(folder) for name, folder in inputs.table("folders").items()}
+        if "folders" in inputs.tree
         else {},
-        code_sha256=None if archive is None else given.section("archive").take("sha256", reading.text, None),
+        code_sha256=None if archive is None else inputs.section("archive").take("sha256", reading.text, None),
         estimate=BillEstimate.from_json(fields.section("estimate"), money.hourly),
         goal=fields.take("goal", reading.mapping(reading.amount), {}),
         whole_usd=_span(fields.take("whole_usd", reading.mapping(reading.unsigned), None)),

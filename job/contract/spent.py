@@ -150,16 +150,16 @@ def count_nodes(terms: Terms, nodes: Iterable[Left], lives: Lives, *launches: fl
 
     `launches`: the launches of other nodes, or the end of the run.
     """
-    left = sorted(nodes, key=lambda each: each[0].launched)
-    every = [*launches, *(node.launched for node, _ in left)]
-    reclaimed = {name: taken for node, _ in left for name, taken in node.reclaimed.items()}
+    by_launch = sorted(nodes, key=lambda pair: pair[0].launched)
+    every = [*launches, *(node.launched for node, _ in by_launch)]
+    reclaimed = {name: taken for node, _ in by_launch for name, taken in node.reclaimed.items()}
 
     def next_launch(node: AttemptRecord) -> float | None:
         # With several nodes, the launch of one says nothing about another's end.
         return None if terms.is_gang else min((at for at in every if at > node.launched), default=None)
 
-    counted = [count_node(terms, node, beat, lives, next_launch(node)) for node, beat in left]
-    return [replace(each, reclaimed=reclaimed.get(each.instance)) for each in counted]
+    counted = [count_node(terms, node, beat, lives, next_launch(node)) for node, beat in by_launch]
+    return [replace(attempt, reclaimed=reclaimed.get(attempt.instance)) for attempt in counted]
 
 
 class OtherNodes:
@@ -178,8 +178,8 @@ class OtherNodes:
     def hear(self, nodes: Iterable[Left]) -> None:
         """Takes the nodes' newest records instead of earlier records, with what AWS told these nodes about others."""
         self.nodes = list(nodes)
-        for each, _ in self.nodes:
-            self.know(each)
+        for node, _ in self.nodes:
+            self.know(node)
 
     def know(self, record: AttemptRecord) -> None:
         """Adds what AWS said to the node of this record, which may be this one."""
@@ -229,11 +229,11 @@ class OtherNodes:
         """USD and billed seconds of all other nodes, and of the stages before this one. A node without a record
         counts at the highest price.
         """
-        untold = [(AttemptRecord(instance=name, launched_at=iso(at)), None) for name, at in self.untold.items()]
+        without_record = [(AttemptRecord(instance=name, launched_at=iso(at)), None) for name, at in self.untold.items()]
         launches = [self.own.launched_at, *(node.launched for node, _ in self.nodes)]
-        paid = [*self.count(terms), *count_nodes(terms, untold, self.lives, *launches)]
+        paid = [*self.count(terms), *count_nodes(terms, without_record, self.lives, *launches)]
         usd, seconds = self.before
-        return sum((each.usd for each in paid), usd), sum((each.seconds for each in paid), seconds)
+        return sum((attempt.usd for attempt in paid), usd), sum((attempt.seconds for attempt in paid), seconds)
 
     def means(self, terms: Terms) -> Means:
         """What this node, and the nodes that train with it, may still spend."""
@@ -262,7 +262,7 @@ class Means:
         meter's last report.
         """
         known = newest or self.before
-        hours = min(self._hours_over(each) for each in (self.before, known))
+        hours = min(self._hours_over(spent) for spent in (self.before, known))
         usd = known.at + float((self.terms.limits.max_usd - known.spent_usd) / self.usd_per_hour) * 3600
         return min((hours, done.MAX_HOURS), (usd, done.MAX_USD))
 

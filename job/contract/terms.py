@@ -129,7 +129,7 @@ class Terms:
         listed = self.prices.get(instance_type)
         spot = None
         if listed is None:
-            on_demand = max(each.on_demand for each in self.prices.values())
+            on_demand = max(price.on_demand for price in self.prices.values())
         else:
             on_demand = listed.on_demand
             spot = listed.spot.get(zone, max(listed.spot.values(), default=None))

@@ -72,5 +72,5 @@ def step_folder(step: int) -> str:
 
 def step_of(folder: str) -> int | None:
     """The step in the name of a checkpoint's folder; None if the name is no such folder's."""
-    found = re.fullmatch(r"step_(\d{8})", folder)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"step_(\d{8})", folder)
+    return int(match[1]) if match else None

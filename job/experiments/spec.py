@@ -54,8 +54,8 @@ class ExperimentConfig(JobConfig):
 
     @property
     def dataset(self) -> Dataset[Any]:
-        found: Dataset[Any] = named(self.dataset_class)(self)
-        return found
+        dataset: Dataset[Any] = named(self.dataset_class)(self)
+        return dataset
 
     def products(self) -> str:
         return self.precision.compute
@@ -126,14 +126,14 @@ def cuts(whole: int, start: int | None, plain: list[int]) -> tuple[Rung, ...]:
     checkpointing, from the last of these micro-batches down to one, halving.
     """
     first = min(start or whole, whole)
-    kept = list(dict.fromkeys(m for m in plain if 1 <= m <= first))
-    if first not in kept:
-        kept.insert(0, first)
-    checkpointed, micro = [], kept[-1]
+    micros = list(dict.fromkeys(m for m in plain if 1 <= m <= first))
+    if first not in micros:
+        micros.insert(0, first)
+    checkpointed, micro = [], micros[-1]
     while micro >= 1:
         checkpointed.append(micro)
         micro //= 2
-    return tuple([Rung(micro=m) for m in kept] + [Rung(micro=m, checkpointing=True) for m in checkpointed])
+    return tuple([Rung(micro=m) for m in micros] + [Rung(micro=m, checkpointing=True) for m in checkpointed])
 
 
 def halves(whole: int) -> list[int]:

@@ -271,9 +271,13 @@ class CommandConfig(JobConfig):
         """Which parts of a checkpoint the nodes write: each node writes its own part, but only the leader writes a file
         that is overwritten.
         """
-        own = [re.sub(r"\\\{.*?\\\}|\\\*", "[^/]*", re.escape(each)) for each in self.names if RANK in each]
+        own = [re.sub(r"\\\{.*?\\\}|\\\*", "[^/]*", re.escape(name)) for name in self.names if RANK in name]
         zero = ZERO_OF_RANK if self.checkpoint.same_gpus else ""
-        of_rank = (self.format.of_rank, zero, *(each + ".+" if each.endswith("/") else each for each in own))
+        of_rank = (
+            self.format.of_rank,
+            zero,
+            *(pattern + ".+" if pattern.endswith("/") else pattern for pattern in own),
+        )
         leaves = self.saves and not self.checkpoint.rewritten
         return NodeParts(reads=True, leaves=leaves, of_rank=tuple(filter(None, of_rank)))
 
@@ -316,7 +320,7 @@ class CommandConfig(JobConfig):
     def stages(self) -> int:
         """How many trainings the command runs one after another, as far as its text shows, and at least 1."""
         parts = re.split(r"&&|;|\n", self.command)
-        scripts = [match[0] for each in parts if (match := TRAINING.search(each)) and not EVALUATION.search(match[0])]
+        scripts = [match[0] for part in parts if (match := TRAINING.search(part)) and not EVALUATION.search(match[0])]
         return max(1, len(scripts))
 
     @property
@@ -375,8 +379,8 @@ class CommandConfig(JobConfig):
         every = self.checkpoint.every
         if self.unit == "epoch":
             return every.epochs
-        each = self.work.steps_per_epoch
-        return every.epochs * each if every.epochs is not None and each is not None else every.steps
+        per_epoch = self.work.steps_per_epoch
+        return every.epochs * per_epoch if every.epochs is not None and per_epoch is not None else every.steps
 
     @property
     def told_speed(self) -> ToldSpeed:
@@ -391,10 +395,10 @@ class CommandConfig(JobConfig):
     def _told_times(self) -> Iterator[ToldTime]:
         counted = self._counted_key
         for key, unit_ms in (("step_ms", 1.0), ("epoch_minutes", MINUTE_MS)):
-            for name, each in (getattr(self.work, key) or {}).items():
+            for name, duration in (getattr(self.work, key) or {}).items():
                 match = GPUS_NAMED.fullmatch(name)
                 gpu, gpus = (name, None) if match is None else (match["gpu"], int(match["gpus"]))
-                section, ms = f"{self.path}.work.{key}", each * unit_ms
+                section, ms = f"{self.path}.work.{key}", duration * unit_ms
                 yield ToldTime(section=section, key=name, gpu=gpu, gpus=gpus, ms=ms, counts=key == counted)
 
     def save_interval_s(self, step_s: float) -> float:
@@ -468,7 +472,7 @@ class CommandConfig(JobConfig):
         for each.
         """
         several = any(word in self.command for word in LAUNCHERS) or any(
-            each.counts and each.gpus and each.gpus > 1 for each in self._told_times()
+            stated.counts and stated.gpus and stated.gpus > 1 for stated in self._told_times()
         )
         return (self.gpus or (gpu_count if several and self.device == "cuda" else 1)) * nodes
 
@@ -494,9 +498,9 @@ class CommandConfig(JobConfig):
             yield f"work.{lengths[1]}", f"one of work.{' and work.'.join(lengths)}"
         if work.hours is not None and not 0 < work.hours.low <= work.hours.likely <= work.hours.high:
             yield "work.hours", "low, likely and high, in that order and above 0: p10, p50 and p90 of your own"
-        if work.step_ms is not None and any(not 0 < each < 1e9 for each in work.step_ms.values()):
+        if work.step_ms is not None and any(not 0 < milliseconds < 1e9 for milliseconds in work.step_ms.values()):
             yield "work.step_ms", "milliseconds above 0 by GPU, such as {A10G: 590}"
-        if work.epoch_minutes is not None and any(not 0 < each < 1e6 for each in work.epoch_minutes.values()):
+        if work.epoch_minutes is not None and any(not 0 < minutes < 1e6 for minutes in work.epoch_minutes.values()):
             yield "work.epoch_minutes", "minutes above 0 by GPU, such as {A10G: 12}"
         if work.step_ms is not None and self.unit == "epoch":
             yield "work.step_ms", "work.epoch_minutes where epochs are counted, or work.steps_per_epoch beside it"

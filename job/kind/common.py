@@ -30,17 +30,17 @@ def remembered(function: F) -> F:
     """The function with a cache for frozen parameters, which a comparison passes thousands of times: objects are found
     by identity first, because hashing parameters takes longer than the lookup.
     """
-    of_equal, kept = lru_cache(maxsize=_KEPT)(function), dict[tuple[Any, ...], tuple[Any, Any]]()
+    of_equal, cached = lru_cache(maxsize=_KEPT)(function), dict[tuple[Any, ...], tuple[Any, Any]]()
 
     @wraps(function)
     def answer(config: Any, *rest: Any, **named: Any) -> Any:
         key = (id(config), *rest, *named.items())
-        if key not in kept:
-            if len(kept) >= _KEPT:
-                kept.clear()
+        if key not in cached:
+            if len(cached) >= _KEPT:
+                cached.clear()
             # while the cache keeps the object, no other object can have its identity
-            kept[key] = config, of_equal(config, *rest, **named)
-        return kept[key][1]
+            cached[key] = config, of_equal(config, *rest, **named)
+        return cached[key][1]
 
     return cast(F, answer)
 

@@ -109,12 +109,12 @@ def _build(cls: type[Any], tree: Any, path: str, problems: list[str], default: A
     typed = hints(cls)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
     if unknown := sorted(set(tree) - set(known)):
         problems.append(f"{path}: unknown keys {', '.join(unknown)}")
-    given = {
+    converted = {
         key: _value(typed[key], tree[key], f"{path}.{key}", rule_of(spec), problems, getattr(default, key))
         for key, spec in known.items()
         if key in tree
     }
-    return replace(default, **given)
+    return replace(default, **converted)
 
 
 def _value(hint: Any, value: Any, path: str, rule: Rule, problems: list[str], default: Any = None) -> Any:

@@ -33,13 +33,13 @@ class Dataset(ABC, Generic[C]):
         self.config = config
 
     @abstractmethod
-    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+    def prepare(self, folder: Path, supplied: Given) -> DatasetManifest:
         """The dataset in `folder`. Unless it exists already, it is made now from the given text or from data.source.
         Raises ValueError.
         """
 
     @abstractmethod
-    def accept(self, folder: Path, given: Given) -> DatasetManifest:
+    def accept(self, folder: Path, supplied: Given) -> DatasetManifest:
         """Checks every file of the dataset in `folder`, and prints a description of it. Raises ValueError."""
 
     def is_own(self, made_from: str) -> bool:
@@ -81,7 +81,7 @@ class Dataset(ABC, Generic[C]):
 class NoDataset(Dataset[C]):
     """The answers of a job whose inputs are used without preparation."""
 
-    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+    def prepare(self, folder: Path, supplied: Given) -> DatasetManifest:
         raise ValueError("a command's inputs are not prepared: storage.inputs names them as they are")
 
     accept = prepare

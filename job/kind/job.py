@@ -102,8 +102,8 @@ class Workload(ABC):
         if self.processes == "one":
             return 1
         rows = self.rows() or 1
-        each = processes(self.device, self.gpus, gpu_count, rows)
-        return min(each * nodes, max(each, rows))
+        per_node = processes(self.device, self.gpus, gpu_count, rows)
+        return min(per_node * nodes, max(per_node, rows))
 
     def gpus_needed(self, there: int = 1) -> int:
         """The least number of GPUs for the job on a node that has `there` GPUs; with `there` = 1, on any node; 0 for a

@@ -223,7 +223,7 @@ class NodeRun:
             if self._is_futile(boots):
                 self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress")
             beats = self.folder / HEARTBEATS
-            self.others.hear((each, attempts.beat(beats, each.instance, _set_aside)) for each in records)
+            self.others.hear((record, attempts.beat(beats, record.instance, _set_aside)) for record in records)
         self.record = replace(self.record, manifest_at_boot=self.manifest, capacity=self.hand_over.market)
         self._ask_others()
         if not self._record(self.record):
@@ -256,11 +256,11 @@ class NodeRun:
         for stage in self._terms().before:
             there = Objects(self.settings.bucket, stage_of(self.settings.run, stage))
             folder, own = self.folder / "before" / stage, replace(self.others.own, instance="")
-            kept = all(there.get_folder(each, folder / each) for each in (ATTEMPTS, HEARTBEATS))
-            if not kept or not retry(4, lambda to=folder, of=there: of.get(RUN, to / RUN)):  # type: ignore[misc]
+            copied = all(there.get_folder(prefix, folder / prefix) for prefix in (ATTEMPTS, HEARTBEATS))
+            if not copied or not retry(4, lambda to=folder, of=there: of.get(RUN, to / RUN)):  # type: ignore[misc]
                 self._crash(f"what the stage {stage} has spent cannot be read")
             records, beats = attempts.read(folder / ATTEMPTS, _set_aside), folder / HEARTBEATS
-            nodes = OtherNodes(own, [(each, attempts.beat(beats, each.instance, _set_aside)) for each in records])
+            nodes = OtherNodes(own, [(record, attempts.beat(beats, record.instance, _set_aside)) for record in records])
             of_stage = terms.read(Fields(atomic.read_object(folder / RUN) or {}))
             spent = nodes.total(of_stage)
             usd, seconds = usd + spent[0] + of_stage.fixed_usd, seconds + spent[1]
@@ -277,9 +277,9 @@ class NodeRun:
         watch = (self._noticed, recount)
         threading.Thread(target=self.allowance.watch, args=watch, name="allowance", daemon=True).start()
         say(f"timer: {self.allowance.timer_at - self.clock():.0f} s from now, at the dearest price")
-        left = over - self.clock()
-        if left <= (LEAST_S if self.others.nodes or self.others.untold else 0):
-            self._end_run(limit, f"{max(left, 0):.0f} s were left for this boot")
+        left_s = over - self.clock()
+        if left_s <= (LEAST_S if self.others.nodes or self.others.untold else 0):
+            self._end_run(limit, f"{max(left_s, 0):.0f} s were left for this boot")
 
     def _watch_notice(self) -> None:
         """Watches for an interruption notice until the job watches for it: a boot that AWS interrupts is not a failed
@@ -389,12 +389,12 @@ class NodeRun:
             self._leave(f"the stage {stage} could not be begun: the next node tries again")
         say(f"the stage {stage} begins")
 
-    def _start_machine(self, suffix: str, given: str, *options: str) -> bool:
+    def _start_machine(self, suffix: str, content: str, *options: str) -> bool:
         """Whether the run's state machine whose name has this suffix was started."""
         group, account = self.settings.schedule.partition("/")[0], self.machine.account
         machine = f"arn:aws:states:{self.settings.region}:{account}:stateMachine:{group}{suffix}"
         asked = ("aws", "stepfunctions", "start-execution", "--state-machine-arn", machine, "--output", "text")
-        return call(*asked, *options, "--input", given)
+        return call(*asked, *options, "--input", content)
 
     def _stand_down(self) -> NoReturn:
         """Ends this spot node, because the run continues on demand, and its fleet if it still exists."""

@@ -107,11 +107,11 @@ def network(root: Path = Path("/")) -> list[str]:
     return ["--network", "host", *cards]
 
 
-def capabilities(*kept: str) -> list[str]:
-    """The options that take all rights but `kept` from a container's processes, stop them from gaining any, and limit
+def capabilities(*needed: str) -> list[str]:
+    """The options that take all rights but `needed` from a container's processes, stop them from gaining any, and limit
     their number.
     """
-    dropped = ["--cap-drop", "ALL", *(word for name in kept for word in ("--cap-add", name))]
+    dropped = ["--cap-drop", "ALL", *(word for name in needed for word in ("--cap-add", name))]
     return [*dropped, "--security-opt", "no-new-privileges", "--pids-limit", str(PROCESSES)]
 
 

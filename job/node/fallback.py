@@ -77,12 +77,12 @@ class HandOver(OneFleet):
         run's objects. Raises OSError if AWS does not answer a question that must be answered.
         """
         own = find_fleet()
-        found = next((life_cycle for _ in tries(5) if (life_cycle := self._metadata.get(LIFE_CYCLE))), None)
-        if found is None:
+        own_life_cycle = next((life_cycle for _ in tries(5) if (life_cycle := self._metadata.get(LIFE_CYCLE))), None)
+        if own_life_cycle is None:
             raise OSError("the metadata service does not say whether this node is on spot")
         if own is None:
             raise OSError("AWS does not say which fleet this node is of")
-        self._on_spot, self.fleet = found == "spot", own
+        self._on_spot, self.fleet = own_life_cycle == "spot", own
         self.market = "spot" if self._on_spot else "on-demand"
         if self._on_spot:
             return FALLBACK not in keys
@@ -95,7 +95,7 @@ class HandOver(OneFleet):
     def _others(self, own: str | None) -> list[str] | None:
         """The run's other fleets; None when S3 does not answer."""
         known = self._objects.fleets()
-        return None if known is None else [each for each in known if each != own]
+        return None if known is None else [fleet for fleet in known if fleet != own]
 
     def _take_over(self, own: str, keys: Collection[str]) -> None:
         say("on demand: this node takes the run over")
@@ -105,7 +105,7 @@ class HandOver(OneFleet):
             if not retry(4, lambda: self._objects.put(file, FALLBACK)):
                 raise OSError(f"{FALLBACK} cannot be written: a spot node would train at the same time")
             self.took_over = True
-        known = next((found for _ in tries(4) if (found := self._others(own)) is not None), None)
+        known = next((others for _ in tries(4) if (others := self._others(own)) is not None), None)
         if known is None:
             raise OSError("S3 does not say which fleet is on spot, whose node would train at the same time")
         tags = {key: self._metadata.get(f"meta-data/tags/instance/{key}") for key in OWN_TAGS}

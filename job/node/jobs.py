@@ -120,12 +120,12 @@ class Jobs:
         with (self._settings.folder / log).open("wb") as printed:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT)
 
-    def _end(self, what: str, ended: subprocess.Popen[bytes], log: str) -> None:
+    def _end(self, title: str, ended: subprocess.Popen[bytes], log: str) -> None:
         """Removes both containers and informs the supervisor, after the training container or its watcher has ended."""
         code = ended.wait()
         code = code if code >= 0 else 128 - code
         why = last_line((self._settings.folder / log).read_text(errors="replace")) or f"it ended with {code}"
-        say(f"{what}: {why}")
+        say(f"{title}: {why}")
         self._answer({"number": self._number, "problem": why, "code": code})
         self.remove()
 

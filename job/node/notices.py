@@ -67,16 +67,16 @@ class Notices:
             self._told = set(keys)
             threading.Thread(target=self._watch, name="notices", daemon=True).start()
 
-    def tell(self, what: str) -> None:
+    def tell(self, event: str) -> None:
         """Sends one message with the run, the event, and the money spent."""
-        self._briefly(lambda: self._send(what))
+        self._briefly(lambda: self._send(event))
 
-    def end(self, what: str) -> None:
+    def end(self, event: str) -> None:
         """Sends the last message of the run, and disables the schedule that reports silence, because nothing has to
         train any more.
         """
         self._ended = True
-        self._briefly(lambda: self._end(what))
+        self._briefly(lambda: self._end(event))
 
     def _briefly(self, act: Callable[[], None]) -> None:
         """Limits the time of `act`: AWS may take minutes to refuse, and the machine is about to end."""
@@ -85,18 +85,23 @@ class Notices:
             thread.start()
             thread.join(WAIT_S)
 
-    def _end(self, what: str) -> None:
+    def _end(self, event: str) -> None:
         if not retry(2, self._silence.disable):
             say("the schedule that reports silence cannot be disabled: it sends one more message")
-        self._send(what)
+        self._send(event)
 
-    def _send(self, what: str) -> None:
+    def _send(self, event: str) -> None:
         here, run = self._machine, f"gpufleet {self._settings.stack}, run {self._settings.run}"
-        words = f"{run}: {what}. {self._figures()}Node {here.instance}, {here.type} in {here.zone}."
+        words = f"{run}: {event}. {self._figures()}Node {here.instance}, {here.type} in {here.zone}."
         more = f"What it does now: gpufleet status {self._settings.stack}"
         sent = ask(
             *bounded(SEND_S, "aws", "sns", "publish", "--topic-arn", self._topic, "--output", "text"),
-            *("--subject", f"{run}: {what}".encode("ascii", "replace").decode()[:100], "--message", f"{words}\n{more}"),
+            *(
+                "--subject",
+                f"{run}: {event}".encode("ascii", "replace").decode()[:100],
+                "--message",
+                f"{words}\n{more}",
+            ),
             *NOT_REACHED,
         )
         if sent.code != 0:
@@ -132,13 +137,13 @@ class Notices:
         if leads and (share := self._most(spent)) is not None:
             self._send_once(TOLD_MOST, share)
 
-    def _send_once(self, key: str, what: str) -> None:
+    def _send_once(self, key: str, event: str) -> None:
         """Sends a message unless the run's objects show that a node has sent it."""
         if key not in self._told:
             self._told.add(key)
-            self._send(what)
+            self._send(event)
             file = self._settings.folder / "told"
-            file.write_text(what)
+            file.write_text(event)
             self._objects.put(file, key)
 
     def _most(self, spent: Spent) -> str | None:
@@ -146,7 +151,7 @@ class Notices:
         limits = self._limits
         assert limits is not None
         shares = {"max_usd": spent.spent_usd / limits.max_usd, "max_hours": hours(spent.spent_s) / limits.max_hours}
-        name = max(shares, key=lambda each: shares[each])
+        name = max(shares, key=lambda limit: shares[limit])
         return f"{shares[name]:.0%} of {name} is used up" if shares[name] >= MOST_SHARE else None
 
     @property

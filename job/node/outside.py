@@ -101,7 +101,7 @@ def ask(*command: str) -> Said:
     except BaseException:
         program.kill()
         raise
-    out, err = (each.decode(errors="replace") for each in printed)
+    out, err = (output.decode(errors="replace") for output in printed)
     log(err)
     return Said(program.returncode, out.strip(), last_line(f"{out}\n{err}") if program.returncode else "")
 

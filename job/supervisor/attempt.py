@@ -197,7 +197,7 @@ class Supervisor:
         self._metered = True
         # The rungs of the ladder at which memory really ran out. If a phase is predicted not to fit, the trainer itself
         # goes lower.
-        floors = [each.record.floor for each in earlier if each.record.type == self.node.type]
+        floors = [attempt.record.floor for attempt in earlier if attempt.record.type == self.node.type]
         self.rung = max(filter(None, floors), default=0)
         self.say(f"attempt {self.number} of run {self.run_file.run} on {self.node.instance} {self.node.type}")
         self.record.update(
@@ -219,8 +219,8 @@ class Supervisor:
         config, listed = self.run_file.config, self.run_file.gpus(self.node.type)
         if config.device != "cuda" or attempts.accepts(self.others.attempts):
             return None
-        found, needed = len(self.world.gpus()), config.gpus_needed(listed) if listed else 0
-        return None if found >= needed else f"{found} working GPUs, this run uses {needed} of {self.node.type}'s"
+        working, needed = len(self.world.gpus()), config.gpus_needed(listed) if listed else 0
+        return None if working >= needed else f"{working} working GPUs, this run uses {needed} of {self.node.type}'s"
 
     def _stage(self) -> None:
         """Downloads dataset, base weights, checkpoint, results of later stages and compiled graphs.
@@ -267,8 +267,8 @@ class Supervisor:
             with suppress(StoreError):  # the next heartbeat sends it; a node lost before would seem to begin anew
                 self.record.flush()
 
-    def _patiently(self, act: Callable[[], T], what: str) -> T:
-        return staging.retried(self.staging, act, what)
+    def _patiently(self, act: Callable[[], T], title: str) -> T:
+        return staging.retried(self.staging, act, title)
 
     def _check(self) -> None:
         self._keep_alive()
@@ -372,7 +372,7 @@ class Supervisor:
         self._spent_at, spent = now, self.meter.spent(now)
         trained_at = 0.0 if self.progress.first_at is None else self.progress.grew_at
         published, step, step_s = self.publisher.newest.step, self.progress.step, self.progress.step_s
-        found = switch.find_switch(
+        next_switch = switch.find_switch(
             self.run_file,
             done_share=self.forecast.done_share(step),
             slower=self.forecast.slower(step, self.progress.usual_step_s),
@@ -380,10 +380,10 @@ class Supervisor:
             spent_usd=spent.usd,
             spent_s=spent.seconds,
         )
-        if found.is_paid != self._switch_is_paid:
-            self._switch_is_paid = found.is_paid
-            pay = "pay again" if found.is_paid else "do not pay"
-            self.say(f"fallback: the limits {pay} for the rest on demand{'' if found.is_paid else ': no switch'}")
+        if next_switch.is_paid != self._switch_is_paid:
+            self._switch_is_paid = next_switch.is_paid
+            pay = "pay again" if next_switch.is_paid else "do not pay"
+            self.say(f"fallback: the limits {pay} for the rest on demand{'' if next_switch.is_paid else ': no switch'}")
         self._tell(
             Spent(
                 spent_usd=spent.usd,
@@ -392,8 +392,8 @@ class Supervisor:
                 attempt=self.number,
                 published=published,
                 trained_at=trained_at,
-                switch_at=found.at,
-                switch_is_paid=found.is_paid,
+                switch_at=next_switch.at,
+                switch_is_paid=next_switch.is_paid,
                 waits_since=self.waits_since,
             )
         )
@@ -455,8 +455,10 @@ class Supervisor:
         forecast = self.forecast.end_s if cause.deadline is None else self.forecast.stop_s
         needed = forecast(self.progress.step, self.progress.step_s)
         save = cause.deadline is None or now + needed + MARGIN_S <= cause.deadline
-        left = f", {(cause.deadline or now) - now:.0f} s left, save and upload need {needed:.0f} s"
-        self.say(f"stopping: {cause.reason}{'' if cause.ends else left}{'' if save else ': nothing more is saved'}")
+        time_left = f", {(cause.deadline or now) - now:.0f} s left, save and upload need {needed:.0f} s"
+        self.say(
+            f"stopping: {cause.reason}{'' if cause.ends else time_left}{'' if save else ': nothing more is saved'}"
+        )
         self.graphs.cancel()
         if save and cause.deadline is not None:
             self.uploader.hurry(cause.deadline)
@@ -496,8 +498,8 @@ class Supervisor:
 
     def _conclude(self, code: int) -> int:
         """Ends the attempt as the trainer's exit code demands."""
-        left = CommandEnd.read(self.workdir)  # the command has ended by itself
-        reason = self.killed or (left.full_text if left else f"the trainer ended with {code}")
+        command_end = CommandEnd.read(self.workdir)  # the command has ended by itself
+        reason = self.killed or (command_end.full_text if command_end else f"the trainer ended with {code}")
         if code == TrainerExit.FINISHED:
             return self._finish(ends.FINISHED)
         if code == TrainerExit.FATAL:
@@ -510,7 +512,7 @@ class Supervisor:
             problems = (Preflight.read(self.workdir) or Preflight()).problems or ("no reason given",)
             return self._crashed(f"node refused: {'; '.join(problems)}", code=AttemptExit.REFUSED)
         if self.cause is not None and self.cause.ends:
-            detail = left.full_text if left else "" if code == TrainerExit.STOPPED else reason
+            detail = command_end.full_text if command_end else "" if code == TrainerExit.STOPPED else reason
             return self._finish(self.cause.reason, detail)
         if self.cause is not None:
             return self._interrupted()
@@ -644,10 +646,10 @@ class Supervisor:
         try:
             run, record = self.run_file, self.record.now
             own = count_node(run, replace(record, instance=self.node.instance), self.heartbeat())
-            every = sorted([*self.others.attempts, own], key=lambda each: each.record.launched)
+            every = sorted([*self.others.attempts, own], key=lambda attempt: attempt.record.launched)
             measurement = receipt.measure(run, every, self.workdir, record, at=done.at)
-            found = results_in(self.workdir)
-            made = receipt.build(run, every, done, objects=self._objects(), measurement=measurement, results=found)
+            results = results_in(self.workdir)
+            made = receipt.build(run, every, done, objects=self._objects(), measurement=measurement, results=results)
             text = receipt.text(made)
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             self.say(f"no receipt: {type(error).__name__}: {error}")

@@ -44,14 +44,14 @@ def accepts(earlier: Sequence[Attempt]) -> bool:
     """Whether so many nodes were refused since one trained that this node trains in any case."""
     since = itertools.takewhile(lambda attempt: attempt.record.started_s is None, reversed(earlier))
     ends = [attempt.record.exit for attempt in since]
-    refused = [each for each in ends if each is not None and each.code == AttemptExit.REFUSED]
-    return sum(not each.reason.startswith(WRONG) for each in refused) >= REFUSALS
+    refused = [end for end in ends if end is not None and end.code == AttemptExit.REFUSED]
+    return sum(not end.reason.startswith(WRONG) for end in refused) >= REFUSALS
 
 
 def doubts(earlier: Sequence[Attempt], key: str) -> bool:
     """Whether wrong bytes of `key` are blamed on this node, not yet on the store."""
     ends = [attempt.record.exit for attempt in earlier]
-    return sum(each is not None and each.reason.startswith(f"{WRONG}: {key}: ") for each in ends) < REFUSALS
+    return sum(end is not None and end.reason.startswith(f"{WRONG}: {key}: ") for end in ends) < REFUSALS
 
 
 class OwnRecord:
@@ -177,7 +177,7 @@ class Others(OtherNodes):
 
     @property
     def doubtful(self) -> bool:
-        return super().doubtful or any(each.noticed and each.reclaimed is None for each in self.attempts)
+        return super().doubtful or any(node.noticed and node.reclaimed is None for node in self.attempts)
 
     @property
     def spent(self) -> tuple[Decimal, Decimal]:
@@ -191,17 +191,17 @@ def judged(attempts: Iterable[Attempt], known: Mapping[str, bool], past: History
     pays. The change that launched a stage's node ended none.
     """
 
-    def judge(each: Attempt) -> bool | None:
-        taken, launched = known.get(each.instance, each.reclaimed), each.record.launched
-        if past is None or not each.noticed or taken is not None or launched < now - KEPT_S:
+    def judge(node: Attempt) -> bool | None:
+        taken, launched = known.get(node.instance, node.reclaimed), node.record.launched
+        if past is None or not node.noticed or taken is not None or launched < now - KEPT_S:
             return taken
-        noticed = epoch(each.record.exit.at) if each.record.exit else None
+        noticed = epoch(node.record.exit.at) if node.record.exit else None
         begin = max(launched + LAUNCH_S, (noticed or 0.0) - CHANGED_S)
-        return not any(begin <= at <= launched + float(each.lived_s) for at in past.changes)
+        return not any(begin <= at <= launched + float(node.lived_s) for at in past.changes)
 
-    return [replace(each, reclaimed=judge(each)) for each in attempts]
+    return [replace(node, reclaimed=judge(node)) for node in attempts]
 
 
 def reclaimed(attempts: Iterable[Attempt | AttemptCost]) -> dict[str, bool]:
     """By node, whether AWS took it; later attempts need this record, because AWS forgets."""
-    return {each.instance: each.reclaimed for each in attempts if each.reclaimed is not None}
+    return {node.instance: node.reclaimed for node in attempts if node.reclaimed is not None}

@@ -41,15 +41,15 @@ def ensure(folder: Path, requirements: Path) -> None:
 
 def missing(requirements: str, version: Callable[[str], str] = importlib.metadata.version) -> dict[str, str]:
     """The requirements that no installed distribution satisfies, as {name: the requirement's lines}."""
-    found = {}
+    lacking = {}
     for block in re.split(r"(?<!\\)\n", requirements):
         match = re.match(r"([A-Za-z0-9._-]+)==", block)
         if match:
             try:
                 version(match[1])
             except importlib.metadata.PackageNotFoundError:
-                found[match[1]] = block
-    return found
+                lacking[match[1]] = block
+    return lacking
 
 
 def command(listed: Path, folder: Path) -> list[str]:

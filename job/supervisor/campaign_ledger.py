@@ -61,11 +61,11 @@ class CampaignLedger:
     @property
     def rest(self) -> Decimal:
         """USD of the cap that no run holds."""
-        return self.max_usd - sum((each.usd for each in self.runs.values()), Decimal(0))
+        return self.max_usd - sum((run.usd for run in self.runs.values()), Decimal(0))
 
     def open_runs(self, by: str | None = None) -> list[str]:
         """The runs that have not ended; with `by` those of one driver."""
-        return [name for name, each in self.runs.items() if not each.ended and by in (None, each.by)]
+        return [name for name, run in self.runs.items() if not run.ended and by in (None, run.by)]
 
     def reserved(self, run: str, usd: Decimal, *, by: str, approved: str) -> CampaignLedger:
         """The ledger with `usd` reserved for the run. Raises NotReservedError if another driver has reserved the run,
@@ -98,12 +98,12 @@ class CampaignLedger:
 
     def taken_over(self, driver: str, by: str) -> CampaignLedger:
         """The ledger in which the open reservations of `driver` are those of `by`."""
-        runs = {name: replace(each, by=by) if each.by == driver else each for name, each in self.runs.items()}
+        runs = {name: replace(run, by=by) if run.by == driver else run for name, run in self.runs.items()}
         return replace(self, runs=runs)
 
     def to_bytes(self) -> bytes:
         """The content of campaign.json."""
-        runs = {name: {"usd": f"{each.usd:f}", "by": each.by, "ended": each.ended} for name, each in self.runs.items()}
+        runs = {name: {"usd": f"{run.usd:f}", "by": run.by, "ended": run.ended} for name, run in self.runs.items()}
         tree: dict[str, Any] = {"schema": SCHEMA, "approved": self.approved, "max_usd": f"{self.max_usd:f}"}
         return json.dumps({**tree, "at_once": self.at_once, "began": self.began, "runs": runs}, indent=1).encode()
 
@@ -112,7 +112,7 @@ class CampaignLedger:
         """The ledger in the bytes of campaign.json. Raises DoubtError."""
         fields = Fields(reading.parse(content))
         fields.schema(SCHEMA)
-        runs = {name: reading.filled(CampaignReservation, each) for name, each in fields.table("runs").items()}
+        runs = {name: reading.filled(CampaignReservation, run) for name, run in fields.table("runs").items()}
         return reading.filled(cls, fields, but=("runs",), runs=runs)
 
 
@@ -124,7 +124,7 @@ class LedgerObject:
 
     def is_there(self) -> bool:
         """Whether there is a ledger."""
-        return any(each.key == NAME for each in self.store.entries(NAME))
+        return any(entry.key == NAME for entry in self.store.entries(NAME))
 
     def read(self) -> CampaignLedger:
         """The ledger as it is. Raises LedgerLostError."""
@@ -159,7 +159,7 @@ class LedgerObject:
 
     def _read(self) -> tuple[CampaignLedger, str]:
         """The ledger, and the etag of an object that is not newer: a change of a newer one than that is refused."""
-        etags = [each.etag for each in self.store.entries(NAME) if each.key == NAME]
+        etags = [entry.etag for entry in self.store.entries(NAME) if entry.key == NAME]
         content = self.store.get_bytes(NAME)
         if not etags or content is None:
             raise LedgerLostError(f"{NAME} is not in its bucket any more")

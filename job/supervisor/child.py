@@ -181,10 +181,10 @@ def _patience() -> list[str]:
     """torchrun kills its ranks 30 s after a SIGTERM by default; docker stop waits 115 s. Torch 2.11 has no option for
     that (2.13 has). This reads torch's source instead of importing it, which takes seconds.
     """
-    found = importlib.util.find_spec("torch")
-    assert found is not None
-    assert found.origin is not None
-    known = SHUTDOWN in (Path(found.origin).parent / "distributed" / "run.py").read_text(encoding="utf-8")
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    known = SHUTDOWN in (Path(spec.origin).parent / "distributed" / "run.py").read_text(encoding="utf-8")
     return [SHUTDOWN, "110"] if known else []
 
 

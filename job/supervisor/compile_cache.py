@@ -88,7 +88,7 @@ class GraphMirror:
         """Sends a file once, even if that fails."""
         try:
             self._sent[path.name] = path.stat().st_mtime_ns
-            if sum(each.stat().st_size for each in self._folder.glob("*.bin")) > MOST_BYTES:
+            if sum(file.stat().st_size for file in self._folder.glob("*.bin")) > MOST_BYTES:
                 self._say(f"compiled graphs: {path.name} is not kept, because {MOST_BYTES / 1e6:.0f} MB are enough")
                 return
             self._store.put_file(path, path.name)

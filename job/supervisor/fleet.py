@@ -26,8 +26,8 @@ def history(ec2: Any, fleet: str, since: float) -> History:
     """The fleet's own history. Raises botocore's errors."""
     start = datetime.fromtimestamp(since, UTC)
     answers = store.pages(ec2.describe_fleet_history, FleetId=fleet, StartTime=start)
-    events = [each for answer in answers for each in answer["HistoryRecords"]]
-    dated = [(each["EventInformation"], each["Timestamp"].timestamp()) for each in events]
+    events = [event for answer in answers for event in answer["HistoryRecords"]]
+    dated = [(event["EventInformation"], event["Timestamp"].timestamp()) for event in events]
 
     def moments(kind: str) -> dict[str, float]:
         return {of["InstanceId"]: at for of, at in dated if of.get("EventSubType") == kind and "InstanceId" in of}
@@ -39,7 +39,7 @@ def history(ec2: Any, fleet: str, since: float) -> History:
 def merged(histories: Sequence[History], changes: Iterable[float], there: frozenset[str] | None = None) -> History:
     """The histories of several fleets of one run as one."""
     launched, ended = (
-        dict(ChainMap(*maps)) for maps in zip(*((each.launched, each.ended) for each in histories), strict=True)
+        dict(ChainMap(*maps)) for maps in zip(*((part.launched, part.ended) for part in histories), strict=True)
     )
     return History(changes=tuple(changes), launched=launched, ended=ended, there=there)
 
@@ -64,9 +64,9 @@ def of_node(
                 {"Name": f"tag:{FLEET_TAG}", "Values": [fleet, *more]},
                 {"Name": "instance-state-name", "Values": list(THERE)},
             ]
-            found = ec2.describe_instances(Filters=filters)["Reservations"]
-            histories = [history(ec2, each, since) for each in (fleet, *more)]
-            there = frozenset(str(each["InstanceId"]) for group in found for each in group["Instances"])
+            groups = ec2.describe_instances(Filters=filters)["Reservations"]
+            histories = [history(ec2, fleet_id, since) for fleet_id in (fleet, *more)]
+            there = frozenset(str(described["InstanceId"]) for group in groups for described in group["Instances"])
             return merged(histories, histories[-1 if on_demand else 0].changes, there)
         except (BotoCoreError, ClientError, OSError, LookupError, ValueError):
             return None

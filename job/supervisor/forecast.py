@@ -85,11 +85,11 @@ class Forecast:
         index = self.phase(step)
         name, size = self._phases[index].name, self._config.sizes().checkpoints[index]
         predicted_s = self._step_s.get(name, 0.0)
-        found = self._stop_s.get(name, predicted_s + LATENCY_S + size / 1e9 * GB_S)
+        known_s = self._stop_s.get(name, predicted_s + LATENCY_S + size / 1e9 * GB_S)
         slower = max(0.0, (step_s or 0.0) - predicted_s)
         if self._upload_s_per_byte is None and self._save_s_per_byte is None:
-            return found + slower
-        return max(found, predicted_s + LATENCY_S + self._save_s(size) + self._sent_s(size)) + slower
+            return known_s + slower
+        return max(known_s, predicted_s + LATENCY_S + self._save_s(size) + self._sent_s(size)) + slower
 
     def end_s(self, step: int, step_s: float | None) -> float:
         """Seconds that a stop at a limit takes: stop_s, and then the export."""

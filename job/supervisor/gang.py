@@ -69,7 +69,7 @@ class View:
     @property
     def alive(self) -> dict[str, Presence]:
         """The nodes that are there, this one included."""
-        there = {name: each.presence for name, each in self.others.items() if each.is_there}
+        there = {name: sight.presence for name, sight in self.others.items() if sight.is_there}
         return {**there, self.own.instance: self.own}
 
 
@@ -153,19 +153,21 @@ def busy_nodes(view: View) -> list[str]:
     """Returns the other nodes that train or still publish. While there are any, nobody may begin from an older
     checkpoint.
     """
-    return sorted(name for name, each in view.alive.items() if each.state == "busy" and name != view.own.instance)
+    return sorted(
+        name for name, presence in view.alive.items() if presence.state == "busy" and name != view.own.instance
+    )
 
 
 def ready_nodes(view: View) -> list[Presence]:
     """Returns the nodes that could train, the oldest first."""
-    able = [each for each in view.alive.values() if each.state == "ready" and each.notice is None]
-    return sorted(able, key=lambda each: (each.launched_at, each.instance))
+    able = [presence for presence in view.alive.values() if presence.state == "ready" and presence.notice is None]
+    return sorted(able, key=lambda presence: (presence.launched_at, presence.instance))
 
 
 def acts(view: View) -> bool:
     """Whether a node that is in no generation enforces the run's limits. The oldest node does so if no node trains."""
-    idle = [each for each in view.alive.values() if each.state != "busy" and each.notice is None]
-    oldest = min(idle, key=lambda each: (each.launched_at, each.instance), default=None)
+    idle = [presence for presence in view.alive.values() if presence.state != "busy" and presence.notice is None]
+    oldest = min(idle, key=lambda presence: (presence.launched_at, presence.instance), default=None)
     return (
         view.age_s <= LOST_S
         and not view.is_over
@@ -184,7 +186,7 @@ def timely(places: Iterable[CheckpointPlace], newest: GangGeneration | None) -> 
     began = (newest and newest.origin) or CheckpointPlace(-1)
     if newest is None:
         return every
-    known = [each for each in every if each <= began or each.generation == 0 or each.generation >= newest.number]
+    known = [place for place in every if place <= began or place.generation == 0 or place.generation >= newest.number]
     return known or every
 
 
@@ -194,14 +196,14 @@ def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: Chec
     elastic/rendezvous/dynamic_rendezvous.py). An EC2 host name has the address in it, as in
     ip-10-0-1-5.us-east-2.compute.internal, so both orders are the same.
     """
-    members = sorted(ready, key=lambda each: (-each.first_in, each.address))
+    members = sorted(ready, key=lambda presence: (-presence.first_in, presence.address))
     made = GangGeneration(
         number=newest.number + 1 if newest else 1,
-        members=tuple(each.instance for each in members),
-        addresses=tuple(each.address for each in members),
+        members=tuple(presence.instance for presence in members),
+        addresses=tuple(presence.address for presence in members),
         step=-1 if origin is None else origin.step,
         source=0 if origin is None else origin.generation,
-        rung=max(each.rung for each in members),
+        rung=max(presence.rung for presence in members),
     )
     if newest is None or (set(newest.members), newest.origin, newest.rung) != (
         set(made.members),
@@ -210,7 +212,11 @@ def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: Chec
     ):
         return made
     first, *others = members
-    if first.first_in == newest.number and made.leader != newest.leader and not any(each.first_in for each in others):
+    if (
+        first.first_in == newest.number
+        and made.leader != newest.leader
+        and not any(presence.first_in for presence in others)
+    ):
         return replace(made, tries=newest.tries)  # no node failed: until now nobody knew on which node rank 0 was
     return replace(made, tries=newest.tries + 1, is_last=newest.tries >= RETRIES)
 
@@ -226,8 +232,8 @@ def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping:
         return f"generation {view.newest.number} has taken over"
     if view.is_over:
         return "the run is over"
-    for name, each in view.alive.items():
-        if each.first_in == generation.number and name != generation.leader:
+    for name, presence in view.alive.items():
+        if presence.first_in == generation.number and name != generation.leader:
             return f"rank 0, which saves and prints, is on {name}: that one leads the next generation"
     for name in generation.members:
         if name == view.own.instance:
@@ -261,7 +267,7 @@ def why_slow(view: View, generation: GangGeneration) -> str:
 def late_each_step_s(view: View, generation: GangGeneration) -> float:
     """Seconds for which the others wait for this node in each step; 0 if the wait may be chance."""
     others = [view.others[name].presence for name in generation.members if name in view.others]
-    known = [each.own_s for each in others if each.generation == generation.number and each.own_s]
+    known = [presence.own_s for presence in others if presence.generation == generation.number and presence.own_s]
     usual_s = median(known) if known else math.inf
     return view.own.own_s - usual_s if view.own.own_s >= SLOW * usual_s else 0.0
 

@@ -33,14 +33,14 @@ def gpus() -> tuple[DriverGpu, ...]:
 
 def parse(answer: Iterable[Sequence[str]]) -> tuple[DriverGpu, ...]:
     """The GPUs in nvidia-smi's answer; other lines are skipped."""
-    found = []
+    listed = []
     for words in answer:
         if len(words) == 3 and words[1].isdigit():
-            found.append(DriverGpu(name=words[0], memory_gb=int(words[1]) * MIB / 1e9, driver=words[2]))
-    return tuple(found)
+            listed.append(DriverGpu(name=words[0], memory_gb=int(words[1]) * MIB / 1e9, driver=words[2]))
+    return tuple(listed)
 
 
-def describe(found: tuple[DriverGpu, ...]) -> Hardware:
+def describe(devices: tuple[DriverGpu, ...]) -> Hardware:
     """The machine in the form of attempts/<instance>.json."""
     versions = {}
     for name in PACKAGES:
@@ -49,10 +49,10 @@ def describe(found: tuple[DriverGpu, ...]) -> Hardware:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "missing"
     return Hardware(
-        gpu=found[0].name if found else None,
-        gpu_count=len(found),
-        gpu_memory_gb=round(min(gpu.memory_gb for gpu in found), 2) if found else None,
-        driver=found[0].driver if found else None,
+        gpu=devices[0].name if devices else None,
+        gpu_count=len(devices),
+        gpu_memory_gb=round(min(gpu.memory_gb for gpu in devices), 2) if devices else None,
+        driver=devices[0].driver if devices else None,
         cpus=os.cpu_count(),
         python=platform.python_version(),
         versions=versions,

@@ -113,12 +113,12 @@ class GangMember(Supervisor):
         """Makes `origin` the only checkpoint on this disk; with None, removes all. Returns False if `origin` does not
         verify.
         """
-        kept, folder = [commit.step for commit in commits(self.workdir)], self.workdir / CHECKPOINTS
+        steps, folder = [commit.step for commit in commits(self.workdir)], self.workdir / CHECKPOINTS
         if origin is None:
             shutil.rmtree(folder, ignore_errors=True)
             self._go_on_from(None)
             return True
-        if self.publisher.newest == origin and max(kept, default=-1) == origin.step and not self._leaves_parts:
+        if self.publisher.newest == origin and max(steps, default=-1) == origin.step and not self._leaves_parts:
             self.resumed_step = origin.step
             self.progress.skip(origin.step)
             return True
@@ -134,7 +134,7 @@ class GangMember(Supervisor):
     def _newest_published(self) -> CheckpointPlace | None:
         """Returns the checkpoint from which the next generation may begin, or None. Raises StoreError."""
         entries = self._patiently(lambda: self.store.entries(bucket.CHECKPOINTS), bucket.CHECKPOINTS)
-        places = gang.timely(bucket.published(each.key for each in entries), self.watch.view.newest)
+        places = gang.timely(bucket.published(entry.key for entry in entries), self.watch.view.newest)
         return places[-1] if places else None
 
     def _gather(self) -> GangGeneration | None:
@@ -364,7 +364,7 @@ class GangMember(Supervisor):
             stop_s = self.forecast.stop_s(self.progress.step, self.progress.step_s)
             self._gives_way_at = self.clock() + stop_s + LATE_S
             self.say("another node in its place is cheaper: this one saves and leaves")
-        silent = [name for name, each in view.others.items() if name in self.generation.members and not each.is_there]
+        silent = [name for name, sight in view.others.items() if name in self.generation.members and not sight.is_there]
         if silent and not self._was_silent:
             self.say(f"no news from {', '.join(silent)} for {gang.LOST_S:.0f} s; the ranks' steps decide")
         self._was_silent = bool(silent)
@@ -376,7 +376,7 @@ class GangMember(Supervisor):
         """
         gather_s, began_s = self.run_file.gather_s, self.record.now.started_s
         has_left = any(
-            each.record.exit is not None and each.record.exit.reason == SLOW for each in self.others.attempts
+            attempt.record.exit is not None and attempt.record.exit.reason == SLOW for attempt in self.others.attempts
         )
         if not late_s or gather_s is None or began_s is None or has_left:
             return False
@@ -420,7 +420,7 @@ class GangMember(Supervisor):
             self._told_at = now
             return False
         others = [self.watch.view.others.get(name) for name in self.generation.members[1:]]
-        is_made = all(each is not None and each.presence.saved >= step for each in others)
+        is_made = all(sight is not None and sight.presence.saved >= step for sight in others)
         return is_made or now - self._told_at < MADE_S
 
     def _leader_stops(self) -> bool:
@@ -482,7 +482,9 @@ class GangMember(Supervisor):
         there, number = self.watch.view.alive, self.fence.generation
         members = self.generation.members if self.generation is not None else ()
         missing = [there.get(members[rank]) if members else None for rank in self.uploader.lacking]
-        if all(each is not None and (each.state, each.generation) == ("busy", number) for each in missing):
+        if all(
+            presence is not None and (presence.state, presence.generation) == ("busy", number) for presence in missing
+        ):
             self._in_vain_since = None
             return False
         self._in_vain_since = self._in_vain_since or self.clock()
@@ -500,8 +502,8 @@ class GangMember(Supervisor):
         return lower, code
 
     def _said(self, code: int) -> str:
-        found = Fatal.read(self.workdir) if code == TrainerExit.FATAL else None
-        return f"{found.error}: {found.detail}" if found else ""
+        fatal = Fatal.read(self.workdir) if code == TrainerExit.FATAL else None
+        return f"{fatal.error}: {fatal.detail}" if fatal else ""
 
     def _fatal_peer(self, generation: GangGeneration) -> str | None:
         """Returns an error that another member reported and that every node would meet. This node then ends the run
@@ -519,12 +521,12 @@ class GangMember(Supervisor):
             return self._follows(self._over)
         return super()._conclude(code)
 
-    def _leaves(self, left: gang.Leave) -> int:
-        if left.code == AttemptExit.CRASHED:
-            return self._crashed(left.why)
-        self.say(left.why)
-        self._leave(Exit(left.code, left.why, at=iso(self.clock())))
-        return left.code
+    def _leaves(self, leave: gang.Leave) -> int:
+        if leave.code == AttemptExit.CRASHED:
+            return self._crashed(leave.why)
+        self.say(leave.why)
+        self._leave(Exit(leave.code, leave.why, at=iso(self.clock())))
+        return leave.code
 
     def _follows(self, over: ends.Done) -> int:
         """Ends this node, because the leader has ended the run."""
@@ -539,10 +541,10 @@ class GangMember(Supervisor):
         """
         there, ending = self.watch.view.alive, Exit(AttemptExit.FINISHED, done.reason, at=done.at)
         self.others.attempts = [
-            replace(each, record=replace(each.record, exit=ending))
-            if each.record.exit is None and each.instance in there
-            else each
-            for each in self.others.attempts
+            replace(attempt, record=replace(attempt.record, exit=ending))
+            if attempt.record.exit is None and attempt.instance in there
+            else attempt
+            for attempt in self.others.attempts
         ]
         super()._write_receipt(done)
 

@@ -106,12 +106,12 @@ class Meter:
         """The cost up to `now`, to 0.0001 USD; with `others_until`, also what other nodes spend up to then."""
         seconds = max(Decimal(f"{now - self.launched_at:.3f}"), MINIMUM_S)
         others_usd, others_s = self._others_spent(now if others_until is None else others_until)
-        compute, ceiling_s, left, hour = Decimal(0), Decimal(0), seconds, 0
-        while left > 0:
-            part, price = min(left, Decimal(HOUR_S)), self._prices.get(hour)
+        compute, ceiling_s, left_s, hour = Decimal(0), Decimal(0), seconds, 0
+        while left_s > 0:
+            part, price = min(left_s, Decimal(HOUR_S)), self._prices.get(hour)
             compute += hours(part) * (self.rates.ceiling if price is None else price)
             ceiling_s += part if price is None and self.rates.moves else 0
-            left, hour = left - part, hour + 1
+            left_s, hour = left_s - part, hour + 1
         compute = compute.quantize(CENT_100)
         attempt = compute + (hours(seconds) * self.rates.extras).quantize(CENT_100)
         return Spending(
@@ -133,12 +133,12 @@ class Meter:
 
     def left_s(self, now: float, limits: RunLimits, most_s: float) -> float:
         """Seconds until the first limit, at most `most_s`; 0 if one is passed."""
-        left, more = 0.0, most_s
+        left_s, more = 0.0, most_s
         while more >= 1.0:  # by bisection: each hour may have its own price
             more /= 2
-            if self.limit(now, limits, left + more) is None:
-                left += more
-        return left
+            if self.limit(now, limits, left_s + more) is None:
+                left_s += more
+        return left_s
 
 
 def spot_history(

@@ -124,10 +124,10 @@ class Lookout:
                 presence = self._object(entry, Presence.from_json)
                 if presence is not None and presence.instance == named[1]:
                     others[named[1]] = Sight(presence=presence, age_s=now - entry.at)
-        numbers = (int(found[1]) for key in entries if (found := bucket.GENERATION_KEY.fullmatch(key)))
+        numbers = (int(match[1]) for key in entries if (match := bucket.GENERATION_KEY.fullmatch(key)))
         newest = self._newest(numbers, entries)
         since, matches = newest.number if newest else 0, map(bucket.LET_GO_KEY.fullmatch, entries)
-        counts = [int(each[2]) for each in matches if each is not None and int(each[1]) == since]
+        counts = [int(let_go[2]) for let_go in matches if let_go is not None and int(let_go[1]) == since]
         return View(own=own, others=others, newest=newest, is_over=is_over, let_go=max(counts, default=0))
 
     def _newest(self, numbers: Iterable[int], entries: dict[str, Entry]) -> GangGeneration | None:
@@ -172,8 +172,8 @@ class LookoutThread:
 
 def newest_generation(store: Store) -> int:
     """The number of the newest generation; 0 without one. Raises StoreError."""
-    found = (bucket.GENERATION_KEY.fullmatch(entry.key) for entry in store.entries(bucket.GANG))
-    return max((int(each[1]) for each in found if each), default=0)
+    matches = (bucket.GENERATION_KEY.fullmatch(entry.key) for entry in store.entries(bucket.GANG))
+    return max((int(match[1]) for match in matches if match), default=0)
 
 
 class ConditionalStore:
@@ -198,11 +198,11 @@ class ConditionalStore:
     def _condition(self, key: str, over: str) -> str:
         if bucket.has_one_writer(key):
             return over
-        found = next((entry.etag for entry in self._inner.entries(key) if entry.key == key), ABSENT)
+        etag = next((entry.etag for entry in self._inner.entries(key) if entry.key == key), ABSENT)
         # leadership is checked after this read, so that whatever a later leader puts has another etag
         if (newest := newest_generation(self._inner)) > self.generation:
             raise SupersededError(f"{key} is not written: generation {newest} has taken over")
-        return found if over == ANY else over
+        return etag if over == ANY else over
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -54,8 +54,8 @@ from gpufleet.job.supervisor.store import GivenUpError, Store, StoreError
 
 def commits(workdir: Path) -> list[Commit]:
     """Complete checkpoints on disk, lowest step first. A folder without a valid commit.json is not one."""
-    found = [(path, read_commit(path)) for path in sorted((workdir / CHECKPOINTS).glob(STEPS))]
-    return [each for path, each in found if each is not None and each.folder == path.name]
+    pairs = [(path, read_commit(path)) for path in sorted((workdir / CHECKPOINTS).glob(STEPS))]
+    return [commit for path, commit in pairs if commit is not None and commit.folder == path.name]
 
 
 @contextmanager
@@ -280,9 +280,9 @@ class Publisher:
         there = {entry.key for entry in self._store.entries(CheckpointPlace(commit.step).prefix)}
         # If two nodes overlap, the other node may have removed files that looked like a torn upload.
         self._arrived = {
-            name: kept
-            for name, kept in self._arrived.items()
-            if self._place.step == commit.step and written.get(name) == kept[0] and self._key(name) in there
+            name: arrival
+            for name, arrival in self._arrived.items()
+            if self._place.step == commit.step and written.get(name) == arrival[0] and self._key(name) in there
         }
         is_another = self._place.manifest in there and len(self._arrived) < len(paths)
         if self._place.step != commit.step or is_another:
@@ -404,7 +404,7 @@ class Publisher:
 
     def _require(self, names: Iterable[str]) -> list[tuple[str, int]]:
         """Sends the exports that a checkpoint relies on, unless an earlier attempt did; returns names and sizes."""
-        found = []
+        sizes = []
         for name in names:
             prefix = name.rstrip("/")
             for path in _files(self._workdir / prefix) or sorted(self._workdir.glob(prefix + ".*")):
@@ -412,8 +412,8 @@ class Publisher:
             there = [e for e in self._store.entries(prefix) if e.key.startswith((f"{prefix}/", f"{prefix}."))]
             if not there:
                 raise FileNotFoundError(f"{prefix} is required, but neither here nor in the store")
-            found += [(entry.key, entry.bytes) for entry in there]
-        return found
+            sizes += [(entry.key, entry.bytes) for entry in there]
+        return sizes
 
     def _export(self, path: Path) -> None:
         """Sends a file once, and again after a change, whatever an earlier attempt put under the file's key."""
@@ -435,8 +435,8 @@ class Publisher:
         with self._own.hold(path) as held:
             size = held.stat().st_size
             self._store.put_file(held, key)
-        if (found := self._store.size(key)) != size:
-            raise StoreError(f"{key} arrived with {found} bytes, not {size}")
+        if (stored_bytes := self._store.size(key)) != size:
+            raise StoreError(f"{key} arrived with {stored_bytes} bytes, not {size}")
 
     def _hash(self, path: Path) -> str:
         with self._own.hold(path) as held:

@@ -108,12 +108,12 @@ def measure(
     phases = measured.phases(metrics.records(lines.split(b"\n")))
     if not phases or len({attempt.record.type for attempt in attempts}) != 1:
         return None
-    started = [float(each.record.started_s) for each in attempts if each.record.started_s is not None]
+    started = [float(attempt.record.started_s) for attempt in attempts if attempt.record.started_s is not None]
     machine = node.machine or Hardware()
     # A command's packages are in its image, which this process cannot see.
     ours = {} if not run.config.code_folders() else {**machine.versions, "python": machine.python}
     code = None if run.config.code_folders() else (run.code.sha256 if run.code else "")
-    found = measured.document(
+    document = measured.document(
         experiment=run.experiment,
         parameters=run.parameters,
         device={
@@ -131,7 +131,7 @@ def measure(
         setup_s=round(median(started), 3) if started else None,
         code=code,
     )
-    return {**found, "image": run.image} if run.image else found
+    return {**document, "image": run.image} if run.image else document
 
 
 def causes(run: RunFile, attempts: Sequence[Attempt], difference: Decimal) -> dict[str, Decimal]:
@@ -144,12 +144,12 @@ def causes(run: RunFile, attempts: Sequence[Attempt], difference: Decimal) -> di
     lost_h = hours(_lost(attempts))
     free = _total(attempt.free_usd for attempt in attempts)
     paid = _total(attempt.compute_usd for attempt in attempts)
-    found = (
+    exact_usd = (
         paid - used_h * price,
         (used_h - lost_h - estimated_h) * (price + extras),
         lost_h * (price + extras) - free - estimated,
     )
-    rounded = [usd.quantize(CENT_100) for usd in found]
+    rounded = [usd.quantize(CENT_100) for usd in exact_usd]
     return dict(zip(CAUSES, (*rounded, difference - _total(rounded)), strict=True))
 
 
@@ -174,7 +174,7 @@ def text(receipt: Receipt) -> str:
             f"  the steps took {receipt.trained_h} of {receipt.actual_h:.4f} billed node-hours ({share:.0%}):"
             f" ${usd:.2f} for a node-hour that trains"
         )
-    lines += [f"  goal {each.text}" for each in receipt.goals]
+    lines += [f"  goal {graded.text}" for graded in receipt.goals]
     for attempt in receipt.attempts:
         end = attempt.exit.reason if attempt.exit else "gone without notice"
         if attempt.reclaimed is False:
@@ -192,36 +192,36 @@ def _lines(run: RunFile, attempts: Sequence[Attempt], objects: Mapping[str, int]
     at_ceiling = _total(hours(attempt.ceiling_s) for attempt in attempts)
     note = f"{at_ceiling:.4f} h at the on-demand price: AWS gave no spot price" if at_ceiling else ""
     compute = _total(attempt.compute_usd for attempt in attempts)
-    found = [_line(line.name, line.amount, compute, note) for line in run.estimate.of_kind("compute")]
+    lines = [_line(line.name, line.amount, compute, note) for line in run.estimate.of_kind("compute")]
     hourly = run.estimate.of_kind("hourly")
     actual = {line.name: (used * run.hourly[line.name]).quantize(CENT_100) for line in hourly}
     if hourly:  # the meter rounds each node's sum; the first hourly line takes the remainder
         first = hourly[0].name
-        actual[first] += _total(each.usd - each.compute_usd for each in attempts) - _total(actual.values())
-    found += [_line(line.name, line.amount, actual[line.name]) for line in hourly]
+        actual[first] += _total(attempt.usd - attempt.compute_usd for attempt in attempts) - _total(actual.values())
+    lines += [_line(line.name, line.amount, actual[line.name]) for line in hourly]
     seen = {} if objects is None else _quantities(run, objects)
     for line in run.estimate.of_kind("fixed"):
         quantity = seen.get(line.item)
         if quantity is None:
-            found.append(_line(line.name, line.amount, line.amount, "as in the bill"))
+            lines.append(_line(line.name, line.amount, line.amount, "as in the bill"))
         else:
             usd, note = (quantity * line.unit_price).quantize(CENT_100), f"{quantity:.4f} of {line.quantity:.4f}"
-            found.append(_line(line.name, line.amount, usd, note))
+            lines.append(_line(line.name, line.amount, usd, note))
     note = "first hours that AWS does not charge; the rest is in compute"
     doubtful = sum(attempt.noticed and attempt.reclaimed is None and attempt.seconds < FREE_S for attempt in attempts)
     if doubtful:
         note += f"; {doubtful} more counted: the fleet's history did not say that AWS took the node"
     free = _total(attempt.free_usd for attempt in attempts)
     estimated = _total(line.amount for line in run.estimate.of_kind("interruptions"))
-    return (*found, _line("interruptions", estimated, -free, note))
+    return (*lines, _line("interruptions", estimated, -free, note))
 
 
 def _quantities(run: RunFile, objects: Mapping[str, int]) -> dict[str, Decimal]:
     """Measured amounts of the bill's lines that do not count hours, by item: GB-months stored, GB that `gpufleet
     results` downloads, GB of logs.
     """
-    given = (run.dataset, run.weights, run.code, *run.folders.values())
-    own = sum(file.bytes for each in given if each is not None and each.uri is None for file in each.files)
+    inputs = (run.dataset, run.weights, run.code, *run.folders.values())
+    own = sum(file.bytes for data in inputs if data is not None and data.uri is None for file in data.files)
     brought = sum(size for key, size in objects.items() if not key.startswith((bucket.CHECKPOINTS, bucket.EXPORTS)))
     logs = sum(size for key, size in objects.items() if key == LOG or key.startswith(bucket.BOOT_LOGS))
     months = Decimal(max(run.estimate.kept_days, UNKEPT_DAYS) * 24) / MONTH_H

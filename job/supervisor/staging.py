@@ -54,8 +54,8 @@ class Stage:
 class MismatchError(Exception):
     """Bytes that arrived differ from their promised hash."""
 
-    def __init__(self, key: str, found: str, promised: str) -> None:
-        super().__init__(f"{key}: sha256 is {found}, expected {promised}")
+    def __init__(self, key: str, actual: str, promised: str) -> None:
+        super().__init__(f"{key}: sha256 is {actual}, expected {promised}")
         self.key = key
 
 
@@ -92,7 +92,7 @@ def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
 
 def _fill(
     stage: Stage,
-    what: str,
+    title: str,
     wanted: InputData,
     manifest: str,
     folder: Path,
@@ -103,39 +103,39 @@ def _fill(
     without a manifest, the listing of the input's place. With `takes`, only the files of these names are downloaded.
     """
     shared = bucket_uri(stage.store.uri, stage.run.run)
-    left = f"{shared}/{wanted.stage}/{FINAL}"
-    place = opened(left if wanted.stage else wanted.uri or f"{shared}/{bucket.INPUTS}/{wanted.sha256}")
+    stage_uri = f"{shared}/{wanted.stage}/{FINAL}"
+    place = opened(stage_uri if wanted.stage else wanted.uri or f"{shared}/{bucket.INPUTS}/{wanted.sha256}")
     files = wanted.files
     try:
         if not files and manifest:
-            files = retried(stage, lambda: _listed(place, folder / manifest, wanted, what), f"{place.uri}/{manifest}")
+            files = retried(stage, lambda: _listed(place, folder / manifest, wanted, title), f"{place.uri}/{manifest}")
         elif not files:
-            files = _as_listed(retried(stage, lambda: place.entries(""), place.uri), wanted, what)
+            files = _as_listed(retried(stage, lambda: place.entries(""), place.uri), wanted, title)
         files = tuple(file for file in files if not takes or file.name in takes)
         folder.mkdir(parents=True, exist_ok=True)
-        stage.say(f"{what}: {len(files)} files, {sum(file.bytes for file in files) / 1e6:.1f} MB from {place.uri}")
+        stage.say(f"{title}: {len(files)} files, {sum(file.bytes for file in files) / 1e6:.1f} MB from {place.uri}")
         _download(stage, place, {file.name: file for file in files}, folder)
     except MissingError as error:
-        raise ValueError(f"the {what} is not at the place that the run names: {error}") from error
+        raise ValueError(f"the {title} is not at the place that the run names: {error}") from error
 
 
-def _listed(place: Store, path: Path, wanted: InputData, what: str) -> tuple[InputFile, ...]:
+def _listed(place: Store, path: Path, wanted: InputData, title: str) -> tuple[InputFile, ...]:
     place.get_file(path.name, path)
-    if wanted.sha256 is not None and (found := atomic.sha256(path)) != wanted.sha256:
-        raise MismatchError(path.name, found, wanted.sha256)
+    if wanted.sha256 is not None and (actual := atomic.sha256(path)) != wanted.sha256:
+        raise MismatchError(path.name, actual, wanted.sha256)
     try:
         return listing.files(Fields(reading.parse(path.read_bytes())))
     except DoubtError as error:
-        raise ValueError(f"{path.name} of the {what}: {error}; prepare it again") from error
+        raise ValueError(f"{path.name} of the {title}: {error}; prepare it again") from error
 
 
-def _as_listed(entries: Sequence[Entry], wanted: InputData, what: str) -> tuple[InputFile, ...]:
+def _as_listed(entries: Sequence[Entry], wanted: InputData, title: str) -> tuple[InputFile, ...]:
     """The listed files, if `gpufleet prepare` found the same files there. Nobody hashed the files, so the listing alone
     shows whether they are the same.
     """
-    files = [(each.key, each.bytes, each.etag) for each in entries if listing.is_file(each.key)]
+    files = [(entry.key, entry.bytes, entry.etag) for entry in entries if listing.is_file(entry.key)]
     if listing.digest(files) != wanted.sha256:
-        raise ValueError(f"the {what} has changed since it was listed: a run of a new id, prepared again, may have it")
+        raise ValueError(f"the {title} has changed since it was listed: a run of a new id, prepared again, may have it")
     return tuple(InputFile(name=reading.name(name), bytes=size, sha256="") for name, size, _ in files)
 
 
@@ -145,8 +145,8 @@ def checkpoint(stage: Stage) -> Manifest | None:
     Raises MismatchError if bytes arrive wrong and the stage doubts this node.
     """
     sizes = _sizes(stage)
-    found = (checkpoint_at(stage, place, sizes) for place in reversed(bucket.published(sizes)))
-    return next((manifest for manifest in found if manifest is not None), None)
+    manifests = (checkpoint_at(stage, place, sizes) for place in reversed(bucket.published(sizes)))
+    return next((manifest for manifest in manifests if manifest is not None), None)
 
 
 def checkpoint_at(stage: Stage, place: CheckpointPlace, sizes: dict[str, int] | None = None) -> Manifest | None:
@@ -221,17 +221,17 @@ def _fit(stage: Stage, place: CheckpointPlace, sizes: dict[str, int]) -> Manifes
     download.
     """
     content = retried(stage, lambda: stage.store.get_bytes(place.manifest), place.manifest)
-    found = Manifest.from_json(reading.parse(content or b""), place.generation)
-    if found.place != place:
-        raise DoubtError(f"it is of step {found.commit.step}")
-    if found.run != stage.run.run:
-        raise DoubtError(f"it is of run {reading.show(found.run)}, this is {stage.run.run!r}")
-    if found.commit.config_sha256 != stage.run.config_sha256:
+    manifest = Manifest.from_json(reading.parse(content or b""), place.generation)
+    if manifest.place != place:
+        raise DoubtError(f"it is of step {manifest.commit.step}")
+    if manifest.run != stage.run.run:
+        raise DoubtError(f"it is of run {reading.show(manifest.run)}, this is {stage.run.run!r}")
+    if manifest.commit.config_sha256 != stage.run.config_sha256:
         raise DoubtError("it is of another config")
-    for key, file in found.objects.items():
+    for key, file in manifest.objects.items():
         if (there := sizes.get(key)) != file.bytes:
             raise DoubtError(f"{key.removeprefix(place.prefix)} has {there} bytes, not {file.bytes}")
-    return found
+    return manifest
 
 
 def _is_fit(stage: Stage, place: CheckpointPlace, sizes: dict[str, int]) -> bool:
@@ -242,7 +242,7 @@ def _is_fit(stage: Stage, place: CheckpointPlace, sizes: dict[str, int]) -> bool
     return True
 
 
-def _restored(stage: Stage, place: CheckpointPlace, sizes: dict[str, int], what: str) -> Manifest:
+def _restored(stage: Stage, place: CheckpointPlace, sizes: dict[str, int], title: str) -> Manifest:
     """The manifest at `place`, once its checkpoint is in <workdir>/ckpt; with several nodes, once the part that this
     node reads is there. Files on the disk are not downloaded again. Raises the errors of UNFIT, and MismatchError on a
     doubted node.
@@ -261,7 +261,7 @@ def _restored(stage: Stage, place: CheckpointPlace, sizes: dict[str, int], what:
         (unfinished / file.name).parent.mkdir(parents=True, exist_ok=True)
         with suppress(OSError):  # there is none
             os.link(folder / file.name, unfinished / file.name)
-    stage.say(f"{what} step {commit.step}: {commit.bytes / 1e6:.1f} MB")
+    stage.say(f"{title} step {commit.step}: {commit.bytes / 1e6:.1f} MB")
     try:
         _download(stage, stage.store, files, unfinished)
     except BaseException as error:
@@ -287,11 +287,11 @@ def _download(stage: Stage, store: Store, files: Mapping[str, InputFile], folder
             while waiting:
                 stage.check()
                 done, waiting = wait(waiting, LOOK_S, FIRST_EXCEPTION)
-                for each in done:
-                    each.result()
+                for future in done:
+                    future.result()
         except BaseException:
-            for each in waiting:
-                each.cancel()
+            for future in waiting:
+                future.cancel()
             while waiting:  # repeatedly, because a transfer may just be beginning
                 store.cancel()
                 waiting = wait(waiting, LOOK_S).not_done
@@ -305,11 +305,11 @@ def _verified(store: Store, key: str, file: InputFile, path: Path) -> None:
     store.get_file(key, path)
     if not known and (size := path.stat().st_size) != file.bytes:
         raise ValueError(f"{store.uri}/{key} has {size} bytes, listed with {file.bytes}: it has changed")
-    if known and (found := atomic.sha256(path)) != file.sha256:
-        raise MismatchError(key, found, file.sha256)
+    if known and (actual := atomic.sha256(path)) != file.sha256:
+        raise MismatchError(key, actual, file.sha256)
 
 
-def retried(stage: Stage, act: Callable[[], T], what: str) -> T:
+def retried(stage: Stage, act: Callable[[], T], title: str) -> T:
     """The result of `act`, which is tried again shortly after the store refuses: a node that gives up costs another
     boot.
     """
@@ -319,6 +319,6 @@ def retried(stage: Stage, act: Callable[[], T], what: str) -> T:
         except (StoreError, MismatchError) as error:
             if attempt == TRIES or isinstance(error, MissingError | GivenUpError):
                 raise
-            stage.say(f"{what}: {error}; again")
+            stage.say(f"{title}: {error}; again")
             stage.pause(2.0**attempt)
     raise AssertionError

@@ -140,13 +140,13 @@ class FolderStore:
         return path.stat().st_size if path.is_file() else None
 
     def entries(self, prefix: str) -> list[Entry]:
-        found = []
+        entries = []
         for path in sorted(self.root.rglob("*")) if self.root.is_dir() else ():
             key = path.relative_to(self.root).as_posix()
             if key.startswith(prefix) and path.is_file() and not _UNDER_WAY.fullmatch(path.name):
                 stat = path.stat()
-                found.append(Entry(key=key, bytes=stat.st_size, etag=_etag(path), at=stat.st_mtime))
-        return found
+                entries.append(Entry(key=key, bytes=stat.st_size, etag=_etag(path), at=stat.st_mtime))
+        return entries
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -370,7 +370,7 @@ def _client() -> Any:
 
 
 @contextmanager
-def _translated(what: str) -> Iterator[None]:
+def _translated(subject: str) -> Iterator[None]:
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
     from s3transfer.exceptions import (
@@ -386,9 +386,9 @@ def _translated(what: str) -> Iterator[None]:
         yield
     except ClientError as error:
         code = str(error.response.get("Error", {}).get("Code"))
-        raise _KINDS.get(code, StoreError)(f"{what}: {error}") from error
+        raise _KINDS.get(code, StoreError)(f"{subject}: {error}") from error
     except CancelledError as error:
-        raise GivenUpError(f"{what}: given up") from error
+        raise GivenUpError(f"{subject}: given up") from error
     except (
         BotoCoreError,
         Boto3Error,
@@ -399,4 +399,4 @@ def _translated(what: str) -> Iterator[None]:
         S3UploadFailedError,
         S3ValidationError,
     ) as error:
-        raise StoreError(f"{what}: {error}") from error
+        raise StoreError(f"{subject}: {error}") from error

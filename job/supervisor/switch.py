@@ -28,11 +28,11 @@ def find_switch(
     """`done_share` is the finished share of training, `slower` how many times as long as in the bill training takes;
     `stop_s`: seconds of a stop at a limit; `spent_usd` and `spent_s`: the whole run's spending so far.
     """
-    found, limits = terms.fallback, terms.limits
-    if found is None or limits.deadline is None:
+    fallback, limits = terms.fallback, terms.limits
+    if fallback is None or limits.deadline is None:
         return Switch()
-    left_s = slower * (found.work_s - done_share * found.train_s)
-    node_s = Decimal(f"{found.start_s + left_s + stop_s:.3f}")
-    dearest = max(each.on_demand for each in terms.prices.values()) + sum(terms.hourly.values(), Decimal(0))
+    left_s = slower * (fallback.work_s - done_share * fallback.train_s)
+    node_s = Decimal(f"{fallback.start_s + left_s + stop_s:.3f}")
+    dearest = max(price.on_demand for price in terms.prices.values()) + sum(terms.hourly.values(), Decimal(0))
     pays = spent_usd + hours(node_s) * dearest <= limits.max_usd and hours(spent_s + node_s) <= limits.max_hours
-    return Switch(at=limits.deadline - stop_s - found.start_s - left_s - found.margin_s, is_paid=pays)
+    return Switch(at=limits.deadline - stop_s - fallback.start_s - left_s - fallback.margin_s, is_paid=pays)

@@ -90,9 +90,9 @@ class Uploader:
         """
         if self._until is None:
             return
-        left, step = self._until - self._clock(), -1 if running is None else running.step
+        left_s, step = self._until - self._clock(), -1 if running is None else running.step
         newer = [commit for commit in self.publisher.pending() if commit.step > step]
-        if newer and (running is None or self._upload_s(newer[-1].bytes) <= left):
+        if newer and (running is None or self._upload_s(newer[-1].bytes) <= left_s):
             self.publisher.cancel()
 
     def _publish(self, commit: Commit) -> None:
@@ -103,21 +103,21 @@ class Uploader:
             self._say(f"old checkpoints stay for now: {error}")
 
     def _settle(self, commit: Commit | None, error: BaseException | None) -> None:
-        what = "exports" if commit is None else f"step {commit.step}"
+        title = "exports" if commit is None else f"step {commit.step}"
         if isinstance(error, LackingError):
             self.lacking, self._not_before = error.nodes, self._clock() + PART_S
         elif error is None:
             self._pause_s, self._not_before = BACKOFF_S[0], 0.0
         elif isinstance(error, GivenUpError):
-            self._say(f"{what}: the upload makes room for a newer checkpoint")
+            self._say(f"{title}: the upload makes room for a newer checkpoint")
         elif isinstance(error, OSError | KeyError | TypeError | ValueError) and not isinstance(error, StoreError):
-            self._say(f"{what} cannot be published: {type(error).__name__}: {error}")
+            self._say(f"{title} cannot be published: {type(error).__name__}: {error}")
             if commit is None:  # the export was replaced while it was sent; it is sent later
                 self._not_before = self._clock() + self._pause_s
             else:
                 self.publisher.give_up(commit)
         else:  # the store failed, or something unforeseen happened, such as a lack of threads
-            self._say(f"{what} not published: {error}; again in {self._pause_s:.0f} s")
+            self._say(f"{title} not published: {error}; again in {self._pause_s:.0f} s")
             self._not_before = self._clock() + self._pause_s
             self._pause_s = BACKOFF_S[0] if self._until is not None else min(2 * self._pause_s, BACKOFF_S[1])
 

@@ -66,22 +66,22 @@ class SharedCalls:
         spec = self.row["read"]
         operation = getattr(aws.client(self.service), spec["do"])
         answer = absent(lambda: operation(**_named_by(spec["by"], resource_id)), *spec["gone"].split())
-        found = table.get(answer, spec["in"]) if "in" in spec else answer
-        if isinstance(found, list):
-            found = next((each for each in found if each.get("State") not in ("deleted", "deleting")), None)
-        if not found:
+        raw = table.get(answer, spec["in"]) if "in" in spec else answer
+        if isinstance(raw, list):
+            raw = next((entry for entry in raw if entry.get("State") not in ("deleted", "deleting")), None)
+        if not raw:
             return None
         named = (word.split("=") for word in spec.get("named", "").split())
-        live = {**table.from_api(found), **{ours: table.get(found, theirs) for ours, theirs in named}}
+        live = {**table.from_api(raw), **{ours: table.get(raw, theirs) for ours, theirs in named}}
         live |= _parts(self.row.get("create", {}).get("id", ""), resource_id)
         if self.service == "ec2":
             live["arn"] = aws.arn("ec2", f"{self.row['tag']}/{resource_id}")
         elif resource_id.startswith("arn:"):
             live["arn"] = resource_id
         if "tag" in self.row:
-            listed = found.get("Tags") if self.service in ("ec2", "iam") else self._listed(aws, live["arn"])
+            listed = raw.get("Tags") if self.service in ("ec2", "iam") else self._listed(aws, live["arn"])
             live |= table.tagged(listed)
-        return live | self.own.seen(aws, like, live, found) if self.own.seen else live
+        return live | self.own.seen(aws, like, live, raw) if self.own.seen else live
 
     def update(self, aws: Aws, resource_id: str, old: Properties, new: Properties) -> None:
         if again := self.row.get("update"):
@@ -137,7 +137,7 @@ class SharedCalls:
     def _listed(self, aws: Aws, arn: str) -> list[dict[str, str]]:
         """A resource's tags, in the form in which most services list them."""
         tags = aws.client(self.service).list_tags_for_resource(**self._target(arn))[self._spelled("Tags")]
-        return [{key.capitalize(): value for key, value in each.items()} for each in tags]
+        return [{key.capitalize(): value for key, value in tag.items()} for tag in tags]
 
     def _target(self, arn: str) -> dict[str, str]:
         return {"ResourceARN" if self.service == "events" else self._spelled("ResourceArn"): arn}
@@ -149,7 +149,7 @@ class SharedCalls:
     def _tags(self, tags: dict[str, str]) -> Any:
         if self.service == "logs":
             return tags
-        return [{self._spelled(key): value for key, value in each.items()} for each in table.tag_list(tags)]
+        return [{self._spelled(key): value for key, value in tag.items()} for tag in table.tag_list(tags)]
 
 
 def _named(words: str, inputs: Properties) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _named(words: str, inputs: Properties) -> dict[str, Any]:
 
 def _named_by(parameter: str, resource_id: str) -> dict[str, Any]:
     """The parameters with which a call names a resource by its id."""
-    mark = next((each for each in ":/" if each in parameter), None)
+    mark = next((character for character in ":/" if character in parameter), None)
     if mark:
         return dict(zip(parameter.split(mark), resource_id.split(mark, 1), strict=True))
     return {parameter: [resource_id] if parameter.endswith("Ids") else resource_id}

@@ -142,9 +142,9 @@ def _delete_fleet(aws: Aws, resource_id: str, state: Properties) -> None:
 
 def _wait(aws: Aws, fleet: str, states: set[str], *, timeout_s: float) -> None:
     until = time.monotonic() + timeout_s
-    while (found := _fleet(aws, fleet)) and found["FleetState"] not in states:
-        if found["FleetState"] in ("deleted", "failed") or time.monotonic() > until:
-            raise UnsupportedError(f"fleet {fleet} is {found['FleetState']}, not {' or '.join(sorted(states))}")
+    while (described := _fleet(aws, fleet)) and described["FleetState"] not in states:
+        if described["FleetState"] in ("deleted", "failed") or time.monotonic() > until:
+            raise UnsupportedError(f"fleet {fleet} is {described['FleetState']}, not {' or '.join(sorted(states))}")
         time.sleep(_POLL_S)
 
 

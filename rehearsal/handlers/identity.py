@@ -45,27 +45,27 @@ def _put_retention(aws: Aws, resource_id: str, old: Properties, new: Properties)
 
 def _read_group(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
     groups = aws.client("logs").describe_log_groups(logGroupNamePrefix=resource_id)["logGroups"]
-    found = [group for group in groups if group["logGroupName"] == resource_id]
-    if not found:
+    matching = [group for group in groups if group["logGroupName"] == resource_id]
+    if not matching:
         return None
     arn = aws.arn("logs", f"log-group:{resource_id}")
     tags = aws.client("logs").list_tags_for_resource(resourceArn=arn)["tags"]
-    days = found[0].get("retentionInDays", 0)
+    days = matching[0].get("retentionInDays", 0)
     return {"name": resource_id, "retentionInDays": days, "tags": tags, "tagsAll": tags, "arn": arn}
 
 
 OWN = {
     "aws:iam/role:Role": OwnCalls(
         change=_update_role,
-        seen=lambda aws, like, live, found: {"assumeRolePolicy": json.dumps(found["AssumeRolePolicyDocument"])},
+        seen=lambda aws, like, live, raw: {"assumeRolePolicy": json.dumps(raw["AssumeRolePolicyDocument"])},
     ),
     "aws:iam/rolePolicy:RolePolicy": OwnCalls(
-        seen=lambda aws, like, live, found: {"policy": json.dumps(found["PolicyDocument"])}
+        seen=lambda aws, like, live, raw: {"policy": json.dumps(raw["PolicyDocument"])}
     ),
     "aws:iam/instanceProfile:InstanceProfile": OwnCalls(
         delete=_delete_profile,
         settle=_put_role,
-        seen=lambda aws, like, live, found: {"role": found["Roles"][0]["RoleName"] if found["Roles"] else None},
+        seen=lambda aws, like, live, raw: {"role": raw["Roles"][0]["RoleName"] if raw["Roles"] else None},
     ),
     "aws:cloudwatch/logGroup:LogGroup": OwnCalls(read=_read_group, settle=_put_retention),
 }

@@ -22,7 +22,7 @@ def _put_dns(aws: Aws, resource_id: str, old: Properties, new: Properties) -> No
             aws.ec2.modify_vpc_attribute(VpcId=resource_id, **{api(name): {"Value": new[name]}})
 
 
-def _dns(aws: Aws, like: Properties, live: Properties, found: Mapping[str, Any]) -> Properties:
+def _dns(aws: Aws, like: Properties, live: Properties, raw: Mapping[str, Any]) -> Properties:
     def value(name: str) -> Any:
         return aws.ec2.describe_vpc_attribute(VpcId=live["vpcId"], Attribute=name)[api(name)]["Value"]
 
@@ -117,7 +117,7 @@ def _rule(inputs: Properties) -> dict[str, Any]:
     return {"IpProtocol": inputs["ipProtocol"], **ports, **peers}
 
 
-def _peer(aws: Aws, like: Properties, live: Properties, found: Mapping[str, Any]) -> Properties:
+def _peer(aws: Aws, like: Properties, live: Properties, raw: Mapping[str, Any]) -> Properties:
     group = (live.get("referencedGroupInfo") or {}).get("groupId")
     # moto drops the description of a rule that names a group
     text = live.get("description") or (like.get("description") if group else None)
@@ -158,7 +158,9 @@ OWN = {
         made=lambda aws, gateway, inputs: aws.ec2.attach_internet_gateway(
             InternetGatewayId=gateway, VpcId=inputs["vpcId"]
         ),
-        seen=lambda aws, like, live, found: {"vpcId": next((each["vpcId"] for each in live["attachments"]), None)},
+        seen=lambda aws, like, live, raw: {
+            "vpcId": next((attachment["vpcId"] for attachment in live["attachments"]), None)
+        },
     ),
     "aws:ec2/vpcEndpoint:VpcEndpoint": OwnCalls(change=_update_endpoint),
     "aws:ec2/route:Route": OwnCalls(
@@ -172,11 +174,11 @@ OWN = {
     "aws:ec2/routeTableAssociation:RouteTableAssociation": OwnCalls(read=_read_association),
     "aws:ec2/securityGroup:SecurityGroup": OwnCalls(
         made=_close,
-        seen=lambda aws, like, live, found: {"ingress": [_permission(rule) for rule in live["ipPermissions"]]},
+        seen=lambda aws, like, live, raw: {"ingress": [_permission(rule) for rule in live["ipPermissions"]]},
     ),
     "aws:vpc/securityGroupEgressRule:SecurityGroupEgressRule": _rules("egress"),
     "aws:vpc/securityGroupIngressRule:SecurityGroupIngressRule": _rules("ingress"),
     "aws:ec2/natGateway:NatGateway": OwnCalls(
-        seen=lambda aws, like, live, found: {"allocationId": live["natGatewayAddresses"][0]["allocationId"]}
+        seen=lambda aws, like, live, raw: {"allocationId": live["natGatewayAddresses"][0]["allocationId"]}
     ),
 }

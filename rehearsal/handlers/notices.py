@@ -28,8 +28,11 @@ def _delete_policy(aws: Aws, resource_id: str, state: Properties) -> None:
 
 def _put_target(aws: Aws, inputs: Properties) -> str:
     target = {"Id": inputs["targetId"], "Arn": inputs["arn"]}
-    if given := inputs.get("inputTransformer"):
-        target["InputTransformer"] = {"InputPathsMap": given["inputPaths"], "InputTemplate": given["inputTemplate"]}
+    if transformer := inputs.get("inputTransformer"):
+        target["InputTransformer"] = {
+            "InputPathsMap": transformer["inputPaths"],
+            "InputTemplate": transformer["inputTemplate"],
+        }
     refused = aws.client("events").put_targets(Rule=inputs["rule"], Targets=[target])["FailedEntries"]
     assert not refused, refused
     return f"{inputs['rule']}-{inputs['targetId']}"
@@ -37,16 +40,17 @@ def _put_target(aws: Aws, inputs: Properties) -> str:
 
 def _read_target(aws: Aws, resource_id: str, like: Properties) -> Properties | None:
     events, rule = aws.client("events"), like["rule"]
-    found = absent(lambda: events.list_targets_by_rule(Rule=rule)["Targets"], _NO_RULE) or []
-    target = next((each for each in found if f"{rule}-{each['Id']}" == resource_id), None)
+    targets = absent(lambda: events.list_targets_by_rule(Rule=rule)["Targets"], _NO_RULE) or []
+    target = next((candidate for candidate in targets if f"{rule}-{candidate['Id']}" == resource_id), None)
     if target is None:
         return None
-    given = target.get("InputTransformer")
+    transformer = target.get("InputTransformer")
     return {
         "rule": rule,
         "arn": target["Arn"],
         "targetId": target["Id"],
-        "inputTransformer": given and {"inputPaths": given["InputPathsMap"], "inputTemplate": given["InputTemplate"]},
+        "inputTransformer": transformer
+        and {"inputPaths": transformer["InputPathsMap"], "inputTemplate": transformer["InputTemplate"]},
     }
 
 
@@ -55,7 +59,7 @@ def _delete_target(aws: Aws, resource_id: str, state: Properties) -> None:
 
 
 OWN = {
-    "aws:sns/topic:Topic": OwnCalls(seen=lambda aws, like, live, found: {"name": live["arn"].rpartition(":")[2]}),
+    "aws:sns/topic:Topic": OwnCalls(seen=lambda aws, like, live, raw: {"name": live["arn"].rpartition(":")[2]}),
     "aws:sns/topicPolicy:TopicPolicy": OwnCalls(delete=_delete_policy),
     "aws:cloudwatch/eventTarget:EventTarget": OwnCalls(
         _put_target, _read_target, _delete_target, change=lambda aws, resource_id, old, new: _put_target(aws, new)

@@ -158,12 +158,12 @@ def written(kind: str, handler: ResourceHandler, aws: Aws, resource_id: str, inp
     """The state right after the inputs were written. Raises RefusedError if AWS lacks an input: a nested property that
     a handler ignores must not look done.
     """
-    found = state(handler, aws, resource_id, inputs)
-    if found is None:
+    properties = state(handler, aws, resource_id, inputs)
+    if properties is None:
         raise UnsupportedError(f"{kind} {resource_id} is gone right after it was written")
-    if lost := [path for path in diff(handler, found, inputs) if path.split(".")[0] in inputs]:
+    if lost := [path for path in diff(handler, properties, inputs) if path.split(".")[0] in inputs]:
         raise UnsupportedError(f"{kind} {resource_id}: the embedded AWS has not taken {', '.join(lost)} as declared")
-    return found
+    return properties
 
 
 def expected(handler: ResourceHandler, old: Properties, new: Properties) -> Properties:
@@ -249,8 +249,8 @@ def tag_diff(old: Properties, new: Properties) -> tuple[list[str], dict[str, str
 
 def tagged(tags: list[dict[str, str]] | None) -> Properties:
     """A state's properties for tags that AWS lists."""
-    found = tag_map(tags)
-    return {"tags": found, "tagsAll": found}
+    mapped = tag_map(tags)
+    return {"tags": mapped, "tagsAll": mapped}
 
 
 def tag_map(tags: list[dict[str, str]] | None) -> dict[str, str]:

@@ -33,7 +33,7 @@ def save(folder: Path, step: int, plan: dict[str, object]) -> None:
     """Writes one checkpoint, with the deciding file last."""
     names = [str(name) for name in plan["names"]]  # type: ignore[attr-defined]
     for pattern in names:
-        name = COUNT.sub(lambda found: format(step, found[1] or ""), pattern).replace("*", "0")
+        name = COUNT.sub(lambda match: format(step, match[1] or ""), pattern).replace("*", "0")
         if not name.endswith("/"):
             write(folder / name, plan, len(names))
             continue

@@ -163,9 +163,9 @@ def images(words: list[str]) -> int:
 
 def inspect(words: list[str]) -> int:
     """`inspect -f {{.State.Pid}} NAME`: the container's first process, which its guard has started; 0 before that."""
-    _, what, name = words
-    if what != "{{.State.Pid}}":
-        print(f"docker: a rehearsal has no stand-in for {what}", file=sys.stderr)
+    _, template, name = words
+    if template != "{{.State.Pid}}":
+        print(f"docker: a rehearsal has no stand-in for {template}", file=sys.stderr)
         return DAEMON_ERROR
     try:
         print(_first_process(name))
@@ -219,9 +219,9 @@ def stop(words: list[str]) -> int:
 
 def _without_awslogs(words: list[str], options: argparse.Namespace) -> list[str]:
     """The words without the log driver, for a daemon without the keys."""
-    left = iter(words)
+    remaining = iter(words)
     dropped = ("--log-driver", "--log-opt") if options.log_driver == "awslogs" else ()
-    return [word for word in left if word not in dropped or not next(left)]
+    return [word for word in remaining if word not in dropped or not next(remaining)]
 
 
 class CloudWatchLogs:
@@ -321,16 +321,16 @@ def _to_host_path(text: str, mounts: dict[str, str]) -> str:
 def _environment(settings: list[str], mounts: dict[str, str]) -> dict[str, str]:
     result = {}
     for setting in settings:
-        name, given, value = setting.partition("=")
-        if given or name in os.environ:
-            result[name] = _to_host_path(value if given else os.environ[name], mounts)
+        name, sign, value = setting.partition("=")
+        if sign or name in os.environ:
+            result[name] = _to_host_path(value if sign else os.environ[name], mounts)
     return result
 
 
 def _users_path() -> str:
     """The user's programs, then the laptop's, without the project's own."""
     own = {str(Path(os.environ["GPUFLEET_PYTHON"]).parent), str(Path(__file__).parent)}
-    path = [each for each in os.environ["PATH"].split(os.pathsep) if each not in own]
+    path = [folder for folder in os.environ["PATH"].split(os.pathsep) if folder not in own]
     return os.pathsep.join([*filter(None, [os.environ.get(USER_PATH)]), *path])
 
 

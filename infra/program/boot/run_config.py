@@ -41,7 +41,7 @@ def run_config(
         deadline=None if limits.deadline is None or by_market else expires,
         expires=expires,
         capacity=market.metered_as,
-        fallback=next((each.run_json() for each in fallbacks), None),
+        fallback=next((fallback.run_json() for fallback in fallbacks), None),
         rates=_rates(definition, bill),
         extras=record.extras(bill),
         estimate=record.to_json(bill),

@@ -55,8 +55,10 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         f"{prefix}storage",
         definition,
         uploads=[
-            replace(each, name=f"{prefix}{each.name}", earlier=tuple(f"{old}{each.name}" for old in around.earlier))
-            for each in uploads(plan, root)
+            replace(
+                upload, name=f"{prefix}{upload.name}", earlier=tuple(f"{old}{upload.name}" for old in around.earlier)
+            )
+            for upload in uploads(plan, root)
         ],
         runs=verdict.runs,
         frozen=verdict.continues,
@@ -84,10 +86,10 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
     )
     fleets = [
         FleetComponent(
-            f"{prefix}fleet{_part(each)}",
-            each.definition,
+            f"{prefix}fleet{_part(part)}",
+            part.definition,
             subnets=network.subnets,
-            pools=each.pools,
+            pools=part.pools,
             security_group_id=network.security_group.id,
             bucket=storage.bucket.bucket,
             profile_arn=identity.profile.arn,
@@ -96,7 +98,7 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
                 identity.log_group.name,
                 stop.schedule_name,
                 notices.told_node() if notices else "",
-            ).apply(partial(_user_data, each)),
+            ).apply(partial(_user_data, part)),
             valid_until=verdict.run.valid_until,
             frozen=verdict.continues,
             over=verdict.over,
@@ -109,7 +111,7 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
             ],
             opts=options,
         )
-        for each in plan.parts
+        for part in plan.parts
     ]
     fleet, *later = fleets
     launched = None
@@ -129,14 +131,14 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
                 permissions_boundary=around.permissions_boundary,
                 opts=options,
             ).ready
-        waiting = [each.declare_fleet([]) for each in later]
+        waiting = [component.declare_fleet([]) for component in later]
         starts: list[pulumi.Resource] = [
             FleetMachine(
                 "StageStart",
-                f"{prefix}begin{_part(each)}",
-                each.definition,
-                role=each.definition.stage,
-                part=_part(each),
+                f"{prefix}begin{_part(part)}",
+                part.definition,
+                role=part.definition.stage,
+                part=_part(part),
                 does="begins a stage of a gpufleet run",
                 steps=stages.steps,
                 fleet=theirs,
@@ -144,7 +146,7 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
                 permissions_boundary=around.permissions_boundary,
                 opts=options,
             ).machine
-            for each, theirs in zip(plan.parts[1:], waiting, strict=True)
+            for part, theirs in zip(plan.parts[1:], waiting, strict=True)
         ]
         launched = fleet.declare_fleet([*switch, *starts])
         both = [launched, *fleet.standing_by, *waiting]
@@ -164,8 +166,8 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
                 opts=options,
             )
             known.append(again.machine)
-        for each, theirs in zip(fleets, [launched, *waiting], strict=True):
-            each.declare_known(theirs, known)
+        for component, theirs in zip(fleets, [launched, *waiting], strict=True):
+            component.declare_known(theirs, known)
     return DeclaredRun(
         bucket=storage.bucket.bucket,
         log_group=identity.log_group.name,
@@ -194,16 +196,16 @@ def uploads(plan: Plan, root: Path) -> list[Upload]:
         ),
         *(
             Upload(
-                name=f"run-config{_part(each)}",
-                key=f"{each.definition.run.id}/{RUN}",
-                text=each.run_config,
+                name=f"run-config{_part(part)}",
+                key=f"{part.definition.run.id}/{RUN}",
+                text=part.run_config,
                 belongs_to_run=True,
             )
-            for each in plan.parts
+            for part in plan.parts
         ),
     ]
-    for each in plan.parts:
-        files += [upload for upload in _inputs(each) if upload.key not in {known.key for known in files}]
+    for part in plan.parts:
+        files += [upload for upload in _inputs(part) if upload.key not in {known.key for known in files}]
     return files
 
 
@@ -219,21 +221,21 @@ def _part(plan: Plan) -> str:
 def _inputs(plan: Plan) -> list[Upload]:
     """The files of a job's inputs."""
     part, files = _part(plan), list[Upload]()
-    for what, manifest, folder in (
+    for kind, manifest, folder in (
         ("dataset", plan.dataset, plan.dataset_folder),
         ("weights", plan.weights, plan.weights_folder),
     ):
         if manifest and folder:
             files += [
                 Upload(
-                    name=f"{what}{part}-{file.name}", key=input_key(manifest.sha256, file.name), file=folder / file.name
+                    name=f"{kind}{part}-{file.name}", key=input_key(manifest.sha256, file.name), file=folder / file.name
                 )
                 for file in manifest.files
             ]
     if plan.code:
         files.append(Upload(name=f"code{part}", key=input_key(plan.code.sha256, CODE), file=plan.code.file))
-    for name, given in plan.inputs.items():
-        for file in given.files:
-            key, place = input_key(given.sha256, file.name), given.folder and given.folder / file.name
+    for name, listed in plan.inputs.items():
+        for file in listed.files:
+            key, place = input_key(listed.sha256, file.name), listed.folder and listed.folder / file.name
             files.append(Upload(name=f"input{part}-{name}-{file.name}", key=key, file=place))
     return files

@@ -60,8 +60,8 @@ class FallbackSwitch(pulumi.ComponentResource):
             stop=stop,
             fleet=fleet,
             steps=pulumi.Output.all(fleet.id, topic_arn).apply(
-                lambda given: json.dumps(
-                    steps(given[0], given[1], f"gpufleet {definition.name}, run {definition.run.id}")
+                lambda outputs: json.dumps(
+                    steps(outputs[0], outputs[1], f"gpufleet {definition.name}, run {definition.run.id}")
                 )
             ),
             topic_arn=topic_arn,

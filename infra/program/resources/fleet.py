@@ -97,7 +97,7 @@ class FleetComponent(pulumi.ComponentResource):
         self._places = {market: [(kind, chosen.get(zone)) for kind, zone in some] for market, some in pools.items()}
         self._valid_until, self._label = valid_until, label
         others = [] if over else definition.fleet.market.stands_by
-        self.standing_by = [self._fleet(f"{name}-fallback-fleet", WAYS[each](), 0, []) for each in others]
+        self.standing_by = [self._fleet(f"{name}-fallback-fleet", WAYS[capacity](), 0, []) for capacity in others]
         self.register_outputs({})
 
     def declare_fleet(self, depends_on: Sequence[pulumi.Resource]) -> aws.ec2.Fleet:
@@ -112,12 +112,12 @@ class FleetComponent(pulumi.ComponentResource):
 
     def declare_known(self, fleet: aws.ec2.Fleet, depends_on: Sequence[pulumi.Resource]) -> None:
         """Writes the fleets' ids into the bucket, once everything exists on which the fleets depend."""
-        others = [(f"{self._name}-fallback", each) for each in self.standing_by]
-        for part, each in ((self._name, fleet), *others):
+        others = [(f"{self._name}-fallback", standby) for standby in self.standing_by]
+        for part, declared in ((self._name, fleet), *others):
             aws.s3.BucketObjectv2(
                 f"{part}-known",
                 bucket=self._bucket,
-                key=each.id.apply(lambda id: f"{self._definition.run.id}/{fleet_key(id)}"),
+                key=declared.id.apply(lambda id: f"{self._definition.run.id}/{fleet_key(id)}"),
                 content="The stack's state knows of this fleet.\n",
                 tags=tags(self._definition),
                 opts=pulumi.ResourceOptions(parent=self, depends_on=list(depends_on)),

@@ -118,14 +118,14 @@ def node_statements(
             "Sid": "OldCheckpoints",
             "Effect": "Allow",
             "Action": "s3:DeleteObject",
-            "Resource": one_or_all([f"{bucket_arn}/{each.run.id}/{bucket.CHECKPOINTS}*" for each in definition.parts]),
+            "Resource": one_or_all([f"{bucket_arn}/{part.run.id}/{bucket.CHECKPOINTS}*" for part in definition.parts]),
         },
         {
             "Sid": "LimitsStay",
             "Effect": "Deny",
             "Action": "s3:PutObject",
             "Resource": [
-                f"{bucket_arn}/{each.run.id}/{name}" for each in definition.parts for name in (RUN, f"{bucket.FLEETS}*")
+                f"{bucket_arn}/{part.run.id}/{name}" for part in definition.parts for name in (RUN, f"{bucket.FLEETS}*")
             ],
         },
         {
@@ -171,7 +171,7 @@ def node_statements(
             "Sid": "MoveTheHour",
             "Effect": "Allow",
             "Action": ["scheduler:GetSchedule", "scheduler:UpdateSchedule"],
-            "Resource": [schedule_arn, *(f"{group}/{each}" for each in others)] if others else schedule_arn,
+            "Resource": [schedule_arn, *(f"{group}/{other}" for other in others)] if others else schedule_arn,
         },
         *([_ask_again(schedule_arn)] if definition.fleet.lets_go else []),
         *_begin_stages(definition, schedule_arn),
@@ -214,15 +214,15 @@ def _ask_again(schedule_arn: str) -> dict[str, Any]:
 
 def _taken_over(definition: StackDefinition, bucket_arn: str) -> list[dict[str, Any]]:
     """The right to read the outputs of another run's stages."""
-    folders = dict.fromkeys(each for stage in definition.stages for each in stage.taken)
-    arns = [f"{bucket_arn}/{each}/{bucket.FINAL}*" for each in folders]
+    folders = dict.fromkeys(folder for stage in definition.stages for folder in stage.taken)
+    arns = [f"{bucket_arn}/{folder}/{bucket.FINAL}*" for folder in folders]
     read = {"Sid": "TakenOver", "Effect": "Allow", "Action": "s3:GetObject"}
     return [{**read, "Resource": one_or_all(arns)}] if arns else []
 
 
 def _begin_stages(definition: StackDefinition, schedule_arn: str) -> list[dict[str, Any]]:
     """The right to start the state machines that begin later stages."""
-    arns = [f"{machine_arn(schedule_arn)}-{each.stage}" for each in definition.stages[1:]]
+    arns = [f"{machine_arn(schedule_arn)}-{stage.stage}" for stage in definition.stages[1:]]
     start = {"Sid": "BeginStages", "Effect": "Allow", "Action": "states:StartExecution"}
     return [{**start, "Resource": one_or_all(arns)}] if arns else []
 
@@ -239,7 +239,7 @@ def one_or_all(values: list[str]) -> str | list[str]:
 
 def _private_images(definition: StackDefinition) -> list[dict[str, Any]]:
     """The right to log in to ECR and pull from these repositories. Another account must also allow it in its policy."""
-    images = dict.fromkeys(image for each in definition.parts for image in each.job.images)
+    images = dict.fromkeys(image for part in definition.parts for image in part.job.images)
     arns = [private.arn for image in images if (private := ecr.repository(image))]
     if not arns:
         return []
@@ -256,10 +256,12 @@ def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
     named.
     """
     region, key = definition.fleet.region, definition.account.kms_key
-    secret = dict.fromkeys(name for each in definition.parts for name in each.job.parameters.demands.secrets.values())
+    secret = dict.fromkeys(name for part in definition.parts for name in part.job.parameters.demands.secrets.values())
     named = [*secret, *filter(None, [definition.notify.webhook])]
-    parameters = [each.removeprefix("ssm:") for each in named if each.startswith("ssm:")]
-    secrets = [each.removeprefix("secretsmanager:") for each in named if each.startswith("secretsmanager:")]
+    parameters = [reference.removeprefix("ssm:") for reference in named if reference.startswith("ssm:")]
+    secrets = [
+        reference.removeprefix("secretsmanager:") for reference in named if reference.startswith("secretsmanager:")
+    ]
     statements: list[dict[str, Any]] = []
     if parameters:
         arns = [f"arn:aws:ssm:{region}:*:parameter{name}" for name in parameters]

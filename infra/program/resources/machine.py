@@ -53,7 +53,7 @@ class FleetMachine(pulumi.ComponentResource):
             named=stop.group.name.apply(lambda group: f"{group}{part}"),
             stop=stop,
             fleet=fleet,
-            steps=fleet.id.apply(lambda each: json.dumps(steps(each, definition.nodes))),
+            steps=fleet.id.apply(lambda fleet_id: json.dumps(steps(fleet_id, definition.nodes))),
             permissions_boundary=permissions_boundary,
             parent=self,
             part=part,

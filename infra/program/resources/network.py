@@ -56,8 +56,8 @@ class Network(pulumi.ComponentResource):
         child = pulumi.ResourceOptions(parent=self)
         label = named(tags(definition), f"gpufleet-{definition.name}")
         vpc_id: pulumi.Input[str]
-        if given := vpc or definition.account.vpc:
-            vpc_id, self.subnets, self.ready = given.id, dict(given.subnets), []
+        if network := vpc or definition.account.vpc:
+            vpc_id, self.subnets, self.ready = network.id, dict(network.subnets), []
         else:
             vpc_id = self._own_vpc(name, definition, child)
         self.security_group = aws.ec2.SecurityGroup(
@@ -122,7 +122,7 @@ class Network(pulumi.ComponentResource):
             vpc_id=vpc.id,
             service_name=f"com.amazonaws.{definition.fleet.region}.s3",
             vpc_endpoint_type="Gateway",
-            route_table_ids=[each.id for each in tables],
+            route_table_ids=[route_table.id for route_table in tables],
             policy=OPEN_POLICY,
             tags=label,
             opts=child,

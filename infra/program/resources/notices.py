@@ -93,7 +93,7 @@ class NoticesComponent(pulumi.ComponentResource):
         rule = aws.cloudwatch.EventRule(
             f"gpufleet-{definition.name}",
             description="what AWS says of a gpufleet run's fleet",
-            event_pattern=pulumi.Output.all(*(each.arn for each in fleets)).apply(
+            event_pattern=pulumi.Output.all(*(fleet.arn for fleet in fleets)).apply(
                 lambda arns: json.dumps(
                     {"source": ["aws.ec2fleet"], "resources": arns, "detail": {"sub-type": list(TOLD_OF_FLEET)}}
                 )

@@ -68,7 +68,7 @@ class FleetStop(pulumi.ComponentResource):
 
     def declare_for(self, fleets: Sequence[aws.ec2.Fleet], valid_until: str) -> aws.scheduler.Schedule:
         """The schedule that ends these fleets. Nodes move its time, so a later `up` does not reset it."""
-        ids = pulumi.Output.all(*(each.id for each in fleets))
+        ids = pulumi.Output.all(*(fleet.id for fleet in fleets))
         return one_time(
             f"{self._name}-schedule",
             name=SCHEDULE,
@@ -76,11 +76,11 @@ class FleetStop(pulumi.ComponentResource):
             description="ends the fleet when the run's means are used up; its node moves the hour",
             at=datetime.fromisoformat(valid_until),
             target=END_FLEET,
-            input=ids.apply(lambda each: json.dumps({"FleetIds": each, "TerminateInstances": True})),
+            input=ids.apply(lambda fleet_ids: json.dumps({"FleetIds": fleet_ids, "TerminateInstances": True})),
             depends_on=self.ready,
             # The schedule is replaced together with the fleets: they are another run's, or made again, and the time may
             # have passed.
-            trigger=ids.apply(lambda each: " ".join([self._definition.run.id, *each])),
+            trigger=ids.apply(lambda fleet_ids: " ".join([self._definition.run.id, *fleet_ids])),
             parent=self,
         )
 

@@ -58,12 +58,12 @@ class StorageComponent(pulumi.ComponentResource):
         super().__init__("gpufleet:infra:Storage", name, None, opts)
         keep = definition.storage.keep
         labels = tags(definition)
-        kept = pulumi.ResourceOptions(parent=self, retain_on_delete=keep.bucket)
+        retained = pulumi.ResourceOptions(parent=self, retain_on_delete=keep.bucket)
         self.bucket = aws.s3.Bucket(
             f"gpufleet-{definition.name}",  # the provider appends a random suffix, because bucket names are global
             force_destroy=not keep.bucket,
             tags=labels,
-            opts=kept,
+            opts=retained,
         )
         closed = aws.s3.BucketPublicAccessBlock(
             f"{name}-closed",
@@ -72,10 +72,10 @@ class StorageComponent(pulumi.ComponentResource):
             block_public_policy=True,
             ignore_public_acls=True,
             restrict_public_buckets=True,
-            opts=kept,
+            opts=retained,
         )
         # S3 answers 409 to two settings written at the same time, so the other two follow the public-access block.
-        follows = pulumi.ResourceOptions.merge(kept, pulumi.ResourceOptions(depends_on=[closed]))
+        follows = pulumi.ResourceOptions.merge(retained, pulumi.ResourceOptions(depends_on=[closed]))
         encryption = aws.s3.BucketServerSideEncryptionConfiguration(
             f"{name}-encryption",
             bucket=self.bucket.bucket,
@@ -90,7 +90,7 @@ class StorageComponent(pulumi.ComponentResource):
                     else None,  # deletes many objects with one request
                 )
             ],
-            opts=kept,
+            opts=retained,
         )
         policy = aws.s3.BucketPolicy(
             f"{name}-tls-only",
@@ -121,9 +121,11 @@ class StorageComponent(pulumi.ComponentResource):
         sizes = [upload.file.stat().st_size if upload.file else 0 for upload in uploads]
         say = lines(self)
         shown = Lines("uploading", sum(sizes), "B", say)
-        for each, size in zip(objects, sizes, strict=True):
-            each.etag.apply(partial(_count, shown, size))
-        pulumi.Output.all(*(each.etag for each in objects)).apply(lambda _: say(f"uploaded {sum(sizes) / 1e6:.1f} MB"))
+        for stored, size in zip(objects, sizes, strict=True):
+            stored.etag.apply(partial(_count, shown, size))
+        pulumi.Output.all(*(stored.etag for stored in objects)).apply(
+            lambda _: say(f"uploaded {sum(sizes) / 1e6:.1f} MB")
+        )
 
     def _upload(self, upload: Upload, labels: dict[str, str], *, frozen: bool) -> aws.s3.BucketObjectv2:
         return aws.s3.BucketObjectv2(
@@ -135,7 +137,7 @@ class StorageComponent(pulumi.ComponentResource):
             tags=labels,
             opts=pulumi.ResourceOptions(
                 parent=self,
-                aliases=[pulumi.Alias(name=each) for each in upload.earlier],
+                aliases=[pulumi.Alias(name=name) for name in upload.earlier],
                 retain_on_delete=upload.belongs_to_run,
                 # A run's nodes check these objects' hashes at every boot. New code or prices wait for a new run id.
                 # contentBase64 is listed for runs that began when the archive was still declared by it.

@@ -22,9 +22,12 @@ def own_tags(definition: StackDefinition) -> dict[str, str]:
 
 def owned(definition: StackDefinition) -> dict[str, str | list[str]]:
     """The condition on tags that limits rights to what the run owns; its stages count as runs of their own."""
-    every = [own_tags(each) for each in definition.parts]
-    values = {key: [each[key] for each in every] for key in every[0]}
-    return {f"aws:ResourceTag/{key}": each[0] if len(set(each)) == 1 else each for key, each in values.items()}
+    every = [own_tags(part) for part in definition.parts]
+    values = {key: [run_tags[key] for run_tags in every] for key in every[0]}
+    return {
+        f"aws:ResourceTag/{key}": alternatives[0] if len(set(alternatives)) == 1 else alternatives
+        for key, alternatives in values.items()
+    }
 
 
 def tags(definition: StackDefinition) -> dict[str, str]:

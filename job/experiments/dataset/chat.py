@@ -70,12 +70,12 @@ class JsonlChats:
 
     def conversations(self) -> Iterator[Conversation]:
         """Raises ValueError like `lines_of`."""
-        left = Counter[str]()
+        ignored = Counter[str]()
         for tree, conversation in lines_of(self.path, _line, "instruction and response"):
-            left.update(_left_out(tree))
+            ignored.update(_left_out(tree))
             yield conversation
         self.left_out.clear()
-        self.left_out.update(left)
+        self.left_out.update(ignored)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]
                 continue
             empty = False
             try:
-                found = read(line)
+                parsed = read(line)
             except ValueError as error:
                 problems.setdefault(str(error), []).append(number)
                 if isinstance(error, FormError):  # this is no mistake of one line
@@ -141,7 +141,7 @@ def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]
                     break
                 continue
             if not problems:
-                yield found
+                yield parsed
     if problems:
         messages = (f"{path}:{first}: {why}{_repeated_note(others)}" for why, (first, *others) in problems.items())
         raise ValueError("\n".join(messages) + more)
@@ -236,8 +236,8 @@ def _left_out(tree: dict[str, Any]) -> list[str]:
     for message in tree.get("messages", ()):
         read = ("role", "content", *(LEARNED if message["role"] == "assistant" else ()))
         entries += [(f"messages.{key}", value) for key, value in message.items() if key not in read]
-    found = dict.fromkeys(key for key, value in entries if value not in (None, "", [], {}))
-    return [key.encode(errors="backslashreplace").decode() for key in found]  # half of a surrogate pair
+    ignored = dict.fromkeys(key for key, value in entries if value not in (None, "", [], {}))
+    return [key.encode(errors="backslashreplace").decode() for key in ignored]  # half of a surrogate pair
 
 
 def _other_keys(tree: dict[str, Any]) -> None:

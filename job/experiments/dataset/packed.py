@@ -70,11 +70,11 @@ def prepare_packed(
             f"{model_vocab}: name the tokenizer of these base weights, or raise model.vocab"
         )
     source = f"{chats.name}; {tokenizer.id}, {template.name}; {how.words()}; tokens {RENDERED}"
-    kept = prepare.existing_dataset(folder)
-    if kept is not None and kept.source == source:
+    existing = prepare.existing_dataset(folder)
+    if existing is not None and existing.source == source:
         say(f"{folder} is prepared already")
-        report(kept, say)
-        return kept
+        report(existing, say)
+        return existing
     renderer = Renderer(template, tokenizer)
     read = _read(chats, renderer, how)
     count = len(read.examples)
@@ -84,7 +84,7 @@ def prepare_packed(
         "validation": [read.examples[i] for i in sorted(held)],
     }
     rows = {split: pack(examples, how) for split, examples in splits.items()}
-    names = {split: _names(split, len(found), how.row) for split, found in rows.items()}
+    names = {split: _names(split, len(split_rows), how.row) for split, split_rows in rows.items()}
     prompts = _prompts(chats, [read.conversations[i] for i in sorted(held)], renderer, how)
 
     def write(made: Path) -> None:
@@ -188,7 +188,7 @@ def _facts(
         "held_out_rows": len(rows["validation"]),
         "row": how.row,
         "longest": how.longest,
-        "most_examples": max(len(row) for found in rows.values() for row in found),  # in one row
+        "most_examples": max(len(row) for split_rows in rows.values() for row in split_rows),  # in one row
         "loss_on": how.loss_on,
         "packing": how.packing,
         "texts": how.texts,
@@ -258,13 +258,13 @@ def _prompts(chats: Chats, held_out: Sequence[int], renderer: Renderer, how: Pac
     is left out, because answers are generated in one batch, and one long conversation would take all the memory.
     """
     lines: list[str] = []
-    left = set(held_out)
+    remaining = set(held_out)
     for number, turns in enumerate(chats.conversations()):
-        if len(lines) == how.prompts or not left:
+        if len(lines) == how.prompts or not remaining:
             break
-        if number not in left:
+        if number not in remaining:
             continue
-        left.remove(number)
+        remaining.remove(number)
         if not turns[-1].learned:
             continue
         tokens = renderer.prompt(turns)

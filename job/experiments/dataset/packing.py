@@ -62,9 +62,9 @@ def pack(examples: list[Example], how: Packing) -> list[NDArray[np.int64]]:
     row_of = evened(lengths, first_fit_decreasing(lengths, how.row)) if how.packing else np.arange(len(lengths))
     order = np.argsort(row_of, kind="stable")
     edges = np.flatnonzero(np.diff(row_of[order])) + 1
-    found: list[NDArray[np.int64]] = np.split(order, edges)
-    assert all(len(row) <= MOST_EXAMPLES for row in found)
-    return found
+    rows: list[NDArray[np.int64]] = np.split(order, edges)
+    assert all(len(row) <= MOST_EXAMPLES for row in rows)
+    return rows
 
 
 def first_fit_decreasing(lengths: NDArray[np.int64], row: int) -> NDArray[np.int64]:
@@ -83,9 +83,9 @@ def first_fit_decreasing(lengths: NDArray[np.int64], row: int) -> NDArray[np.int
         total = np.cumsum(fits)
         reached = int(np.searchsorted(total, len(group))) + 1
         places = np.repeat(np.arange(len(fits))[:reached], fits[:reached])[: len(group)]
-        left = len(group) - len(places)
-        fresh = len(room) + np.arange(left) // (row // length)
-        room = np.concatenate([room, np.full(math.ceil(left / (row // length)), row)])
+        unplaced = len(group) - len(places)
+        fresh = len(room) + np.arange(unplaced) // (row // length)
+        room = np.concatenate([room, np.full(math.ceil(unplaced / (row // length)), row)])
         row_of[group] = np.concatenate([places, fresh])
         room -= length * np.bincount(row_of[group], minlength=len(room))
     return row_of
@@ -135,8 +135,8 @@ def order(seed: int, salt: int, count: int) -> NDArray[np.int64]:
     mask = (1 << 64) - 1
     start = np.array([((seed * GOLDEN) ^ (salt * 0xD1342543DE82EF95)) & mask], dtype=np.uint64)
     x = mix64(start) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
-    found: NDArray[np.int64] = np.argsort(mix64(x), kind="stable")
-    return found
+    permutation: NDArray[np.int64] = np.argsort(mix64(x), kind="stable")
+    return permutation
 
 
 class PackedRows:

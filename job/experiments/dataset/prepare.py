@@ -64,11 +64,13 @@ def prepare(
             f"tokenizer {kind} has {tokenizer.vocab} ids, the model's vocabulary (job.parameters.model.vocab) is "
             f"{model_vocab}: raise model.vocab to at least {tokenizer.vocab}, or choose a smaller tokenizer"
         )
-    kept = existing_dataset(folder)
-    own = None if kept is None or kept.kind != "windows" else (kept.source, kept.facts["tokenizer"]["id"])
-    if kept is not None and own == (source.name, tokenizer_id):
-        say(f"{folder} is prepared already: {describe(kept)}")
-        return kept
+    existing = existing_dataset(folder)
+    own = (
+        None if existing is None or existing.kind != "windows" else (existing.source, existing.facts["tokenizer"]["id"])
+    )
+    if existing is not None and own == (source.name, tokenizer_id):
+        say(f"{folder} is prepared already: {describe(existing)}")
+        return existing
     return _appear(folder, lambda made: _write(made, source, tokenizer, kind, tokenizer_id), say)
 
 
@@ -130,10 +132,10 @@ def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[
         tree = json.dumps({"schema": 1, **fields, "files": files}, indent=1)
         atomic.write_bytes(made / MANIFEST, f"{tree}\n".encode())
         # checked late, because another preparation may have finished; only folders of this kind are replaced
-        kept = existing_dataset(folder)
-        if kept is not None and kept.sha256 == atomic.sha256(made / MANIFEST):
-            say(f"{folder} is prepared already: {describe(kept)}")
-            return kept
+        existing = existing_dataset(folder)
+        if existing is not None and existing.sha256 == atomic.sha256(made / MANIFEST):
+            say(f"{folder} is prepared already: {describe(existing)}")
+            return existing
         if place.exists():
             place.rename(Path(scratch) / "replaced")
         made.rename(place)
@@ -179,8 +181,8 @@ def _read_existing(folder: Path) -> DatasetManifest:
 def _strangers(folder: Path, manifest: DatasetManifest) -> list[str]:
     """Files that somebody else put there; hidden files, which file managers make, do not count."""
     own = {MANIFEST, *(file.name for file in manifest.files)}
-    found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
-    return [name for name in found if name not in own and not name.rpartition("/")[2].startswith(".")]
+    names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+    return [name for name in names if name not in own and not name.rpartition("/")[2].startswith(".")]
 
 
 def _write(folder: Path, source: Source, tokenizer: Tokenizer, kind: str, tokenizer_id: str) -> dict[str, Any]:

@@ -18,11 +18,11 @@ class PreparedDataset(Dataset[C]):
 
     arguments: ClassVar[dict[str, str]] = {}  # data.source -> the argument that `gpufleet prepare` takes for it
 
-    def accept(self, folder: Path, given: Given) -> DatasetManifest:
+    def accept(self, folder: Path, supplied: Given) -> DatasetManifest:
         from gpufleet.job.experiments.dataset import prepare  # imported here: a bill asks this class, and reads no data
 
         manifest = prepare.checked(folder)
-        given.say(f"{folder} is prepared already: {prepare.describe(manifest)}")
+        supplied.say(f"{folder} is prepared already: {prepare.describe(manifest)}")
         return manifest
 
     def is_own(self, made_from: str) -> bool:
@@ -34,10 +34,10 @@ class PreparedDataset(Dataset[C]):
     def list_weights(self, folder: Path, say: Say) -> None:
         from gpufleet.job.experiments.dataset import weights
 
-        found = weights.describe(folder)
-        say(f"{folder}: {len(found.files)} files of base weights, {found.bytes / 1e9:.2f} GB")
-        if left := weights.left_out(folder):
-            say(f"{folder}: not needed and left out: {', '.join(left)}, {sum(left.values()) / 1e9:.2f} GB")
+        manifest = weights.describe(folder)
+        say(f"{folder}: {len(manifest.files)} files of base weights, {manifest.bytes / 1e9:.2f} GB")
+        if omitted := weights.left_out(folder):
+            say(f"{folder}: not needed and left out: {', '.join(omitted)}, {sum(omitted.values()) / 1e9:.2f} GB")
 
     @property
     def generated(self) -> str:  # type: ignore[override]

@@ -83,17 +83,17 @@ def foreign(template: Template, folder: Path) -> bool:
     return theirs != "" and template.end not in theirs
 
 
-def tokenizer_of(weights: Path | None, given: Path | None = None) -> Path | None:
-    """The tokenizer.json beside the base weights in the folder `weights`, else the `given` one, if any. Raises
+def tokenizer_of(weights: Path | None, tokenizer: Path | None = None) -> Path | None:
+    """The tokenizer.json beside the base weights in the folder `weights`, else `tokenizer`, if any. Raises
     ValueError if the two files exist and differ.
     """
     beside = None if weights is None else weights / FileTokenizer.kind
     if beside is None or not beside.is_file():
-        return given
-    if given is not None and given.is_file() and given.read_bytes() != beside.read_bytes():
-        raise ValueError(f"{given} is not {beside}, the tokenizer of the base weights; leave out --tokenizer")
+        return tokenizer
+    if tokenizer is not None and tokenizer.is_file() and tokenizer.read_bytes() != beside.read_bytes():
+        raise ValueError(f"{tokenizer} is not {beside}, the tokenizer of the base weights; leave out --tokenizer")
     # opening a missing file raises the clearer error
-    return given if given is not None and not given.is_file() else beside
+    return tokenizer if tokenizer is not None and not tokenizer.is_file() else beside
 
 
 class ChatTokenizer(Protocol):
@@ -147,10 +147,10 @@ class FileTokenizer:
         """The special token's id; raises ValueError if the tokenizer lacks this token, because the tokenizer is another
         family's.
         """
-        found = self._bpe.token_to_id(name)
-        if found is None:
+        token_id = self._bpe.token_to_id(name)
+        if token_id is None:
             raise ValueError(f"{self.file}: no token {name}, which the chat template needs; is model.family right?")
-        return int(found)
+        return int(token_id)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of many texts, over all cores; without offsets, which nothing needs."""
@@ -235,18 +235,18 @@ class Renderer:
     def render(self, conversations: Sequence[Conversation]) -> list[Rendered]:
         """Whole conversations in ids; contents are tokenised together."""
         contents = iter(self._contents(conversations))
-        found = []
+        rendered = []
         for conversation in conversations:
             tokens = list(self._begin)
-            answered, left = [False] * len(tokens), [False] * len(tokens)
+            answered, unlearned = [False] * len(tokens), [False] * len(tokens)
             for number, turn in enumerate(conversation):
                 before = (self._gap if number else []) + self._headers[turn.role]
                 written = [*next(contents), self.end]
                 tokens += before + written
                 answered += [False] * len(before) + [turn.role == "assistant" and turn.learned] * len(written)
-                left += [False] * len(before) + [not turn.learned] * len(written)
-            found.append(Rendered(tokens, answered, left))
-        return found
+                unlearned += [False] * len(before) + [not turn.learned] * len(written)
+            rendered.append(Rendered(tokens, answered, unlearned))
+        return rendered
 
     def prompt(self, conversation: Conversation) -> list[int]:
         """The conversation's ids up to the assistant's last turn."""

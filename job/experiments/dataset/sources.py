@@ -91,8 +91,8 @@ def _continue(url: str, part: Path, note: Path, first_bytes: int | None, total_b
         if total_bytes is not None and size is not None and size != total_bytes:
             raise FetchError(f"{url}: {size} bytes on the server, {total_bytes} expected; the file has changed")
         note.write_text(json.dumps({"etag": answer.headers.get("ETag"), "bytes": size}))
-        left = None if wanted is None else wanted - have
-        with part.open("r+b" if have else "wb") as file, progress.shown(f"fetching {url}", left) as advance:
+        left_bytes = None if wanted is None else wanted - have
+        with part.open("r+b" if have else "wb") as file, progress.shown(f"fetching {url}", left_bytes) as advance:
             file.seek(have)
             file.truncate()
             while (wanted is None or have < wanted) and (block := answer.read(CHUNK)):
@@ -217,15 +217,15 @@ class TextFile:
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.path}: {not_utf8(content, error)}") from error
         require_text(text, self.path)
-        found = split(text)
-        if not found:
+        texts = split(text)
+        if not texts:
             raise ValueError(f"{self.path}: empty; give a text with stories separated by blank lines or {END_OF_TEXT}")
-        if len(found) < 2:
+        if len(texts) < 2:
             raise ValueError(
                 f"{self.path}: 1 story; at least 2 are needed, since the last 1 % is held out: separate them by blank "
                 f"lines or {END_OF_TEXT}"
             )
-        return found
+        return texts
 
     def tokenizer(self) -> Named:
         self.stories()  # a wrong text is reported before anything is downloaded for it
@@ -270,11 +270,11 @@ class TinyStories:
                 ) from error
             content = path.read_bytes()
             whole = len(content) >= self.total_bytes
-            found = split(content.decode(errors="ignore" if not whole else "strict"))
+            texts = split(content.decode(errors="ignore" if not whole else "strict"))
             if not whole:
-                found = found[:-1]  # the last one is cut off
-            if len(found) >= self.count or whole:
-                return found[: self.count]
+                texts = texts[:-1]  # the last one is cut off
+            if len(texts) >= self.count or whole:
+                return texts[: self.count]
             wanted = min(2 * wanted, self.total_bytes)
 
     def tokenizer(self) -> Named:

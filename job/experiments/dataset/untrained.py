@@ -27,14 +27,14 @@ def untrained(tokenizer: FileTokenizer, template: Template) -> str:
     folder = tokenizer.file.parent
     if not weights.present(folder):
         return ""
-    found: dict[str, list[str]] = defaultdict(list)
+    odd_tokens: dict[str, list[str]] = defaultdict(list)
     held = weights.check(folder)
     # the embedding reads these rows, the head writes with them
     for name, tokens in ((weights.EMBED, template.specials), (weights.HEAD, (template.end,))):
         if name in held:
             for token, why in _odd(held[name], {token: tokenizer.special(token) for token in tokens}):
-                found[f"{why} in {name}"].append(token)
-    return "; ".join(f"{', '.join(tokens)} {why}" for why, tokens in found.items())
+                odd_tokens[f"{why} in {name}"].append(token)
+    return "; ".join(f"{', '.join(tokens)} {why}" for why, tokens in odd_tokens.items())
 
 
 def _odd(table: weights.Stored, ids: dict[str, int]) -> list[tuple[str, str]]:
@@ -45,15 +45,15 @@ def _odd(table: weights.Stored, ids: dict[str, int]) -> list[tuple[str, str]]:
     rows: Any = table.rows(places.tolist())
     lengths = np.linalg.norm(rows, axis=1)
     typical = np.median(lengths)
-    found = []
+    odd_rows = []
     for token, number in ids.items():
         own = int(np.searchsorted(places, number))
         cosines = rows @ rows[own] / np.maximum(lengths * lengths[own], np.finfo(np.float32).tiny)
         cosines[own] = 0.0
         if lengths[own] == 0:
-            found.append((token, "zeros"))
+            odd_rows.append((token, "zeros"))
         elif lengths[own] < SHORT * typical:
-            found.append((token, f"less than {SHORT:g} of the usual length"))
+            odd_rows.append((token, f"less than {SHORT:g} of the usual length"))
         elif cosines.max() > ALIKE:
-            found.append((token, "as another token's"))
-    return found
+            odd_rows.append((token, "as another token's"))
+    return odd_rows

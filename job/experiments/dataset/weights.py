@@ -46,8 +46,8 @@ class Stored(NamedTuple):
 
     def rows(self, wanted: slice | list[int]) -> Any:
         """The `wanted` rows of a matrix, fp32 [rows, columns]; no other rows are read."""
-        found = self._mapped()[wanted]
-        return (found.astype("<u4") << 16).view("<f4") if self.dtype == "BF16" else found.astype("<f4")
+        stored_rows = self._mapped()[wanted]
+        return (stored_rows.astype("<u4") << 16).view("<f4") if self.dtype == "BF16" else stored_rows.astype("<f4")
 
     def equals(self, other: Stored) -> bool:
         """Whether another matrix has the same numbers in the same dtype."""
@@ -85,7 +85,7 @@ def check(folder: Path) -> dict[str, Stored]:
     from safetensors import SafetensorError, safe_open
 
     paths(folder)
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for path in (folder / name for name in tensor_files(folder)):
         try:
             with path.open("rb") as file, safe_open(path, framework="numpy"):
@@ -105,23 +105,23 @@ def check(folder: Path) -> dict[str, Stored]:
                     f"{path}: {name} is {entry['dtype']}; only {', '.join(_DTYPES)} are read: of quantised weights "
                     "take those they were made from, convert others"
                 )
-            if name in found:
-                raise ValueError(f"{path}: {name} is in {found[name].file.name} too; keep one of them")
-            found[name] = Stored(path, name, entry["dtype"], entry["shape"], 8 + length + entry["data_offsets"][0])
-    return found
+            if name in tensors:
+                raise ValueError(f"{path}: {name} is in {tensors[name].file.name} too; keep one of them")
+            tensors[name] = Stored(path, name, entry["dtype"], entry["shape"], 8 + length + entry["data_offsets"][0])
+    return tensors
 
 
 def left_out(folder: Path) -> dict[str, int]:
     """The bytes of everything that `paths` omits, by names at the top of the folder; the name of a folder ends with a
     slash.
     """
-    taken, found = set(paths(folder)), dict[str, int]()
+    taken, sizes = set(paths(folder)), dict[str, int]()
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path not in taken and not _hidden(path, folder):
             first, *below = path.relative_to(folder).parts
             name = f"{first}/" if below else first
-            found[name] = found.get(name, 0) + path.stat().st_size
-    return found
+            sizes[name] = sizes.get(name, 0) + path.stat().st_size
+    return sizes
 
 
 def name_of(folder: Path | None) -> str | None:

@@ -179,29 +179,29 @@ def out_of_memory(error: RuntimeError) -> bool:
 
 def imported(config: JobConfig) -> Callable[[Session], Experiment]:
     """The class of an experiment."""
-    found: Callable[[Session], Experiment] = named(cast(ExperimentConfig, config).trainer)
-    return found
+    trainer: Callable[[Session], Experiment] = named(cast(ExperimentConfig, config).trainer)
+    return trainer
 
 
 def start(run: Task, workdir: Path, rung: int, requests: Requests, world: World) -> tuple[Experiment, Session]:
     """Opens and checks everything and prints the banner, without training. Raises ValueError."""
     config, inputs = cast(ExperimentConfig, run.config), workdir / INPUTS
     bf16 = "bf16" in (config.precision.compute, *(config.state_dtype(i) for i in range(len(config.phases()))))
-    found = device.choose(config.device, bf16=bf16, local_rank=world.local_rank)
+    chosen = device.choose(config.device, bf16=bf16, local_rank=world.local_rank)
     speak = say if world.first else _silent
-    speak(found.banner() + (f" | {world.size} ranks" if world.size > 1 else ""))
-    if found.is_cuda:
+    speak(chosen.banner() + (f" | {world.size} ranks" if world.size > 1 else ""))
+    if chosen.is_cuda:
 
         def hung(problem: str) -> None:
             say(f"this node is refused: {problem}")
             os._exit(leave(workdir, world, TrainerExit.REFUSED))
 
-        preflight.run(workdir, found, world, gpus=config.gpus, say=speak, hung=hung)
+        preflight.run(workdir, chosen, world, gpus=config.gpus, say=speak, hung=hung)
     session = Session(
         workdir=workdir,
         config=config,
         config_sha256=run.digest,
-        device=found,
+        device=chosen,
         world=world,
         data=workdir / DATA,
         inputs=inputs if inputs.is_dir() else None,

@@ -72,36 +72,38 @@ class Checkpoints:
 
     def newest(self) -> Found | None:
         """The whole checkpoint with the highest step. Every rank calls it."""
-        found = self._agreed(self.committed.newest() if self._world.is_saving else None)
-        if found is not None:
-            self.saved_step = found.step
-        return found
+        checkpoint = self._agreed(self.committed.newest() if self._world.is_saving else None)
+        if checkpoint is not None:
+            self.saved_step = checkpoint.step
+        return checkpoint
 
     def of_step(self, step: int) -> Found:
         """The checkpoint of a step that rank 0 knows to be whole. Every rank calls it."""
         there = self.committed if self._world.is_saving else ()
-        found = self._agreed(next((each for each in there if each.step == step), None))
-        assert found is not None
-        return found
+        checkpoint = self._agreed(next((candidate for candidate in there if candidate.step == step), None))
+        assert checkpoint is not None
+        return checkpoint
 
-    def _agreed(self, found: Found | None) -> Found | None:
+    def _agreed(self, checkpoint: Found | None) -> Found | None:
         """Rank 0's checkpoint: other nodes have none."""
         if not self._world.spans_nodes:
-            return found
-        agreed = self._world.agree(None if found is None else {"commit": found.commit.to_json(), "own": found.progress})
+            return checkpoint
+        agreed = self._world.agree(
+            None if checkpoint is None else {"commit": checkpoint.commit.to_json(), "own": checkpoint.progress}
+        )
         if agreed is None:
             return None
         commit = Commit.from_json(agreed["commit"])
         return Found(path=self._folder / commit.folder, commit=commit, progress=agreed["own"])
 
-    def load(self, found: Found, state: State) -> None:
+    def load(self, checkpoint: Found, state: State) -> None:
         """Reads this rank's part of every tensor into `state`. Any number of ranks may have written it.
 
         Raises CheckpointDamagedError on every rank if one of them cannot read its part; `newest` then gives the
         checkpoint before, if any. Errors of this node (memory, disk, GPU) are raised unchanged.
         """
         problem: str | None = None
-        if self._world.is_saving and (cause := _failure(found.path, state)) is not None:
+        if self._world.is_saving and (cause := _failure(checkpoint.path, state)) is not None:
             own = isinstance(cause, OSError | MemoryError | torch.AcceleratorError | torch.OutOfMemoryError)
             if own and not isinstance(cause, FileNotFoundError):
                 raise cause  # this node's error, which says nothing about the checkpoint
@@ -109,9 +111,9 @@ class Checkpoints:
         problems = [text for text in self._world.every(problem) if text is not None]
         if problems:
             if self._world.first:
-                self.committed.set_aside(found)
+                self.committed.set_aside(checkpoint)
             self._world.barrier()
-            raise CheckpointDamagedError(found.step, f"{found.path.name} cannot be read, {problems[0]}")
+            raise CheckpointDamagedError(checkpoint.step, f"{checkpoint.path.name} cannot be read, {problems[0]}")
         hand_on((tensor for tensors in state.values() for tensor in tensors.values()), self._world)
 
     def prepare(self, state: State) -> None:
@@ -192,10 +194,10 @@ class Checkpoints:
     def _make_copies(self, state: State) -> None:
         """Allocates missing copies, with all their pages."""
         for kind, tensors in state.items():
-            kept = self._host.setdefault(kind, {})
+            copies = self._host.setdefault(kind, {})
             for name, tensor in tensors.items():
-                if name not in kept:
-                    kept[name] = on_host(tensor, _host_copy(local(tensor)).zero_(), self._world)
+                if name not in copies:
+                    copies[name] = on_host(tensor, _host_copy(local(tensor)).zero_(), self._world)
 
     def _write(
         self, path: Path, host: State, commit: Commit, progress: dict[str, Any], size: int, blocking_s: float

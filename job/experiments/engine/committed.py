@@ -58,7 +58,7 @@ class Committed:
 
     def newest(self) -> Found | None:
         """The highest step."""
-        return max(self, key=lambda found: found.step, default=None)
+        return max(self, key=lambda checkpoint: checkpoint.step, default=None)
 
     def best(self, phase: str) -> Found | None:
         """The lowest validation loss of a phase, the oldest of equals; None without an evaluation."""
@@ -75,22 +75,26 @@ class Committed:
         """Adds to the checkpoint of `step` a validation loss that was not known when the checkpoint was saved. Raises
         OSError.
         """
-        for found in self:
-            if found.step == step:
-                atomic.write_json(found.path / COMMIT, replace(found.commit, val_loss=val_loss).to_json())
+        for checkpoint in self:
+            if checkpoint.step == step:
+                atomic.write_json(checkpoint.path / COMMIT, replace(checkpoint.commit, val_loss=val_loss).to_json())
 
-    def set_aside(self, found: Found) -> None:
+    def set_aside(self, checkpoint: Found) -> None:
         """Rejects a checkpoint that is damaged or has diverged, unless there is no other."""
         if len(list(self)) > 1:
-            (found.path / COMMIT).replace(found.path / DAMAGED)
+            (checkpoint.path / COMMIT).replace(checkpoint.path / DAMAGED)
 
     def go_back(self, step: int, lost_at: int, reason: str) -> Found | None:
         """Makes the newest checkpoint up to `step` the newest of all, with the retry in its commit. None if there is no
         such checkpoint. Raises OSError; then do not resume, because the retries would not be counted.
         """
-        good = max((found for found in self if found.step <= step), key=lambda found: found.step, default=None)
+        good = max(
+            (checkpoint for checkpoint in self if checkpoint.step <= step),
+            key=lambda checkpoint: checkpoint.step,
+            default=None,
+        )
         if good is not None:
-            for later in [found for found in self if found.step > good.step]:
+            for later in [checkpoint for checkpoint in self if checkpoint.step > good.step]:
                 self.set_aside(later)
             retry = Retry(lost_at=lost_at, from_step=good.step, reason=reason)
             changed = replace(good.commit, retries=(*good.commit.retries, retry))
@@ -104,15 +108,15 @@ class Committed:
         """
         there = list(self)
         best = _best(there, there[-1].commit.phase) if there else None
-        for found in there[:-keep]:
-            if (best is not None and found.path == best.path) or (found.path / HELD).exists():
+        for checkpoint in there[:-keep]:
+            if (best is not None and checkpoint.path == best.path) or (checkpoint.path / HELD).exists():
                 continue
-            shutil.rmtree(found.path, ignore_errors=True)
+            shutil.rmtree(checkpoint.path, ignore_errors=True)
 
 
 def _best(among: Iterable[Found], phase: str) -> Found | None:
-    of_phase = [found for found in among if found.commit.phase == phase]
-    evaluated = [(found.val_loss, found) for found in of_phase if found.val_loss is not None]
+    of_phase = [checkpoint for checkpoint in among if checkpoint.commit.phase == phase]
+    evaluated = [(checkpoint.val_loss, checkpoint) for checkpoint in of_phase if checkpoint.val_loss is not None]
     return min(evaluated, key=lambda pair: pair[0], default=(None, None))[1]
 
 

@@ -78,9 +78,9 @@ class CompileCache:
         problem = None if hashlib.sha256(graphs).digest() == digest else "it is damaged"
         if problem is None:
             try:
-                found = torch.compiler.load_cache_artifacts(graphs)
-                problem = "torch does not know its format" if found is None else None
-                self._held = set() if found is None else _keys(found)
+                cache_info = torch.compiler.load_cache_artifacts(graphs)
+                problem = "torch does not know its format" if cache_info is None else None
+                self._held = set() if cache_info is None else _keys(cache_info)
             except Exception as error:  # noqa: BLE001 - unpickling raises anything
                 problem = f"{type(error).__name__}: {error}"
         if problem is not None:
@@ -90,11 +90,11 @@ class CompileCache:
         saved = torch.compiler.save_cache_artifacts()
         if saved is None:
             return
-        graphs, found = saved
-        if _keys(found) <= self._held:
+        graphs, cache_info = saved
+        if _keys(cache_info) <= self._held:
             return
         atomic.write_bytes(self._path, hashlib.sha256(graphs).digest() + graphs)
-        self._held = _keys(found)
+        self._held = _keys(cache_info)
 
     def _record(self) -> None:
         """Writes compiled.json: per phase of this start, the compile time and how many graphs the cache had."""
@@ -118,8 +118,8 @@ def name(session: Session, phase: Phase, rung: Rung) -> str:
     return "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part) for part in parts) + ".bin"
 
 
-def _keys(found: CacheInfo) -> set[tuple[str, str]]:
-    return {(kind, key) for kind, keys in found.artifacts.items() for key in keys}
+def _keys(cache_info: CacheInfo) -> set[tuple[str, str]]:
+    return {(kind, key) for kind, keys in cache_info.artifacts.items() for key in keys}
 
 
 def _counts() -> Counter[str]:

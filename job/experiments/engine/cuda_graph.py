@@ -98,9 +98,9 @@ class RecordedPasses:
             self._shapes, self._launched, self._refused = shapes, 0, False
             self._micros = [_buffer(micro) for micro in micros]
         for buffer, micro in zip(self._micros, micros, strict=True):
-            for kept, given in zip(buffer.inputs, micro.inputs, strict=True):
-                if isinstance(given, Tensor):
-                    kept.copy_(given)
+            for target, source in zip(buffer.inputs, micro.inputs, strict=True):
+                if isinstance(source, Tensor):
+                    target.copy_(source)
         if self._replay is not None:
             self._replay()
         else:
@@ -153,22 +153,25 @@ class RecordedPasses:
 
 def _shape(micro: Micro) -> Any:
     """What a graph's buffers depend on."""
-    inputs = [(each.shape, each.stride(), each.dtype) if isinstance(each, Tensor) else each for each in micro.inputs]
+    inputs = [
+        (argument.shape, argument.stride(), argument.dtype) if isinstance(argument, Tensor) else argument
+        for argument in micro.inputs
+    ]
     return micro.tokens, inputs
 
 
 def _buffer(micro: Micro) -> Micro:
     """The micro-batch with tensors of its own, of the same strides: compiled code depends on them."""
 
-    def own(given: Any) -> Any:
-        if not isinstance(given, Tensor):
-            return given
-        return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device)
+    def own(argument: Any) -> Any:
+        if not isinstance(argument, Tensor):
+            return argument
+        return torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device=argument.device)
 
-    return micro._replace(inputs=tuple(own(given) for given in micro.inputs))
+    return micro._replace(inputs=tuple(own(argument) for argument in micro.inputs))
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
+def _relative(actual: Tensor, expected: Tensor) -> float:
     """The largest difference over the largest expected value; infinite if any value is not finite."""
-    largest = ((found.float() - expected.float()).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+    largest = ((actual.float() - expected.float()).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
     return largest if math.isfinite(largest) else math.inf

@@ -131,11 +131,11 @@ def read_tokens(folder: Path, names: Sequence[str]) -> NDArray[Any]:
 
 def in_epochs(places: Ids, count: int, order: Callable[[int], Ids]) -> Ids:
     """The entries at `places` of an endless list: epochs of `count` entries, each in the order of `order(epoch)`."""
-    found = np.empty(len(places), dtype=np.int64)
+    entries = np.empty(len(places), dtype=np.int64)
     for epoch in np.unique(places // count):
         here = places // count == epoch
-        found[here] = order(int(epoch))[places[here] % count]
-    return found
+        entries[here] = order(int(epoch))[places[here] % count]
+    return entries
 
 
 def draw(seed: int, step: int, count: int, below: int) -> Tensor:

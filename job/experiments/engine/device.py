@@ -101,10 +101,10 @@ class Device:
     def banner(self) -> str:
         """One line: CUDA or not, GPU name and count, memory, driver, torch, peak."""
         peak = "unknown, no MFU" if self.peak_tflops is None else f"{self.peak_tflops:g} TFLOP/s bf16 dense"
-        what = f"{self.count} x {self.name}" if self.is_cuda else f"{self.name}, {torch.get_num_threads()} threads"
+        chip = f"{self.count} x {self.name}" if self.is_cuda else f"{self.name}, {torch.get_num_threads()} threads"
         driver = f" | driver {self.driver}" if self.driver else ""
         return (
-            f"CUDA {'available' if torch.cuda.is_available() else 'not available'} | {what} | {self.memory_gb:.1f} GB"
+            f"CUDA {'available' if torch.cuda.is_available() else 'not available'} | {chip} | {self.memory_gb:.1f} GB"
             f"{driver} | torch {torch.__version__} | peak {peak}"
         )
 

@@ -114,10 +114,10 @@ class Phase:
     @classmethod
     def chain(cls, sizes: Iterable[PhaseSize]) -> list[Phase]:
         """The phases of the sizes, one after another."""
-        found: list[Phase] = []
+        phases: list[Phase] = []
         for index, size in enumerate(sizes):
-            found.append(cls.from_size(size, index=index, first=found[-1].last if found else 0))
-        return found
+            phases.append(cls.from_size(size, index=index, first=phases[-1].last if phases else 0))
+        return phases
 
     @property
     def last(self) -> int:

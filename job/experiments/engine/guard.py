@@ -130,24 +130,24 @@ class Thresholds:
         """Sentences for the log. `utilization`: percent, mean over the last five minutes."""
         total = self._device.memory_gb
         promised, target = self._predicted.get("tokens_per_s"), self._predicted.get("mfu")
-        found: dict[str, str] = {}
+        sentences: dict[str, str] = {}
         if utilization is not None and utilization < UTILIZATION:
-            found["utilization"] = (
+            sentences["utilization"] = (
                 f"gpu utilisation {utilization:.0f} % over 5 minutes, at least {UTILIZATION:.0f} % is expected: it "
                 "waits for the host, or its micro-batches are too small (batch.micro or batch.micro_tokens, rung.json)"
             )
         if self._device.is_cuda and memory_gb > MEMORY * total:
-            found["memory"] = (
+            sentences["memory"] = (
                 f"{memory_gb:.1f} of {total:.1f} GB GPU memory in use, more than {MEMORY:.0%}: little is left before "
                 "it runs out and the run continues a rung lower on the ladder"
             )
         if tokens_per_s and promised and tokens_per_s < PACE * promised:
-            found["pace"] = (
+            sentences["pace"] = (
                 f"{tokens_per_s:,.0f} tok/s is {tokens_per_s / promised:.2f} x the {promised:,.0f} that the bill is "
                 f"made of: time and dollars grow by {promised / tokens_per_s:.1f}"
             )
         if mfu and target and mfu < MFU * target:
-            found["mfu"] = f"mfu {mfu:.1%} is {mfu / target:.2f} x the {target:.1%} that was assumed"
-        new = [text for name, text in found.items() if name not in self._said]
-        self._said |= found.keys()
+            sentences["mfu"] = f"mfu {mfu:.1%} is {mfu / target:.2f} x the {target:.1%} that was assumed"
+        new = [text for name, text in sentences.items() if name not in self._said]
+        self._said |= sentences.keys()
         return new

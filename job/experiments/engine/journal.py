@@ -194,10 +194,10 @@ class Journal:
                 self._session.say(f"warning: lines are lost ({whose}): {error}")
             self._lost.add(whose)
 
-    def _eta_s(self, phase: Phase, left: int, step_s: float) -> float:
-        """Seconds for `left` steps of this phase and all later phases, by their FLOPs; no growth, no evaluation."""
+    def _eta_s(self, phase: Phase, steps: int, step_s: float) -> float:
+        """Seconds for `steps` of this phase and all later phases, by their FLOPs; no growth, no evaluation."""
         later = sum(p.steps * p.flops_per_token * p.tokens_per_step for p in self._phases[phase.index + 1 :])
-        return step_s * (left + later / (phase.flops_per_token * phase.tokens_per_step))
+        return step_s * (steps + later / (phase.flops_per_token * phase.tokens_per_step))
 
 
 FLUSH_S = 30

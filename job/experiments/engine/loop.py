@@ -61,8 +61,8 @@ class Loop:
         self._delivered: Weights | None = None  # the module's weights once the module's training is over
         self._ended: str | None = None  # why this phase ends before its last step
         self._unevaluated = False  # whether a stop came before this step's evaluation was over
-        given = session.inputs if self.world.first else None
-        self._base_weights = None if given is None else committed.weights_identity(given)
+        inputs = session.inputs if self.world.first else None
+        self._base_weights = None if inputs is None else committed.weights_identity(inputs)
         self._clock = metrics.StepClock(session.device.synchronize)
         self._own = metrics.OwnTime(session.device.torch)
         self._journal = Journal(session, experiment.phases)
@@ -101,17 +101,17 @@ class Loop:
             self.session.checkpoints.close()
 
     def _run(self) -> None:
-        found = self.session.checkpoints.newest()
-        phases = list(self.experiment.phases) if found is None else self._resume(found)
+        checkpoint = self.session.checkpoints.newest()
+        phases = list(self.experiment.phases) if checkpoint is None else self._resume(checkpoint)
         self._journal.open(self.step)
         module: nn.Module | None = None
         for phase in phases:
             self.step = max(self.step, phase.first)  # the phase before may have ended early
-            module = self.experiment.begin(phase, module) if found is None else self.experiment.blank(phase)
+            module = self.experiment.begin(phase, module) if checkpoint is None else self.experiment.blank(phase)
             self._at = phase, module
-            self._phase(phase, module, found)
+            self._phase(phase, module, checkpoint)
             self._journal.left_out += (phase.last - self.step) * phase.tokens_per_step
-            found = None
+            checkpoint = None
             self.session.device.tidy()
             self._handle_stop(phase, None, self.world.agree(self._stop()))
             weights = Weights(self.step, self.val_loss)
@@ -129,21 +129,21 @@ class Loop:
         guard, checkpoints = self.config.guard, self.session.checkpoints
         self._note(checkpoints.wait())
         good = min(self._guard.clean, self.step - 1) if self._guard.suspicious else self.step - 1
-        found: int | None = None
+        restart_step: int | None = None
         if self.world.first and len(self._retries) < guard.retries:
             try:
                 back = checkpoints.committed.go_back(good, self.step, str(lost))
-                found = None if back is None else back.step
+                restart_step = None if back is None else back.step
             except OSError as error:
                 self.session.say(f"no retry is possible: {error}")
-        found = self.world.agree(found)
-        tried = "".join(f"; lost at {each.lost_at}, tried again from {each.from_step}" for each in self._retries)
-        if found is None:
+        restart_step = self.world.agree(restart_step)
+        tried = "".join(f"; lost at {retry.lost_at}, tried again from {retry.from_step}" for retry in self._retries)
+        if restart_step is None:
             enough = f"{len(self._retries)} of guard.retries {guard.retries} used{tried}"
             none = "" if len(self._retries) >= guard.retries else f", no checkpoint up to step {good} is on this disk"
             raise type(lost)(f"{lost}{none}; {enough}. Lower optim.lr or optim.clip (0 clips nothing)") from None
         self.session.say(
-            f"{lost}. Again from the checkpoint of step {found}, every rate times {guard.lr_factor:g}: retry "
+            f"{lost}. Again from the checkpoint of step {restart_step}, every rate times {guard.lr_factor:g}: retry "
             f"{len(self._retries) + 1} of {guard.retries}"
         )
 
@@ -158,54 +158,54 @@ class Loop:
         """Puts the weights to export into the module, and logs which weights these are."""
         self._note(self.session.checkpoints.wait())
         self._delivered = export.deliver(self.experiment, phase, module, last, self._lowest)
-        self.experiment.outcome = {**self.experiment.outcome, "retries": [asdict(each) for each in self._retries]}
+        self.experiment.outcome = {**self.experiment.outcome, "retries": [asdict(retry) for retry in self._retries]}
         return self._delivered
 
-    def _resume(self, found: Found) -> list[Phase]:
+    def _resume(self, checkpoint: Found) -> list[Phase]:
         """Takes over the checkpoint's state. Returns the phases that remain, from the checkpoint's own phase on."""
-        self._retries = found.commit.retries
-        self.step, self.val_loss = found.step, found.progress["val_loss"]
-        self._ended = found.progress.get("ended")
-        self._unevaluated = found.progress.get("unevaluated", False)
-        self._journal.left_out = found.progress.get("left_out", 0)
-        self._cadence.resume(found.commit.phase, found.progress["best"])
-        lowest = found.progress.get("lowest")
+        self._retries = checkpoint.commit.retries
+        self.step, self.val_loss = checkpoint.step, checkpoint.progress["val_loss"]
+        self._ended = checkpoint.progress.get("ended")
+        self._unevaluated = checkpoint.progress.get("unevaluated", False)
+        self._journal.left_out = checkpoint.progress.get("left_out", 0)
+        self._cadence.resume(checkpoint.commit.phase, checkpoint.progress["best"])
+        lowest = checkpoint.progress.get("lowest")
         self._lowest = None if lowest is None else Weights(*lowest)
-        self.experiment.progress.update(found.progress["experiment"])
-        self.session.say(f"resuming from step {self.step} ({found.commit.phase}, {found.commit.reason})")
-        then = {**found.commit.determinism, "ranks": found.commit.world_size}
+        self.experiment.progress.update(checkpoint.progress["experiment"])
+        self.session.say(f"resuming from step {self.step} ({checkpoint.commit.phase}, {checkpoint.commit.reason})")
+        then = {**checkpoint.commit.determinism, "ranks": checkpoint.commit.world_size}
         now = {**device.determinism(self.session.device), "ranks": self.world.size}
         differing = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if now[key] != then.get(key)]
         if differing:
             self.session.say(f"from here the run no longer repeats bit for bit: {'; '.join(differing)}")
-        for what, was, given in (
-            ("dataset", found.commit.dataset.get("sha256"), self._manifest.sha256),
-            ("base weights", found.commit.base_weights, self._base_weights),
+        for name, was, current in (
+            ("dataset", checkpoint.commit.dataset.get("sha256"), self._manifest.sha256),
+            ("base weights", checkpoint.commit.base_weights, self._base_weights),
         ):
-            if self.world.first and was not in (None, given):
-                self._journal.event(f"warning: {what}: was {was}, is {given}; another run from here", aloud=True)
+            if self.world.first and was not in (None, current):
+                self._journal.event(f"warning: {name}: was {was}, is {current}; another run from here", aloud=True)
         self._journal.resumed(self.step)
-        first = next(phase.index for phase in self.experiment.phases if phase.name == found.commit.phase)
+        first = next(phase.index for phase in self.experiment.phases if phase.name == checkpoint.commit.phase)
         return list(self.experiment.phases[first:])
 
-    def _phase(self, phase: Phase, module: nn.Module, found: Found | None) -> None:
+    def _phase(self, phase: Phase, module: nn.Module, checkpoint: Found | None) -> None:
         """Trains the remaining steps of one phase."""
         rung = rungs.choose(self.session, phase)
-        if found is not None and self._phase_ended(phase):
-            self.session.checkpoints.load(found, {"model": self.experiment.weights(module)})
-            self._make_up(phase, module, rung, found.val_loss)  # the loss below may be kept under it: never twice
+        if checkpoint is not None and self._phase_ended(phase):
+            self.session.checkpoints.load(checkpoint, {"model": self.experiment.weights(module)})
+            self._make_up(phase, module, rung, checkpoint.val_loss)  # the loss below may be kept under it: never twice
             return
         opt = self.experiment.optimizer(phase, module)
         self.session.checkpoints.release()
         state: State = {"model": self.experiment.weights(module), **optimizer.moments(opt, module)}
-        if found is not None:
-            self.session.checkpoints.load(found, state)
+        if checkpoint is not None:
+            self.session.checkpoints.load(checkpoint, state)
             optimizer.set_step(opt, self.step - phase.first)
         self.session.checkpoints.prepare(state)
         self.session.device.tidy()
         self._clock.restart()
         self._cadence.begin(phase.name)
-        known = found.progress.get("guard") if found is not None else None
+        known = checkpoint.progress.get("guard") if checkpoint is not None else None
         self._guard = SpikeGuard(self.config.guard, known, first=self.step)
         module.train()
         if hasattr(module, "recompute"):
@@ -443,13 +443,13 @@ class Loop:
 
     def _require_finite(self, val_loss: float | None = None) -> None:
         """Raises LossNotFiniteError if any rank's loss, gradient or weight, or this `val_loss`, is not finite."""
-        what = "loss, gradients or weights are"
+        subject = "loss, gradients or weights are"
         if not self.world.sum((~self._finite).float()).item():
             if val_loss is None or math.isfinite(val_loss):
                 return
-            what = f"the validation loss is {val_loss}, which is"
+            subject = f"the validation loss is {val_loss}, which is"
         saved = self.session.checkpoints.saved_step
         before = f"the checkpoint of step {saved} is from before, and finite" if saved >= 0 else "nothing is saved yet"
         if saved == self.step:  # the repeated evaluation comes late: the weights are saved already
             before = f"the checkpoint of step {saved} holds these very weights, finite themselves"
-        raise LossNotFiniteError(f"{what} not finite at step {self.step}; {before}")
+        raise LossNotFiniteError(f"{subject} not finite at step {self.step}; {before}")

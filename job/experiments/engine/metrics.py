@@ -113,8 +113,8 @@ class MetricsFile:
             return
         lines = [line for line in self.path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
         records = [(lines_of.line(line), line) for line in lines]
-        kept = [line for record, line in records if record is not None and record["step"] <= step]
-        atomic.write_bytes(self.path, b"".join(kept))
+        kept_lines = [line for record, line in records if record is not None and record["step"] <= step]
+        atomic.write_bytes(self.path, b"".join(kept_lines))
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends a line with every key of KEYS, then the experiment's figures. Raises OSError, without a half line."""
@@ -149,8 +149,8 @@ def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """
 
     def middle(values: Iterable[float | None]) -> float | None:
-        found = [value for value in values if value is not None]
-        return median(found) if found else None
+        known = [value for value in values if value is not None]
+        return median(known) if known else None
 
     return {
         "step_ms": middle(step_ms for step_ms, _ in step_times(records)),

@@ -103,8 +103,8 @@ def _update(table, owner, scale, decay, rate, root, toward1, toward2, eps, ALIGN
 @triton.jit
 def _tensor(address, ALIGNED: tl.constexpr):
     """The bf16 tensor at that address."""
-    found = tl.load(address).to(tl.pointer_type(tl.bfloat16))
-    return tl.multiple_of(found, 16) if ALIGNED else found
+    pointer = tl.load(address).to(tl.pointer_type(tl.bfloat16))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
 @triton.jit

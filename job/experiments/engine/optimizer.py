@@ -68,12 +68,12 @@ def groups(module: nn.Module, decays: Callable[[str], bool], weight_decay: float
 
 def moments(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Tensor]]:
     """The optimizer's moment tensors by kind and parameter name, which a checkpoint holds beside the weights."""
-    found: dict[str, dict[str, Tensor]] = {}
+    by_kind: dict[str, dict[str, Tensor]] = {}
     for name, parameter in module.named_parameters():
         for kind, tensor in optimizer.state.get(parameter, {}).items():
             if kind != "step":
-                found.setdefault(kind, {})[name] = tensor
-    return found
+                by_kind.setdefault(kind, {})[name] = tensor
+    return by_kind
 
 
 def set_step(optimizer: Optimizer, step: int) -> None:

@@ -130,7 +130,7 @@ def _starts(documents: NDArray[np.int64], longest: int, length: int) -> NDArray[
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     padding = documents == 0
     begins |= padding & ((np.cumsum(padding, axis=1) - 1) % longest == 0)
-    found = np.flatnonzero(begins)
+    places = np.flatnonzero(begins)
     starts = np.full(length, documents.size, dtype=np.int32)
-    starts[: len(found)] = found
+    starts[: len(places)] = places
     return starts

@@ -101,9 +101,9 @@ class World:
         """Each rank's `value` (JSON), in the order of ranks, on every rank."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.control)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
@@ -190,14 +190,14 @@ def shard(
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # rotations stay in fp32; the model casts by itself
     )
-    kept = {each for each in whole if isinstance(each, nn.Parameter)}
+    unsharded = {parameter for parameter in whole if isinstance(parameter, nn.Parameter)}
     for part in (*blocks, module):
         fully_shard(
             part,
             mesh=world.mesh,
             mp_policy=policy,
             reshard_after_forward=reshard and part is not module,
-            ignored_params=kept,
+            ignored_params=unsharded,
         )
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -270,12 +270,12 @@ def gather(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
     """Whole tensors in host memory on rank 0, gathered one at a time; an empty result on other ranks. Every rank calls
     it.
     """
-    found = {}
+    whole = {}
     for name, tensor in tensors.items():
         full = full_tensor(tensor)
         if world.first:
-            found[name] = full.detach().cpu()
-    return found
+            whole[name] = full.detach().cpu()
+    return whole
 
 
 def cut_over(tensor: DTensor) -> tuple[dist.ProcessGroup, int, int]:

@@ -91,8 +91,8 @@ def run(
             judged = judge(own, gpus=gpus)
         except RuntimeError as error:  # from CUDA: uncorrectable memory errors, a lost GPU
             judged = [f"{device.name} fails: {str(error).splitlines()[0]}"]
-    found = world.every([{} if own is None else asdict(own), judged])
-    findings = [(rank, f"rank {rank}: {text}") for rank, (_, texts) in enumerate(found) for text in texts]
+    by_rank = world.every([{} if own is None else asdict(own), judged])
+    findings = [(rank, f"rank {rank}: {text}") for rank, (_, texts) in enumerate(by_rank) for text in texts]
     problems = [text for _, text in findings]
     own_problems = tuple(text for rank, text in findings if rank // world.ranks_per_node == world.node)
     found_gb_s: float | None = None
@@ -110,7 +110,7 @@ def run(
             f"{own.memory_gb_s:.0f} GB/s, to host {own.to_host_gb_s or 0:.1f} GB/s"
         )
     if world.first_here:
-        Preflight(ranks=tuple(figures for figures, _ in found), problems=own_problems, between_gb_s=found_gb_s).write(
+        Preflight(ranks=tuple(figures for figures, _ in by_rank), problems=own_problems, between_gb_s=found_gb_s).write(
             workdir
         )
     if not problems:
@@ -142,25 +142,25 @@ def measure(device: Device) -> Measured:
     )
 
 
-def judge(found: Measured, *, gpus: int | None) -> list[str]:
+def judge(probe: Measured, *, gpus: int | None) -> list[str]:
     """Reasons to refuse the node; empty if there are none."""
     problems = []
-    if gpus is not None and found.gpus < gpus:
-        problems.append(f"{found.gpus} of the {gpus} GPUs that the run config asks for (job.parameters.gpus)")
-    if found.matmul_share is not None and found.matmul_share < found.matmul_least:
+    if gpus is not None and probe.gpus < gpus:
+        problems.append(f"{probe.gpus} of the {gpus} GPUs that the run config asks for (job.parameters.gpus)")
+    if probe.matmul_share is not None and probe.matmul_share < probe.matmul_least:
         problems.append(
-            f"matrix products at {found.matmul_tflops:.1f} TFLOP/s, {found.matmul_share:.0%} of the data sheet; at "
-            f"least {found.matmul_least:.0%} is expected"
+            f"matrix products at {probe.matmul_tflops:.1f} TFLOP/s, {probe.matmul_share:.0%} of the data sheet; at "
+            f"least {probe.matmul_least:.0%} is expected"
         )
-    if found.memory_share is not None and found.memory_share < BANDWIDTH_SHARE:
+    if probe.memory_share is not None and probe.memory_share < BANDWIDTH_SHARE:
         problems.append(
-            f"memory at {found.memory_gb_s:.0f} GB/s, {found.memory_share:.0%} of the data sheet; at least "
+            f"memory at {probe.memory_gb_s:.0f} GB/s, {probe.memory_share:.0%} of the data sheet; at least "
             f"{BANDWIDTH_SHARE:.0%} is expected"
         )
-    if found.to_host_gb_s is not None and found.to_host_gb_s < TO_HOST_GB_S:
-        problems.append(f"copies to the host at {found.to_host_gb_s:.1f} GB/s, at least {TO_HOST_GB_S} is expected")
-    if found.throttled:
-        problems.append(f"the hardware slows its clock down: {found.clock_mhz} of {found.clock_max_mhz} MHz")
+    if probe.to_host_gb_s is not None and probe.to_host_gb_s < TO_HOST_GB_S:
+        problems.append(f"copies to the host at {probe.to_host_gb_s:.1f} GB/s, at least {TO_HOST_GB_S} is expected")
+    if probe.throttled:
+        problems.append(f"the hardware slows its clock down: {probe.clock_mhz} of {probe.clock_max_mhz} MHz")
     return problems
 
 

@@ -74,8 +74,8 @@ class BoundaryReport:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values. JSON has no NaN and no infinity: these values become words."""
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=str)
-        return found
+        tree: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=str)
+        return tree
 
 
 class ExpertChoice(NamedTuple):
@@ -244,22 +244,22 @@ def cast_difference(config: GrowthConfig, phase_index: int, module: Growth, prob
 
 
 def halves_difference(module: Growth, probe_BT: Tensor) -> float:
-    """How far the two copies of a widened stream have parted where it enters the final norm: |left - right| over
-    |left + right| / 2, root mean squares. 0 for ever without noise; about 1e-3 after 20 steps of phase 3 with 0.1.
+    """How far the two copies of a widened stream have parted where it enters the final norm: |first - second| over
+    |first + second| / 2, root mean squares. 0 for ever without noise; about 1e-3 after 20 steps of phase 3 with 0.1.
     Computed in fp32 at least: products in bf16 part them by 3e-3 alone, and a cast of the weights by 1e-3.
     """
     seen: list[Tensor] = []
     with module.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])), exact(module):
         module.compute_dtype = at_least_fp32(module.compute_dtype)
         module(probe_BT)
-    left, right = seen[0].double().chunk(2, dim=-1)
-    return ((left - right).square().mean().sqrt() / ((left + right) / 2).square().mean().sqrt()).item()
+    first, second = seen[0].double().chunk(2, dim=-1)
+    return ((first - second).square().mean().sqrt() / ((first + second) / 2).square().mean().sqrt()).item()
 
 
 @contextlib.contextmanager
 def exact(*modules: Growth) -> Iterator[None]:
     """Eval mode, computing in the weights' own dtype, TF32 off, the plain attention kernel, no gradients."""
-    kept = [(m, m.training, m.compute_dtype) for m in modules]
+    modes = [(m, m.training, m.compute_dtype) for m in modules]
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -270,7 +270,7 @@ def exact(*modules: Growth) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
-        for module, training, compute_dtype in kept:
+        for module, training, compute_dtype in modes:
             module.train(training)
             module.compute_dtype = compute_dtype
 

@@ -14,21 +14,23 @@ from gpufleet.job.kind.dataset import Given
 class Stories(PreparedDataset[GrowthConfig]):
     """Windows of tokens."""
 
-    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+    def prepare(self, folder: Path, supplied: Given) -> DatasetManifest:
         from gpufleet.job.experiments.dataset import prepare, sources  # a bill reads no data
 
         config = self.config
         ids = sources.TextTokenizer(
-            model_vocab=config.model.vocab, cache=folder.parent / "cache", file=given.tokenizer, say=given.say
+            model_vocab=config.model.vocab, cache=folder.parent / "cache", file=supplied.tokenizer, say=supplied.say
         )
         source: sources.Source
-        if given.text is not None:
-            source = sources.TextFile(path=given.text, text_tokenizer=ids)
+        if supplied.text is not None:
+            source = sources.TextFile(path=supplied.text, text_tokenizer=ids)
         elif config.data.source == "generated-stories":
             source = sources.Generated(count=config.data.stories, seed=config.seed)
         else:
-            source = sources.TinyStories(count=config.data.stories, text_tokenizer=ids, cache=ids.cache, say=given.say)
-        return prepare.prepare(folder, source, model_vocab=config.model.vocab, say=given.say)
+            source = sources.TinyStories(
+                count=config.data.stories, text_tokenizer=ids, cache=ids.cache, say=supplied.say
+            )
+        return prepare.prepare(folder, source, model_vocab=config.model.vocab, say=supplied.say)
 
     def is_own(self, made_from: str) -> bool:
         from gpufleet.job.experiments.dataset import sources

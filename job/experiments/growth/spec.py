@@ -130,27 +130,27 @@ class GrowthConfig(ExperimentConfig):
 
     def problems(self) -> list[tuple[str, str]]:
         """Problems beyond a field's range, as (path under job.parameters, sentence)."""
-        model, batch, found = self.model, self.batch, []
-        each, rest = divmod(model.width, model.heads)
+        model, batch, problems = self.model, self.batch, []
+        head_width, rest = divmod(model.width, model.heads)
         if rest:
             fitting = [heads for heads in range(1, model.width + 1) if model.width % (2 * heads) == 0]
             nearest = f"; nearest: {min(fitting, key=lambda heads: abs(heads - model.heads))}" if fitting else ""
-            found.append(("model.heads", f"a divisor of the width, {model.width}{nearest}"))
-        elif each % 2:
-            found.append(("model.heads", f"an even width per head (rotary positions turn pairs), not {each}"))
+            problems.append(("model.heads", f"a divisor of the width, {model.width}{nearest}"))
+        elif head_width % 2:
+            problems.append(("model.heads", f"an even width per head (rotary positions turn pairs), not {head_width}"))
         if model.top_k > model.experts:
-            found.append(("model.top_k", f"at most the number of experts, {model.experts}"))
+            problems.append(("model.top_k", f"at most the number of experts, {model.experts}"))
         if batch.micro is not None and batch.micro > batch.sequences:
-            found.append(("batch.micro", f"at most the global batch, {batch.sequences} sequences"))
+            problems.append(("batch.micro", f"at most the global batch, {batch.sequences} sequences"))
         if len(self.optim.lr) != len(_PHASES):
-            found.append(("optim.lr", f"{len(_PHASES)} learning rates, one per phase, not {len(self.optim.lr)}"))
+            problems.append(("optim.lr", f"{len(_PHASES)} learning rates, one per phase, not {len(self.optim.lr)}"))
         if len(self.optim.betas) != 2:
-            found.append(("optim.betas", f"two numbers, beta1 and beta2, not {len(self.optim.betas)}"))
+            problems.append(("optim.betas", f"two numbers, beta1 and beta2, not {len(self.optim.betas)}"))
         if not self.eval.prompts:
-            found.append(("eval.prompts", "at least one prompt; sample_tokens: 0 switches samples off"))
+            problems.append(("eval.prompts", "at least one prompt; sample_tokens: 0 switches samples off"))
         if not all(prompt.strip() for prompt in self.eval.prompts):
-            found.append(("eval.prompts", "an empty prompt cannot be continued: give it a word, or leave it out"))
-        return found
+            problems.append(("eval.prompts", "an empty prompt cannot be continued: give it a word, or leave it out"))
+        return problems
 
     @common.remembered
     def phases(self) -> tuple[common.PhaseSize, ...]:
@@ -234,8 +234,8 @@ class GrowthConfig(ExperimentConfig):
         return self.cuda_graphs
 
     def state_in_words(self) -> str:
-        kept = ", ".join(f"{name} {self.state_dtype(index)}" for index, name in enumerate(_PHASES))
-        return f"{kept} (run config); loss, norms and router in fp32"
+        states = ", ".join(f"{name} {self.state_dtype(index)}" for index, name in enumerate(_PHASES))
+        return f"{states} (run config); loss, norms and router in fp32"
 
     def variants(self) -> Iterator[Alternative]:
         if self.precision.phase3_state != "bf16":

@@ -13,12 +13,12 @@ from gpufleet.job.kind.dataset import Given
 class KernelPairs(PackedData[KernelConfig]):
     """Packed rows of pairs."""
 
-    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+    def prepare(self, folder: Path, supplied: Given) -> DatasetManifest:
         from gpufleet.job.experiments.dataset.rendering import tokenizer_of
         from gpufleet.job.experiments.kernel.pairs import prepare_kernels
 
-        own = tokenizer_of(given.weights, given.tokenizer)
-        return prepare_kernels(folder, self.config, text=given.text, tokenizer=own, say=given.say)
+        own = tokenizer_of(supplied.weights, supplied.tokenizer)
+        return prepare_kernels(folder, self.config, text=supplied.text, tokenizer=own, say=supplied.say)
 
     def differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
         """Also reports a dataset that is too short for a curriculum: a curriculum acts between two epochs, so between

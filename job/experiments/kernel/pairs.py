@@ -59,10 +59,10 @@ def prepare_kernels(
             tasks = (tasks_of(question.text) for question, _ in pairs.conversations())
             beginning = f"{text}: job.parameters.data.curriculum is {data.curriculum}, but no pair"
             require_practice(tasks, TASKS[: config.generate.tasks], beginning)  # as the trainer would on a paid node
-    found = prepare_packed(folder, pairs, own, template, how, model_vocab=config.model.vocab, say=say)
+    manifest = prepare_packed(folder, pairs, own, template, how, model_vocab=config.model.vocab, say=say)
     if isinstance(pairs, PairsFile):
         say(admitted(pairs))
-    return found
+    return manifest
 
 
 def admitted(pairs: PairsFile) -> str:
@@ -70,13 +70,13 @@ def admitted(pairs: PairsFile) -> str:
     what it was shown.
     """
     first = itertools.islice(pairs.conversations(), LOOKED_AT)
-    found = [rules.problem(answers.program(answer.text)) for _, answer in first]
-    why = Counter(re.sub(r"^line \d+: ", "", problem) for problem in found if problem is not None)
-    count = f"{found.count(None)} of {len(found)} answers are programs that the funnel's rules admit"
+    problems = [rules.problem(answers.program(answer.text)) for _, answer in first]
+    why = Counter(re.sub(r"^line \d+: ", "", problem) for problem in problems if problem is not None)
+    count = f"{problems.count(None)} of {len(problems)} answers are programs that the funnel's rules admit"
     if not why:
         return count
     often = ", ".join(f"{problem[:60]} ({number})" for problem, number in why.most_common(3))
-    warning = "WARNING: " if found.count(None) < FEW * len(found) else ""
+    warning = "WARNING: " if problems.count(None) < FEW * len(problems) else ""
     return f"{warning}{count}; most often refused: {often}"
 
 

@@ -62,13 +62,13 @@ def hand_on(session: Session, trained: Training, made: Made) -> None:
         return
     lines = [
         {
-            "name": each.name,
+            "name": candidate.name,
             "weights": stages.of_phase(phase, trained.progress),
-            "task": each.task,
-            "source": each.source,
+            "task": candidate.task,
+            "source": candidate.source,
         }
         for phase in trained.phases
-        for each in made[phase.name]
+        for candidate in made[phase.name]
     ]
     folder = session.workdir / FINAL
     atomic.write_bytes(folder / CANDIDATES, "".join(json.dumps(line) + "\n" for line in lines).encode())
@@ -82,7 +82,7 @@ def handed_on(folder: Path) -> tuple[Training, dict[str, list[Candidate]]]:
     """The training and its candidates by phase, from the files of `hand_on`. Raises ValueError without them."""
     if (tree := atomic.read_object(folder / TRAINING)) is None:
         raise ValueError(f"{folder} has no {TRAINING}: job.parameters.candidates names a stage of the part `train`")
-    trained = Training(**{**tree, "phases": [Phase(**each) for each in tree["phases"]]})
+    trained = Training(**{**tree, "phases": [Phase(**entry) for entry in tree["phases"]]})
     written = Ledger(folder / CANDIDATES).read(stages.candidate)
     return trained, {
         phase.name: [made for weights, made in written if weights == stages.of_phase(phase, trained.progress)]
@@ -90,10 +90,10 @@ def handed_on(folder: Path) -> tuple[Training, dict[str, list[Candidate]]]:
     }
 
 
-def write(session: Session, config: KernelConfig, trained: Training, found: dict[str, list[Verdict]]) -> None:
-    """Writes results.json and a few lines of the log. `found`: verdicts by phase."""
+def write(session: Session, config: KernelConfig, trained: Training, verdicts: dict[str, list[Verdict]]) -> None:
+    """Writes results.json and a few lines of the log. `verdicts`: those of each phase."""
     final = trained.phases[-1].name
-    judged = found[final]
+    judged = verdicts[final]
     generated = [verdict for verdict in judged if verdict.origin == "generated"]
     own = figures.figures(final, generated)
     low, high = own["pass@1_interval"]
@@ -102,7 +102,7 @@ def write(session: Session, config: KernelConfig, trained: Training, found: dict
         f"{low:.3f} to {high:.3f}. Only {trained.figures['steps']} optimizer steps on "
         f"{trained.figures['dataset']['examples']} pairs were trained: expect the answers' format from that, not skill."
     )
-    by_phase = {each.name: generated if each.name == final else found[each.name] for each in trained.phases}
+    by_phase = {phase.name: generated if phase.name == final else verdicts[phase.name] for phase in trained.phases}
     compared = figures.compared(by_phase, seed=config.seed) if len(by_phase) > 1 else []
     compared = [{**row, "val_loss": trained.progress["val_loss"][row["row"]]} for row in compared]
     results = {

@@ -141,8 +141,8 @@ class Kernel(Experiment):
         assert self.module is not None
         digest = stages.deliver(self, self.module)
         made = {
-            each.name: stages.candidates(self, self.module if each is self.phases[-1] else None, each)
-            for each in self.phases
+            phase.name: stages.candidates(self, self.module if phase is self.phases[-1] else None, phase)
+            for phase in self.phases
         }
         trained = results.training(self, digest)
         if self.config.part == "train":
@@ -176,18 +176,18 @@ class Kernel(Experiment):
                 f"data.curriculum: {data.curriculum}, but all epochs of the {self.rows} rows of {self.session.data} "
                 f"make one step of {self.per_step}: the model is never tried between two. Lower batch.tokens."
             )
-        train, found = self.batches.splits["train"], []
+        train, by_row = self.batches.splits["train"], []
         for tokens, marks in zip(train.tokens, train.marks, strict=True):
             documents, asked = marks >> 1, (marks & 1) == 0
             questions = [
                 self.renderer.tokenizer.decode(tokens[(documents == number) & asked].tolist())
                 for number in range(1, int(documents.max()) + 1)
             ]
-            found.append([curriculum.tasks_of(question) for question in questions])
+            by_row.append([curriculum.tasks_of(question) for question in questions])
         beginning = f"data.curriculum: {data.curriculum}, but no pair of {self.session.data}"
         tried = TASKS[: self.config.generate.tasks]
-        curriculum.require_practice(itertools.chain.from_iterable(found), tried, beginning)
-        return found
+        curriculum.require_practice(itertools.chain.from_iterable(by_row), tried, beginning)
+        return by_row
 
 
 class Judging(Kernel):
@@ -207,5 +207,5 @@ class Judging(Kernel):
 
 def _judge(session: Session, config: KernelConfig, trained: Training, made: Made) -> None:
     """Judges all candidates and writes results.json. Raises Stopped."""
-    if (found := stages.verified(session, config, made)) is not None:
-        results.write(session, config, trained, found)
+    if (verdicts := stages.verified(session, config, made)) is not None:
+        results.write(session, config, trained, verdicts)

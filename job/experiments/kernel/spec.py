@@ -130,13 +130,15 @@ class KernelConfig(TuningConfig):
         )
 
     def problems(self) -> list[tuple[str, str]]:
-        found = tuning.problems(self.model)
+        problems = tuning.problems(self.model)
         if self.trains == bool(self.candidates):
-            found.append(("candidates", "an earlier stage's name, of a part `train`; for the part `judge` alone"))
-        found += tuning.batch_problems(self.batch, self.data.row, self.optim.betas)
+            problems.append(("candidates", "an earlier stage's name, of a part `train`; for the part `judge` alone"))
+        problems += tuning.batch_problems(self.batch, self.data.row, self.optim.betas)
         if self.data.curriculum != "off" and self.epochs < 2:
-            found.append(("data.curriculum", "off unless epochs is 2 or more: it acts upon what is tried between them"))
-        return found
+            problems.append(
+                ("data.curriculum", "off unless epochs is 2 or more: it acts upon what is tried between them")
+            )
+        return problems
 
     @common.remembered
     def phases(self) -> tuple[common.PhaseSize, ...]:
@@ -161,8 +163,8 @@ class KernelConfig(TuningConfig):
             "gathered_bytes": tuning.gathered_bytes(m, self.precision.compute, again=self.reshard_after_forward),
             "workers": self.funnel.workers,
         }
-        names, each = trainings(self), per_candidate(self)
-        compile_s, judge_s = each["compile_s"], each["judge_s"]
+        names, seconds = trainings(self), per_candidate(self)
+        compile_s, judge_s = seconds["compile_s"], seconds["judge_s"]
         judged = len(names) * self.generate.tasks * self.generate.candidates + self.funnel.planted
 
         def training(name: str) -> common.PhaseSize:
@@ -235,8 +237,8 @@ class KernelConfig(TuningConfig):
     def with_facts(self, facts: Mapping[str, Any]) -> KernelConfig:
         if "rows" not in facts:
             return self
-        each = facts["rows"] * facts["row"] / facts["examples"]  # with the padding of the rows
-        return replace(self, data=replace(self.data, samples=facts["examples"], tokens_per_sample=each))
+        tokens_per_sample = facts["rows"] * facts["row"] / facts["examples"]  # with the padding of the rows
+        return replace(self, data=replace(self.data, samples=facts["examples"], tokens_per_sample=tokens_per_sample))
 
     def doubts(self, steps: int) -> Iterator[str]:
         yield from warmup_doubts("warmup", self.optim.warmup, steps, self.optim.lr, "the whole run", "batch.tokens")
@@ -249,14 +251,14 @@ class KernelConfig(TuningConfig):
         total = tuning.parameters(self.model) if self.trains else 0
         training = sum(1 for phase in self.phases() if phase.steps)
         after = (0,) * (len(self.phases()) - training)
-        each = 6 if self.model.vocab > 1 << 16 else 4
+        token_bytes = 6 if self.model.vocab > 1 << 16 else 4
         return common.Sizes(
             checkpoints=(12 * total,) * training + after,
             phase_ends=(4 * total,) * training + after,
             exports={},
             final={"weights": 2 * total},
             final_if_cut=(2 * total,) * len(self.phases()),
-            dataset=int(self.data.samples * self.data.tokens_per_sample * each) if self.trains else 0,
+            dataset=int(self.data.samples * self.data.tokens_per_sample * token_bytes) if self.trains else 0,
             base_weights=2 * total,  # bf16, the published dtype
         )
 

@@ -102,22 +102,22 @@ def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, fl
         ledger = Ledger(session.workdir / STAGES / "verdicts-tried.jsonl")
         look = partial(_look, session)
         with _judge(session, kernel.config) as judge:
-            found = figures.verify(judge, written, ledger, check=look, say=session.say)
-        correct = [verdict.task for verdict in found if verdict.passed]  # at any speed
+            verdicts = figures.verify(judge, written, ledger, check=look, say=session.say)
+        correct = [verdict.task for verdict in verdicts if verdict.passed]  # at any speed
         return {task.name: correct.count(task.name) / TRIED for task in TASKS[: kernel.config.generate.tasks]}
 
     return session.world.agree(_by_the_first(session, judged) or {})
 
 
 def _written(
-    kernel: KernelRun, module: Decoder | None, file: str, prefix: str, weights: str, each: int, *, salt: str = ""
+    kernel: KernelRun, module: Decoder | None, file: str, prefix: str, weights: str, count: int, *, salt: str = ""
 ) -> list[Candidate]:
-    """`each` candidates of every task, in order, from stages/`file`*.jsonl, except candidates of other weights; missing
+    """`count` candidates of every task, in order, from stages/`file`*.jsonl, except those of other weights; missing
     candidates are written now. Their names begin with `prefix`. Raises like `candidates`.
     """
     session, config = kernel.session, kernel.config.generate
     folder, rank = session.workdir / STAGES, session.world.rank
-    wanted = [(task, number) for task in TASKS[: config.tasks] for number in range(each)]
+    wanted = [(task, number) for task in TASKS[: config.tasks] for number in range(count)]
     ledger = Ledger(folder / (f"{file}.jsonl" if rank == 0 else f"{file}-{rank}.jsonl"))
     session.world.barrier()  # by now no rank's last line is half written
     known = _known(folder, file, weights)
@@ -149,8 +149,8 @@ def _written(
 
 def _known(folder: Path, file: str, weights: str) -> dict[str, Candidate]:
     """The candidates of these weights, from the files of all ranks."""
-    kept = [each for path in sorted(folder.glob(f"{file}*.jsonl")) for each in Ledger(path).read(candidate)]
-    return {made.name: made for of, made in kept if of == weights}
+    pairs = [pair for path in sorted(folder.glob(f"{file}*.jsonl")) for pair in Ledger(path).read(candidate)]
+    return {made.name: made for of, made in pairs if of == weights}
 
 
 def candidate(entry: dict[str, Any]) -> tuple[str, Candidate]:
@@ -188,7 +188,7 @@ def _generate_share(
         reason = (str(error), error.ends)
     del model
     session.device.tidy()
-    heeded = [each for each in world.every(reason) if each is not None]
+    heeded = [answer for answer in world.every(reason) if answer is not None]
     if heeded:
         why, ends = heeded[0]
         session.say(f"stopped while generating: {why}")
@@ -233,18 +233,18 @@ def _by_the_first(session: Session, act: Callable[[], T]) -> T | None:
     """The result of `act` on rank 0, while the other ranks wait; None on the others. Raises Stopped on all ranks if
     `act` is stopped.
     """
-    found: T | None = None
+    outcome: T | None = None
     stopped: tuple[str, bool] | None = None
     if session.world.first:
         try:
-            found = act()
+            outcome = act()
         except Stopped as error:
             stopped = str(error), error.ends
     heeded = session.world.agree(stopped)
     if heeded is not None:
         reason, ends = heeded
         raise Stopped(reason, ends=ends)
-    return found
+    return outcome
 
 
 def verified(session: Session, config: KernelConfig, made: Made) -> dict[str, list[Verdict]] | None:
@@ -255,8 +255,8 @@ def verified(session: Session, config: KernelConfig, made: Made) -> dict[str, li
 
 
 def _verified(session: Session, config: KernelConfig, made: Made) -> dict[str, list[Verdict]]:
-    kept = [*made][-1]
-    judged = [*made[kept], *planted.candidates(config.funnel.planted)]
+    last = [*made][-1]
+    judged = [*made[last], *planted.candidates(config.funnel.planted)]
     ledger = Ledger(session.workdir / STAGES / "verdicts.jsonl")
     with _judge(session, config) as judge:
         session.say(
@@ -265,8 +265,8 @@ def _verified(session: Session, config: KernelConfig, made: Made) -> dict[str, l
         )
         verify = partial(figures.verify, judge, ledger=ledger, check=partial(_look, session), say=session.say)
         try:
-            found = {kept: verify(judged)}
-            return found | {name: verify(own) for name, own in made.items() if name != kept}
+            verdicts = {last: verify(judged)}
+            return verdicts | {name: verify(own) for name, own in made.items() if name != last}
         except Stopped as error:
             session.say(f"stopped in the funnel: {error}")
             raise

@@ -230,8 +230,8 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x_RTd: Tensor, layout: Layout, cache: Cache | None = None) -> Tensor:
         if self.checkpointing and self.training:
-            kept = noop_context_fn if self.products_too else keep_products
-            result: Tensor = checkpoint(self._run, x_RTd, layout, cache, use_reentrant=False, context_fn=kept)
+            context = noop_context_fn if self.products_too else keep_products
+            result: Tensor = checkpoint(self._run, x_RTd, layout, cache, use_reentrant=False, context_fn=context)
             return result
         return self._run(x_RTd, layout, cache)
 

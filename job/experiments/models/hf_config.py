@@ -49,8 +49,8 @@ def published(name: str) -> str:
     """`blocks.3.attention.q.weight` -> `model.layers.3.self_attn.q_proj.weight`; also of a module's name."""
     words = name.split(".")
     leaf = words.pop() if words[-1] in ("weight", "bias") else None
-    found = f"model.layers.{words[1]}.{_PARTS['.'.join(words[2:])]}" if words[0] == "blocks" else _TOP[words[0]]
-    return found if leaf is None else f"{found}.{leaf}"
+    module_name = f"model.layers.{words[1]}.{_PARTS['.'.join(words[2:])]}" if words[0] == "blocks" else _TOP[words[0]]
+    return module_name if leaf is None else f"{module_name}.{leaf}"
 
 
 def tensors(s: Shape) -> dict[str, list[int]]:
@@ -102,7 +102,7 @@ def read_shape(folder: Path) -> Shape:
     layer_types = tree.get("layer_types") or []
     if not isinstance(layer_types, list):
         raise ValueError(f"{path}: layer_types {layer_types!r:.60} is no list; {_CORRECT}")
-    windows = tree.get("use_sliding_window") or any(each != "full_attention" for each in layer_types)
+    windows = tree.get("use_sliding_window") or any(layer_type != "full_attention" for layer_type in layer_types)
     windows = windows or (family == "llama" and tree.get("sliding_window"))  # Qwen's window counts only with its switch
     if windows or tree.get("mlp_bias") or (family != "qwen2" and tree.get("attention_bias")):
         raise ValueError(f"{path}: sliding windows and extra biases are not supported")
@@ -158,9 +158,9 @@ def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def differences(found: Shape, wanted: Shape) -> list[tuple[str, object, object]]:
+def differences(actual: Shape, wanted: Shape) -> list[tuple[str, object, object]]:
     """(key, found value, wanted value) of each difference."""
-    both = ((field.name, getattr(found, field.name), getattr(wanted, field.name)) for field in fields(Shape))
+    both = ((field.name, getattr(actual, field.name), getattr(wanted, field.name)) for field in fields(Shape))
     return [(key, there, here) for key, there, here in both if there != here]
 
 

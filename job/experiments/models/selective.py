@@ -61,6 +61,6 @@ keep_products.cache_hash = " ".join([*sorted(map(str, KEPT)), str(WIDE)])  # typ
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     keep = op in KEPT
     if keep and op in MATMULS:
-        left, right = args[MATMULS[op] : MATMULS[op] + 2]
-        keep = right.shape[-1] <= WIDE * left.shape[-1]
+        first, second = args[MATMULS[op] : MATMULS[op] + 2]
+        keep = second.shape[-1] <= WIDE * first.shape[-1]
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -62,11 +62,11 @@ class Sums:
     def characters(self) -> bytes:
         draw = random.Random(f"sums {self.seed}")
         parts: list[str] = []
-        left = self.count
-        while left > 0:
+        remaining = self.count
+        while remaining > 0:
             a, b = (draw.randrange(10 ** draw.randint(1, 3)) for _ in range(2))
             parts.append(f"{a}+{b}\n{a + b}\n\n" if draw.random() < 0.5 else f"{a}-{b}\n{a - b}\n\n")
-            left -= len(parts[-1])
+            remaining -= len(parts[-1])
         return "".join(parts)[: self.count].encode()
 
 

@@ -18,10 +18,10 @@ class Characters(PreparedDataset[PretrainConfig]):
     arguments: ClassVar[dict[str, str]] = {"text": "FILE.txt"}
     takes_tokenizer: ClassVar[bool] = False
 
-    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+    def prepare(self, folder: Path, supplied: Given) -> DatasetManifest:
         from gpufleet.job.experiments.pretrain.characters import prepare_characters  # a bill reads no data
 
-        return prepare_characters(folder, self.config.data, seed=self.config.seed, text=given.text, say=given.say)
+        return prepare_characters(folder, self.config.data, seed=self.config.seed, text=supplied.text, say=supplied.say)
 
     def differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
         data = self.config.data

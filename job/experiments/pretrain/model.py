@@ -73,8 +73,8 @@ class CharCache:
         if layer not in self._layers:
             b, k, _, d = k_BKTD.shape
             self._layers[layer] = k_BKTD.new_empty(b, k, self.capacity, d), v_BKTD.new_empty(b, k, self.capacity, d)
-        for kept, new in zip(self._layers[layer], (k_BKTD, v_BKTD), strict=True):
-            kept[:, :, self.length : end] = new
+        for stored, new in zip(self._layers[layer], (k_BKTD, v_BKTD), strict=True):
+            stored[:, :, self.length : end] = new
         keys, values = self._layers[layer]
         return keys[:, :, :end], values[:, :, :end]
 
@@ -114,8 +114,8 @@ class CharRows:
 
     def append(self, layer: int, k_BK1D: Tensor, v_BK1D: Tensor) -> tuple[Tensor, Tensor]:
         """Appends a position to each row; returns the layer's keys and values up to the longest row, [B, K, S, D]."""
-        for kept, new in zip(self._kept[layer], (k_BK1D, v_BK1D), strict=True):
-            kept[self._row_B, :, self._length_B] = new[:, :, 0]
+        for stored, new in zip(self._kept[layer], (k_BK1D, v_BK1D), strict=True):
+            stored[self._row_B, :, self._length_B] = new[:, :, 0]
         keys, values = self._kept[layer]
         return keys[:, :, : self._span], values[:, :, : self._span]
 

@@ -103,16 +103,16 @@ class OwnedMuon(torch.optim.Muon):
         parts = torch.cat(updates)
         rows, columns = parameters[0].shape
         # Rows per rank, as torch.chunk splits rows: equally many except for the last ranks, which may have none.
-        each = -(-rows // ranks)
-        shares = [max(0, min(each, rows - each * other)) for other in range(ranks)]
-        given = [shares[rank] if other < len(parameters) else 0 for other in range(ranks)]
+        rows_each = -(-rows // ranks)
+        shares = [max(0, min(rows_each, rows - rows_each * other)) for other in range(ranks)]
+        sent = [shares[rank] if other < len(parameters) else 0 for other in range(ranks)]
         taken = shares if rank < len(parameters) else [0] * ranks
         group_of_ranks, _, _ = parallel.cut_over(parameters[0])
         whole = parts.new_empty(sum(taken), columns)
-        dist.all_to_all_single(whole, parts, taken, given, group=group_of_ranks)
+        dist.all_to_all_single(whole, parts, taken, sent, group=group_of_ranks)
         if rank < len(parameters):
             whole = _orthogonal(whole)
-        dist.all_to_all_single(parts, whole, given, taken, group=group_of_ranks)
+        dist.all_to_all_single(parts, whole, sent, taken, group=group_of_ranks)
         for part, parameter in zip(parts.view(len(parameters), shares[rank], columns), parameters, strict=True):
             weights = parameter.to_local()
             weights.mul_(1 - group["lr"] * group["weight_decay"])
@@ -134,10 +134,10 @@ def _orthogonal(update: Tensor) -> Tensor:
 
 def _by_shape(parameters: Iterable[Tensor]) -> Iterator[list[DTensor]]:
     """The matrices by shape, in the order in which shapes first appear, which is the same on every rank."""
-    found: dict[torch.Size, list[DTensor]] = {}
+    by_shape: dict[torch.Size, list[DTensor]] = {}
     for parameter in parameters:
-        found.setdefault(parameter.shape, []).append(cast(DTensor, parameter))
-    yield from found.values()
+        by_shape.setdefault(parameter.shape, []).append(cast(DTensor, parameter))
+    yield from by_shape.values()
 
 
 def _zeros(parameter: nn.Parameter, kind: str) -> dict[str, Tensor]:

@@ -124,26 +124,28 @@ class PretrainConfig(ExperimentConfig):
     log: common.Log = common.Log()
 
     def problems(self) -> list[tuple[str, str]]:
-        m, found = self.model, []
+        m, problems = self.model, []
         if m.width % m.head_dim:
-            found.append(("model.head_dim", f"a divisor of the width, {m.width}"))
+            problems.append(("model.head_dim", f"a divisor of the width, {m.width}"))
         if m.head_dim % 2:
-            found.append(("model.head_dim", f"an even number (rotary positions turn pairs), not {m.head_dim}"))
+            problems.append(("model.head_dim", f"an even number (rotary positions turn pairs), not {m.head_dim}"))
         if m.kv_heads is not None and heads(m) % m.kv_heads:
-            found.append(("model.kv_heads", f"a divisor of the number of heads, {heads(m)}"))
+            problems.append(("model.kv_heads", f"a divisor of the number of heads, {heads(m)}"))
         if self.optim.kind == "adamw" and self.optim.lr > ADAMW_LR:
-            found.append(
+            problems.append(
                 ("optim.lr", f"at most {ADAMW_LR:g} with kind: adamw, not {self.optim.lr:g}: 0.02 is Muon's, try 3e-4")
             )
         for name, values in (("optim.betas", self.optim.betas), ("optim.momentum", self.optim.momentum)):
             if len(values) != 2:
-                found.append((name, f"two numbers, not {len(values)}"))
+                problems.append((name, f"two numbers, not {len(values)}"))
         if not self.eval.prompts:
-            found.append(("eval.prompts", "at least one prompt; sample_tokens: 0 switches samples off"))
+            problems.append(("eval.prompts", "at least one prompt; sample_tokens: 0 switches samples off"))
         for prompt in self.eval.prompts:
             if not 1 <= len(prompt) <= self.data.sequence or set(prompt) - set(SYMBOLS):
-                found.append(("eval.prompts", f"1 to {self.data.sequence} characters of {SYMBOLS!r}, not {prompt!r}"))
-        return found
+                problems.append(
+                    ("eval.prompts", f"1 to {self.data.sequence} characters of {SYMBOLS!r}, not {prompt!r}")
+                )
+        return problems
 
     @common.remembered
     def phases(self) -> tuple[common.PhaseSize, ...]:
@@ -194,8 +196,8 @@ class PretrainConfig(ExperimentConfig):
         # only the gradient of the largest matrix.
         reduced = block * (compute + 4) if ranks > 1 else 4 * m.width * m.width * 4
         tokens = rung.micro * self.data.sequence
-        full, kept = (_layer_bytes(m, compute, checkpointing=on) for on in (False, rung.checkpointing))
-        activations = tokens * (m.layers * kept + full - kept + (3 + BACKWARD) * m.width * compute)
+        full, kept_bytes = (_layer_bytes(m, compute, checkpointing=on) for on in (False, rung.checkpointing))
+        activations = tokens * (m.layers * kept_bytes + full - kept_bytes + (3 + BACKWARD) * m.width * compute)
         logits = tokens * m.vocab * (COMPILED_LOGIT_BYTES if self.runs_compiled() else LOGIT_BYTES)
         held = {"weights": weights, "gradients": gradients + reduced, "moments": moments, "activations": activations}
         return common.in_gb(**held, logits=logits, peak=sum(held.values()) + logits + self.sizes().dataset)

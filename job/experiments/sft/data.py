@@ -17,20 +17,20 @@ class Conversations(PackedData[SftConfig]):
     and reads no data.
     """
 
-    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+    def prepare(self, folder: Path, supplied: Given) -> DatasetManifest:
         from gpufleet.job.experiments.dataset.rendering import tokenizer_of
         from gpufleet.job.experiments.sft.conversations import prepare_sft
 
-        own = tokenizer_of(given.weights, given.tokenizer)
-        return prepare_sft(folder, self.config, text=given.text, tokenizer=own, say=given.say)
+        own = tokenizer_of(supplied.weights, supplied.tokenizer)
+        return prepare_sft(folder, self.config, text=supplied.text, tokenizer=own, say=supplied.say)
 
-    def accept(self, folder: Path, given: Given) -> DatasetManifest:
+    def accept(self, folder: Path, supplied: Given) -> DatasetManifest:
         from gpufleet.job.experiments.dataset.rendering import FileTokenizer, tokenizer_of
         from gpufleet.job.experiments.sft.conversations import warn_of_untrained
 
-        manifest = super().accept(folder, given)
-        if (own := tokenizer_of(given.weights)) is not None:
-            warn_of_untrained(self.config, FileTokenizer(own), given.say)
+        manifest = super().accept(folder, supplied)
+        if (own := tokenizer_of(supplied.weights)) is not None:
+            warn_of_untrained(self.config, FileTokenizer(own), supplied.say)
         return manifest
 
     def facts_differ(self, manifest: DatasetManifest) -> Iterator[str]:

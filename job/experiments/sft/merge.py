@@ -139,13 +139,13 @@ def finish(sft: SftRun, module: Decoder) -> dict[str, Any]:
         elif not session.world.agree(dtype is not None):
             dtype = None
         tensors = lora.merged_weights(module)
-    found = {"losses": losses, "merge": report}
+    entries = {"losses": losses, "merge": report}
     if dtype is None:
-        return {**found, "answers": answers}
+        return {**entries, "answers": answers}
     meta = {"experiment": "sft-h100", "phase": sft.phases[0].name, **sft.trained._asdict(), **sft.outcome}
-    meta |= {"trained": trained, **found}
+    meta |= {"trained": trained, **entries}
     digest = tuning.deliver(session, sft.manifest, sft.config, tensors, dtype, meta)
-    return {**found, "answers": answers, "weights_sha256": digest}
+    return {**entries, "answers": answers, "weights_sha256": digest}
 
 
 def keep_adapter(sft: SftRun, module: Decoder) -> None:
@@ -218,7 +218,7 @@ def _answers(sft: SftRun, module: Decoder, done: FinishedVariants) -> list[dict[
         return []
     tokenizer = open_chat_tokenizer(sft.manifest.facts["tokenizer"], session.data)
     stop = {int(sft.manifest.facts["stop"])}
-    found: list[dict[str, Any]] = []
+    answers: list[dict[str, Any]] = []
     together = answers_at_once(config)
     for start in range(0, len(asked), together):
         part = asked[start : start + together]
@@ -238,8 +238,8 @@ def _answers(sft: SftRun, module: Decoder, done: FinishedVariants) -> list[dict[
                 for item, ids in zip(part, written, strict=True)
             ]
 
-        found += done.get(f"answers {start}", answer) or []
+        answers += done.get(f"answers {start}", answer) or []
         session.say(f"answers: {start + len(part)} of {len(asked)}")
-    for item in found[:3]:
+    for item in answers[:3]:
         session.say(f"  {item['prompt']!r} -> {item['answer']!r}")
-    return found
+    return answers

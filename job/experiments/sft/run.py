@@ -100,10 +100,10 @@ class Sft(Experiment):
         on every rank, once everything is written.
         """
         assert self.module is not None
-        found = merge.finish(self, self.module)
+        entries = merge.finish(self, self.module)
         if self.session.world.first:
-            atomic.write_json(self.session.workdir / RESULTS, self._results(found))
-        report = found.get("merge")  # None: nothing was merged, or another rank has the report
+            atomic.write_json(self.session.workdir / RESULTS, self._results(entries))
+        report = entries.get("merge")  # None: nothing was merged, or another rank has the report
         refused = self.session.world.agree(report and not report["fp32_matches"] and report["fp32_difference"])
         if refused:
             raise merge.MergeDiffersError(refused)
@@ -148,7 +148,7 @@ class Sft(Experiment):
             f"{counted(self.config.epochs, 'epoch')} of {rows}; {examples}, fill {facts['fill']:.1%}"
         )
 
-    def _results(self, found: dict[str, Any]) -> dict[str, Any]:
+    def _results(self, entries: dict[str, Any]) -> dict[str, Any]:
         """Sizes, predictions, measurements, and the results of the merge."""
         config, session, phase = self.config, self.session, self.phases[0]
         own = session.metrics.records(phase.name)
@@ -184,5 +184,5 @@ class Sft(Experiment):
                 }
             ],
             **self.outcome,
-            **found,
+            **entries,
         }

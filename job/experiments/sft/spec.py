@@ -93,14 +93,14 @@ class SftConfig(TuningConfig):
     log: common.Log = common.Log()
 
     def problems(self) -> list[tuple[str, str]]:
-        found = tuning.problems(self.model)
+        problems = tuning.problems(self.model)
         if self.data.longest > self.data.row:
-            found.append(("data.longest", f"at most data.row, {self.data.row}: examples are packed whole"))
+            problems.append(("data.longest", f"at most data.row, {self.data.row}: examples are packed whole"))
         if self.lora.shard_base and (self.method == "full" or self.lora.template_tokens):
             whole = "all weights are cut over the GPUs anyway" if self.method == "full" else "not with template_tokens"
-            found.append(("lora.shard_base", f"false here: {whole}"))
-        found += tuning.batch_problems(self.batch, self.data.row, self.optim.betas)
-        return found
+            problems.append(("lora.shard_base", f"false here: {whole}"))
+        problems += tuning.batch_problems(self.batch, self.data.row, self.optim.betas)
+        return problems
 
     @common.remembered
     def phases(self) -> tuple[common.PhaseSize, ...]:
@@ -238,14 +238,14 @@ class SftConfig(TuningConfig):
         """
         total, own = tuning.parameters(self.model), trained(self)
         final = {"adapter": 2 * own, "merged": 4 * total} if self.method == "lora" else {"merged": 2 * total}
-        each, texts = 6 if self.model.vocab > 1 << 16 else 4, 0.0 if self.measures.pretokenised else TEXT_BYTES
+        token_bytes, texts = 6 if self.model.vocab > 1 << 16 else 4, 0.0 if self.measures.pretokenised else TEXT_BYTES
         return common.Sizes(
             checkpoints=(12 * own,) * 2,
             phase_ends=(4 * own,) * 2,
             exports={},
             final=final,
             final_if_cut=(next(iter(final.values())),) * 2,
-            dataset=int(self.data.examples * example_tokens(self) * (each / fill(self) + texts)),
+            dataset=int(self.data.examples * example_tokens(self) * (token_bytes / fill(self) + texts)),
             base_weights=2 * total,  # bf16, the published dtype
         )
 

@@ -28,13 +28,13 @@ class PackedData(PreparedDataset[T]):
 
     arguments: ClassVar[dict[str, str]] = {"jsonl": "FILE.jsonl"}
 
-    def accept(self, folder: Path, given: Given) -> DatasetManifest:
+    def accept(self, folder: Path, supplied: Given) -> DatasetManifest:
         from gpufleet.job.experiments.dataset import prepare
         from gpufleet.job.experiments.dataset.packed import report
 
         manifest = prepare.checked(folder)
-        given.say(f"{folder} is prepared already")
-        report(manifest, given.say)
+        supplied.say(f"{folder} is prepared already")
+        report(manifest, supplied.say)
         return manifest
 
     def differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
@@ -62,12 +62,12 @@ class PackedData(PreparedDataset[T]):
 
     def weights_differ(self, folder: Path) -> str:
         try:
-            found = hf_config.read_shape(folder)
+            shape = hf_config.read_shape(folder)
         except ValueError as error:
             return f"cannot be used: {error}."
         words = ", ".join(
             f"model.{key} {there}, the file says {here}"
-            for key, there, here in hf_config.differences(found, self.config.model)
+            for key, there, here in hf_config.differences(shape, self.config.model)
         )
         return (
             f"are of another model: {words}. Make job.parameters.model agree, or name other weights." if words else ""

@@ -184,8 +184,8 @@ def deliver(
         names = (TRAINED_TEMPLATE,) if chat_template(session.inputs) else (TRAINED_TEMPLATE, CHAT_TEMPLATE)
         for name in names:
             (folder / name).write_text(jinja(TEMPLATES[config.model.family]), encoding="utf-8")
-    kept = (*paths, *sorted((folder / "adapter").glob("adapter*")))
-    files = [export.entry(folder, path.relative_to(folder).as_posix()) for path in kept]
+    exported = (*paths, *sorted((folder / "adapter").glob("adapter*")))
+    files = [export.entry(folder, path.relative_to(folder).as_posix()) for path in exported]
     tree = {
         "schema": 1,
         **meta,

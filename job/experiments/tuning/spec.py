@@ -118,22 +118,22 @@ def gathered_bytes(m: DecoderConfig, compute: str, *, again: bool) -> int:
 
 def activations(m: DecoderConfig, tokens: int, compute: int, rung: Rung, *, adapters: int = 0) -> float:
     """Bytes that all layers keep for `tokens` tokens; with checkpointing one layer is whole again in backward."""
-    kept = layer_activation_bytes(m, compute, rung, adapters=adapters)
+    layer_bytes = layer_activation_bytes(m, compute, rung, adapters=adapters)
     again = layer_activation_bytes(m, compute, Rung(micro=1), adapters=adapters) if rung.checkpointing else 0.0
-    return tokens * (m.layers * kept + again + 2 * m.width * compute)
+    return tokens * (m.layers * layer_bytes + again + 2 * m.width * compute)
 
 
 def batch_problems(batch: TokenBatch, row: int, betas: tuple[float, ...]) -> list[tuple[str, str]]:
     """Problems of batches that are no whole rows, and of AdamW's betas, as (path, sentence)."""
-    found = []
+    wrong = []
     if batch.tokens % row:
-        found.append(("batch.tokens", f"a multiple of data.row, {row}: a step takes whole rows"))
+        wrong.append(("batch.tokens", f"a multiple of data.row, {row}: a step takes whole rows"))
     micro = batch.micro_tokens
     if micro is not None and (micro % row or micro > batch.tokens):
-        found.append(("batch.micro_tokens", f"a multiple of data.row, {row}, up to batch.tokens"))
+        wrong.append(("batch.micro_tokens", f"a multiple of data.row, {row}, up to batch.tokens"))
     if len(betas) != 2:
-        found.append(("optim.betas", "two numbers, beta1 and beta2"))
-    return found
+        wrong.append(("optim.betas", "two numbers, beta1 and beta2"))
+    return wrong
 
 
 def ladder(config: TuningConfig, ranks: int) -> tuple[Rung, ...]:
@@ -145,12 +145,12 @@ def ladder(config: TuningConfig, ranks: int) -> tuple[Rung, ...]:
 
 def problems(m: DecoderConfig) -> list[tuple[str, str]]:
     """Shapes that cannot be built, as (path, sentence)."""
-    found = []
+    wrong = []
     if m.heads % m.kv_heads:
-        found.append(("model.kv_heads", f"a divisor of the number of heads, {m.heads}"))
+        wrong.append(("model.kv_heads", f"a divisor of the number of heads, {m.heads}"))
     if m.head_dim % 2:
-        found.append(("model.head_dim", f"an even number (rotary positions turn pairs), not {m.head_dim}"))
-    return found
+        wrong.append(("model.head_dim", f"an even number (rotary positions turn pairs), not {m.head_dim}"))
+    return wrong
 
 
 def steps(tokens: float, per_step: float) -> int:

@@ -12,5 +12,5 @@ Labels = NDArray[np.int8]
 def unit_rows(rows: Floats) -> Floats:
     """Rows of length 1; a zero row stays zero."""
     length = np.linalg.norm(rows, axis=-1, keepdims=True)
-    found: Floats = np.divide(rows, length, out=np.zeros_like(rows), where=length > 0)
-    return found
+    unit: Floats = np.divide(rows, length, out=np.zeros_like(rows), where=length > 0)
+    return unit

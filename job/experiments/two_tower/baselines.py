@@ -73,12 +73,12 @@ def lambdarank(
     lightgbm = importlib.import_module("lightgbm")
     train, watch, test = member.train, member.watch, member.test
     axes_PS = principal_axes(tables.queries[train])
-    given = {
+    splits = {
         "train": (train, training_features(tables, train, axes_PS, seed)),
         "watch": (watch, features(tables, train, watch, axes_PS)),
     }
     sets: dict[str, Any] = {}
-    for name, (queries, seen) in given.items():
+    for name, (queries, seen) in splits.items():
         relevance = np.array([0, 2, 1], dtype=np.int32)[tables.labels[queries]]
         sets[name] = lightgbm.Dataset(
             seen.reshape(-1, FEATURES),
@@ -96,8 +96,8 @@ def lambdarank(
     )
     asked = features(tables, train, test, axes_PS).reshape(-1, FEATURES)
     scores = ranker.predict(asked, num_threads=threads)
-    found: Floats = np.asarray(scores, dtype=np.float32).reshape(len(test), -1)
-    return found
+    predicted: Floats = np.asarray(scores, dtype=np.float32).reshape(len(test), -1)
+    return predicted
 
 
 def training_features(tables: Tables, train: Indices, axes_PS: Floats, seed: int) -> Floats:
@@ -106,13 +106,13 @@ def training_features(tables: Tables, train: Indices, axes_PS: Floats, seed: int
     If only the query itself were left out, its features would reveal its label: exactly its relevant models would have
     one relevant query less. Trees would use that difference, which a test query does not have.
     """
-    found = np.zeros((len(train), tables.labels.shape[1], FEATURES), dtype=np.float32)
+    features_TMF = np.zeros((len(train), tables.labels.shape[1], FEATURES), dtype=np.float32)
     parts = min(PARTS, len(train))
     part_T = fold_of(len(train), parts, seed)
     for part in range(parts):
         own = part_T == part
-        found[own] = features(tables, train[~own], train[own], axes_PS)
-    return found
+        features_TMF[own] = features(tables, train[~own], train[own], axes_PS)
+    return features_TMF
 
 
 def features(tables: Tables, known: Indices, queries: Indices, axes_PS: Floats) -> Floats:
@@ -132,20 +132,20 @@ def features(tables: Tables, known: Indices, queries: Indices, axes_PS: Floats) 
     shares = np.zeros_like(cosine)
     np.put_along_axis(shares, nearest, weight / np.maximum(weight.sum(axis=1, keepdims=True), 1e-9), axis=1)
     coordinates = sentences @ axes_PS.T
-    found = np.zeros((len(queries), labels_TM.shape[1], FEATURES), dtype=np.float32)
-    found[:, :, 0] = _mean(labels_TM, [float(gain > 0) for gain in GAINS])
-    found[:, :, 1] = mean_M
-    found[:, :, 2] = _mean(labels_TM, [gain**2 for gain in GAINS]) - mean_M**2
-    found[:, :, 3] = shares @ gains_TM
-    found[:, :, 4] = sentences @ unit_rows(gains_TM.T @ known_TS).T
-    found[:, :, 5 : 5 + coordinates.shape[1]] = coordinates[:, None, :]
-    return found
+    features_QMF = np.zeros((len(queries), labels_TM.shape[1], FEATURES), dtype=np.float32)
+    features_QMF[:, :, 0] = _mean(labels_TM, [float(gain > 0) for gain in GAINS])
+    features_QMF[:, :, 1] = mean_M
+    features_QMF[:, :, 2] = _mean(labels_TM, [gain**2 for gain in GAINS]) - mean_M**2
+    features_QMF[:, :, 3] = shares @ gains_TM
+    features_QMF[:, :, 4] = sentences @ unit_rows(gains_TM.T @ known_TS).T
+    features_QMF[:, :, 5 : 5 + coordinates.shape[1]] = coordinates[:, None, :]
+    return features_QMF
 
 
 def principal_axes(sentences_TS: Floats) -> Floats:
     """[at most PROJECTIONS, S]: the directions in which the sentence vectors differ most."""
-    found: Floats = np.linalg.svd(sentences_TS - sentences_TS.mean(axis=0), full_matrices=False)[2][:PROJECTIONS]
-    return found
+    axes_PS: Floats = np.linalg.svd(sentences_TS - sentences_TS.mean(axis=0), full_matrices=False)[2][:PROJECTIONS]
+    return axes_PS
 
 
 def _mean(labels_TM: Labels, worth: Sequence[float]) -> NDArray[np.float64]:
@@ -153,6 +153,6 @@ def _mean(labels_TM: Labels, worth: Sequence[float]) -> NDArray[np.float64]:
     counts, so models with the same counts get the same number; sums of gains would depend on the order of the queries.
     """
     total_M = np.zeros(labels_TM.shape[1])
-    for label, each in enumerate(worth):
-        total_M += each * (labels_TM == label).sum(axis=0)
+    for label, label_worth in enumerate(worth):
+        total_M += label_worth * (labels_TM == label).sum(axis=0)
     return total_M / max(1, len(labels_TM))

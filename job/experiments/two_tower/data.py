@@ -20,10 +20,10 @@ class RankingData(PreparedDataset[TwoTowerConfig]):
     arguments: ClassVar[dict[str, str]] = {"million-llms": "FOLDER"}
     takes_tokenizer: ClassVar[bool] = False
 
-    def prepare(self, folder: Path, given: Given) -> DatasetManifest:
+    def prepare(self, folder: Path, supplied: Given) -> DatasetManifest:
         from gpufleet.job.experiments.two_tower.ranking import prepare_ranking
 
-        return prepare_ranking(folder, self.config, text=given.text, say=given.say)
+        return prepare_ranking(folder, self.config, text=supplied.text, say=supplied.say)
 
     def differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
         from gpufleet.job.experiments.two_tower.ranking import mismatches

@@ -52,9 +52,9 @@ class MemberRows:
 
 def fold_of(queries: int, folds: int, seed: int) -> Indices:
     """The fold of each query: shuffled queries are dealt out one by one."""
-    found = np.empty(queries, dtype=np.int64)
-    found[np.random.default_rng(seed).permutation(queries)] = np.arange(queries) % folds
-    return found
+    fold_Q = np.empty(queries, dtype=np.int64)
+    fold_Q[np.random.default_rng(seed).permutation(queries)] = np.arange(queries) % folds
+    return fold_Q
 
 
 def members(config: TwoTowerConfig) -> list[Member]:
@@ -112,11 +112,11 @@ def weak_labels(discovery_NS: Floats, queries_TS: Floats, gains_TM: Floats, weak
     mean = similar.sum(axis=1) / np.maximum(near, 1)
     confidence = mean * near / weak.neighbours
     order = np.argsort(-confidence, kind="stable")
-    kept = np.sort(order[: weak.queries][confidence[order[: weak.queries]] >= max(weak.confidence, 1e-9)])
-    shares_NT = np.zeros((len(kept), cosine_NT.shape[1]), dtype=np.float32)
-    total = similar[kept].sum(axis=1, keepdims=True)
-    np.put_along_axis(shares_NT, nearest[kept], similar[kept] / total, axis=1)
-    return kept, shares_NT @ gains_TM
+    confident = np.sort(order[: weak.queries][confidence[order[: weak.queries]] >= max(weak.confidence, 1e-9)])
+    shares_NT = np.zeros((len(confident), cosine_NT.shape[1]), dtype=np.float32)
+    total = similar[confident].sum(axis=1, keepdims=True)
+    np.put_along_axis(shares_NT, nearest[confident], similar[confident] / total, axis=1)
+    return confident, shares_NT @ gains_TM
 
 
 def require_relevant(member: Member, labels: Labels) -> None:
@@ -141,18 +141,18 @@ def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> MemberRows
     require_relevant(member, tables.labels)
     gains_TM = gains(tables.labels[member.train])
     queries_TS = tables.queries[member.train]
-    kept, weak_gains = weak_labels(tables.discovery, queries_TS, gains_TM, weak)
-    real = len(member.train) + len(kept)
+    confident, weak_gains = weak_labels(tables.discovery, queries_TS, gains_TM, weak)
+    real = len(member.train) + len(confident)
     assert real <= rows, (real, rows)
     sentences = np.zeros((rows, queries_TS.shape[1]), dtype=np.float32)
     targets = np.zeros((rows, gains_TM.shape[1]), dtype=np.float32)
-    sentences[:real] = np.concatenate([queries_TS, tables.discovery[kept]])
+    sentences[:real] = np.concatenate([queries_TS, tables.discovery[confident]])
     targets[:real] = np.concatenate([gains_TM, weak_gains])
     mass = targets.sum(axis=1, keepdims=True)
     np.divide(targets, mass, out=targets, where=mass > 0)
     learnt = (mass[:, 0] > 0).astype(np.float32)
     weights = learnt * np.float32(rows / learnt.sum())
-    return MemberRows(sentences=sentences, targets=targets, weights=weights, weak=len(kept))
+    return MemberRows(sentences=sentences, targets=targets, weights=weights, weak=len(confident))
 
 
 def watched(chosen: Sequence[Member], tables: Tables) -> tuple[Indices, NDArray[np.float64], NDArray[np.float64]]:

@@ -105,8 +105,8 @@ def sampled_loss(towered: Towered, targets_KBM: Tensor, draws_KBN: Tensor, sampl
     hard, which = draws_KBN[..., 1 : 1 + negatives] < sampled.hard, draws_KBN[..., 1 + negatives :]
     place = (which * torch.where(hard, count.clamp(max=HARD_POOL), count)).long().clamp(max=scores_KBM.shape[-1] - 1)
     chosen = torch.cat([positive.clamp(max=scores_KBM.shape[-1] - 1), ranked.gather(-1, place)], dim=-1)
-    found: Tensor = -torch.log_softmax(scores_KBM.gather(-1, chosen), dim=-1)[..., 0]
-    return found
+    loss_KB: Tensor = -torch.log_softmax(scores_KBM.gather(-1, chosen), dim=-1)[..., 0]
+    return loss_KB
 
 
 @torch.no_grad()

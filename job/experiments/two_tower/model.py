@@ -247,8 +247,8 @@ class _Hidden(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, kept = ctx.saved_tensors
-        grad = torch.ops.aten.threshold_backward(grads[0], kept, 0.0)
+        x, weight, activated = ctx.saved_tensors
+        grad = torch.ops.aten.threshold_backward(grads[0], activated, 0.0)
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         return grad_x, grad.mT @ x, grad.sum(-2), None, None
 

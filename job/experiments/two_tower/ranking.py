@@ -135,7 +135,9 @@ def mismatches(config: TwoTowerConfig, queries: tuple[int, ...], labels: tuple[i
         ("data.models", config.data.models, labels[1]),
         ("towers.sentence", config.towers.sentence, queries[1]),
     )
-    return [f"job.parameters.{key} is {asked}, the data has {found}" for key, asked, found in wanted if asked != found]
+    return [
+        f"job.parameters.{key} is {asked}, the data has {actual}" for key, asked, actual in wanted if asked != actual
+    ]
 
 
 def generate(queries: int, models: int, discovery: int, width: int, *, seed: int) -> Tables:
@@ -180,8 +182,8 @@ def read_folder(
     if not folder.is_dir():
         raise ValueError(f"{folder}: not a folder; it must hold queries.jsonl, labels.csv and maybe discovery.jsonl")
     queries = _sentences(folder / "queries.jsonl")
-    found = folder / "discovery.jsonl"
-    discovery = _sentences(found) if found.exists() else {}
+    path = folder / "discovery.jsonl"
+    discovery = _sentences(path) if path.exists() else {}
     if (asked := max(family.weak.queries for _, family in variants(config))) > len(discovery):
         few = f"discovery queries: {len(discovery):,}, training has weak labels for no more"
         none = "no discovery.jsonl: training has no weak labels"
@@ -217,7 +219,7 @@ def read_folder(
 
 def _sentences(path: Path) -> dict[str, str]:
     """The text of each id, in the file's order."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     lines = _open(path).split("\n")
     require_lines(path)
     for number, line in enumerate(lines, start=1):
@@ -235,12 +237,12 @@ def _sentences(path: Path) -> dict[str, str]:
             raise ValueError(f"{path}:{number}: query {name} has no text")
         require_characters(name, f"{path}:{number}: id")
         require_characters(text, f"{path}:{number}: text")
-        if name in found:
+        if name in texts:
             raise ValueError(f"{path}:{number}: query {name} is there twice; ids must differ")
-        found[name] = text
-    if not found:
+        texts[name] = text
+    if not texts:
         raise ValueError(f"{path}: empty; at least one query is needed")
-    return found
+    return texts
 
 
 def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str], int]:

@@ -20,9 +20,9 @@ def ndcg(scores_QM: Tensor, gains_QM: Tensor, k: int) -> Tensor:
     places = torch.arange(gains.shape[-1], device=gains.device, dtype=torch.float64)
     discounts_M = torch.where(places < k, 1 / torch.log2(places + 2), 0.0)
     ordered_QM, order_QM = scores_QM.sort(-1, descending=True)
-    found = (_mean_over_ties(ordered_QM, gains.gather(-1, order_QM)) * discounts_M).sum(-1)
+    dcg = (_mean_over_ties(ordered_QM, gains.gather(-1, order_QM)) * discounts_M).sum(-1)
     best = (gains.sort(-1, descending=True).values * discounts_M).sum(-1)
-    return torch.where(best > 0, found / best.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+    return torch.where(best > 0, dcg / best.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
 
 
 def reciprocal_rank(scores_QM: Tensor, gains_QM: Tensor) -> Tensor:
@@ -38,8 +38,8 @@ def reciprocal_rank(scores_QM: Tensor, gains_QM: Tensor) -> Tensor:
     # came before) times hazard (something wanted comes here).
     mean, alive = torch.zeros_like(above), torch.ones_like(above)
     for j in range(int((tied - wanted).max().item()) + 1):
-        left = (tied - j).clamp(min=1)
-        hazard = (wanted / left).clamp(max=1.0)
+        untried = (tied - j).clamp(min=1)
+        hazard = (wanted / untried).clamp(max=1.0)
         mean += alive * hazard / (above + j + 1)
         alive = alive * (1 - hazard)
     return torch.where(relevant.any(-1), mean, 0.0)

@@ -43,19 +43,19 @@ class TwoTowerOutcome:
 
 def by_query(own: Sequence[Member], tables: Tables, score: Callable[[Member], Floats]) -> Floats:
     """[Q, M]: each query's scores by the member that is tested on it."""
-    found = np.zeros(tables.labels.shape, dtype=np.float32)
+    scores_QM = np.zeros(tables.labels.shape, dtype=np.float32)
     for member in own:
-        found[member.test] = score(member)
-    return found
+        scores_QM[member.test] = score(member)
+    return scores_QM
 
 
 def measured(phases: Sequence[Phase], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per phase: steps done, the median step time and the peak of memory."""
-    found = []
+    rows = []
     for phase in phases:
         own = [record for record in records if record["phase"] == phase.name]
         figures = metrics.measured(own)
-        found.append(
+        rows.append(
             {
                 "phase": phase.name,
                 "steps": own[-1]["step"] - phase.first if own else 0,
@@ -63,7 +63,7 @@ def measured(phases: Sequence[Phase], records: list[dict[str, Any]]) -> list[dic
                 "memory_gb": figures["memory_gb"],
             }
         )
-    return found
+    return rows
 
 
 def write(outcome: TwoTowerOutcome, workdir: Path, about: dict[str, Any], *, say: Callable[[str], None]) -> None:

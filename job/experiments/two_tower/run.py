@@ -135,11 +135,11 @@ class TwoTower(Experiment):
         if phase.name == REFIT:
             return None
         assert self._losses_K is not None  # every evaluated step was read back
-        found = self._watched(module)
+        ndcg_K = self._watched(module)
         record = self.progress["families"][self._name(phase)]
         epoch = record["epochs"] = record["epochs"] + 1
         better = []
-        for k, value in enumerate(found):
+        for k, value in enumerate(ndcg_K):
             if not record["stopped"][k] and (record["best"][k] is None or value > record["best"][k]):
                 record["best"][k], record["epoch"][k] = value, epoch
                 better.append(k)
@@ -148,8 +148,8 @@ class TwoTower(Experiment):
                 record["stopped"][k] = epoch
         module.keep(torch.tensor(better, dtype=torch.int64, device=module.best.device))
         folds = self.config.data.folds
-        self._say_epoch(phase, epoch, self._losses_K[:folds].tolist(), found)
-        return 1 - fmean(found[:folds])
+        self._say_epoch(phase, epoch, self._losses_K[:folds].tolist(), ndcg_K)
+        return 1 - fmean(ndcg_K[:folds])
 
     def clip(self, opt: Optimizer) -> Tensor:
         """Clips each member by its own norm; returns the mean of the norms."""
@@ -243,19 +243,19 @@ class TwoTower(Experiment):
                 )
 
         # Training is over, and the bill counts on the core that training left to the supervisor (engine/__main__.py).
-        given = "OMP_NUM_THREADS" in os.environ
-        threads = torch.get_num_threads() if given else len(os.sched_getaffinity(0))
-        found = baselines.lambdarank(member, self.tables, seed=self.config.seed, threads=threads, stop=after_tree)
+        is_set = "OMP_NUM_THREADS" in os.environ
+        threads = torch.get_num_threads() if is_set else len(os.sched_getaffinity(0))
+        scores = baselines.lambdarank(member, self.tables, seed=self.config.seed, threads=threads, stop=after_tree)
         self.session.say(f"{fold}: done, {counted(trees, 'tree')} in {time.monotonic() - began:.0f} s")
-        return found
+        return scores
 
     @torch.no_grad()
     def _watched(self, module: Members) -> list[float]:
         """Each member's nDCG@10 on the fold that it watches."""
         module.eval()
-        found: list[float] = self._batches.watched_ndcg(module).tolist()
+        ndcg_K: list[float] = self._batches.watched_ndcg(module).tolist()
         module.train()
-        return found
+        return ndcg_K
 
     def _choose_refit(self) -> dict[str, Any]:
         """The family that the watched folds prefer, and the median of that family's epochs over the folds. No test fold
@@ -282,15 +282,15 @@ class TwoTower(Experiment):
             f" {self._batches.queries} queries each, of them {min(weak)} to {max(weak)} weakly labelled"
         )
 
-    def _say_epoch(self, phase: Phase, epoch: int, losses: list[float], found: list[float]) -> None:
+    def _say_epoch(self, phase: Phase, epoch: int, losses: list[float], ndcg_K: list[float]) -> None:
         folds, record = self.config.data.folds, self.progress["families"][self._name(phase)]
-        loss, inner, best = spread(losses), spread(found[:folds]), fmean(record["best"][:folds])
-        optimistic = f", optimistic {fmean(found[folds:]):.4f}" if found[folds:] else ""
+        loss, inner, best = spread(losses), spread(ndcg_K[:folds]), fmean(record["best"][:folds])
+        optimistic = f", optimistic {fmean(ndcg_K[folds:]):.4f}" if ndcg_K[folds:] else ""
         stopped = sum(map(bool, record["stopped"]))
         self.session.say(
             f"{phase.name} epoch {epoch:3d}/{self.config.epochs} | loss {loss['mean']:.4f} ± {loss['std']:.4f} | "
             f"inner nDCG@10 {inner['mean']:.4f} ± {inner['std']:.4f} (best {best:.4f}{optimistic}) | "
-            f"{stopped}/{len(found)} stopped"
+            f"{stopped}/{len(ndcg_K)} stopped"
         )
 
     def _export(self, module: Members) -> None:

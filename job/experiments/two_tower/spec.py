@@ -128,25 +128,29 @@ class TwoTowerConfig(ExperimentConfig):
     log: common.Log = common.Log(every=100)
 
     def problems(self) -> list[tuple[str, str]]:
-        found = []
+        problems = []
         if unknown := [name for name in self.sweep if name not in VARIANTS]:
             return [("sweep", f"{', '.join(unknown)}: not among {', '.join(VARIANTS)}")]
         if len(set(self.sweep)) < len(self.sweep):
-            found.append(("sweep", "each variant once"))
+            problems.append(("sweep", "each variant once"))
         t = self.towers
-        found += [(f"towers.{name}", "at least one width") for name in ("query", "model") if not getattr(t, name)]
+        problems += [(f"towers.{name}", "at least one width") for name in ("query", "model") if not getattr(t, name)]
         for name, family in variants(self):  # p has a model tower of its own, and the config's query tower
             query, model = family.towers.query, family.towers.model
             if query and model and query[-1] != model[-1]:
                 whose = f"those of {name} in the sweep do" if self.sweep else "towers.model does"
-                found.append(("towers.query", f"widths that end with {model[-1]}, as {whose}: there both meet"))
+                problems.append(("towers.query", f"widths that end with {model[-1]}, as {whose}: there both meet"))
         if self.data.folds > self.data.queries:
-            found.append(("data.folds", f"at most the number of queries, {self.data.queries}"))
+            problems.append(("data.folds", f"at most the number of queries, {self.data.queries}"))
         if self.data.folds < 3:
-            found.append(("data.folds", "at least 3: one to test on, one for inner validation, the rest to train on"))
+            problems.append(
+                ("data.folds", "at least 3: one to test on, one for inner validation, the rest to train on")
+            )
         if self.objective == "sampled" and self.sampled.negatives >= self.data.models:
-            found.append(("sampled.negatives", f"at most {self.data.models - 1}: there are {self.data.models} models"))
-        return found
+            problems.append(
+                ("sampled.negatives", f"at most {self.data.models - 1}: there are {self.data.models} models")
+            )
+        return problems
 
     @common.remembered
     def phases(self) -> tuple[common.PhaseSize, ...]:
@@ -193,9 +197,9 @@ class TwoTowerConfig(ExperimentConfig):
         return "tf32" if self.precision.compute == "fp32" else self.precision.compute
 
     def shortened(self, steps: int) -> TwoTowerConfig:
-        each = max(1, min(self.steps_per_epoch, steps // len(self.phases()) // common.EVALUATIONS_PROBED))
+        per_epoch = max(1, min(self.steps_per_epoch, steps // len(self.phases()) // common.EVALUATIONS_PROBED))
         epochs = min(self.epochs, common.EVALUATIONS_PROBED)  # each epoch is evaluated
-        return replace(self, epochs=epochs, steps_per_epoch=each)
+        return replace(self, epochs=epochs, steps_per_epoch=per_epoch)
 
     @common.remembered
     def rows(self) -> int:
@@ -210,12 +214,12 @@ class TwoTowerConfig(ExperimentConfig):
         """
         families = [family for _, family in variants(self)]
         of_phases = [_of_phase(self, index) for index in range(len(self.phases()))]
-        each = [(count, count * parameters(family)) for family, count, _ in of_phases]
-        checkpoints = [(16 if count > 1 else 12) * weights + _scores_bytes(self) for count, weights in each]
+        sized = [(count, count * parameters(family)) for family, count, _ in of_phases]
+        checkpoints = [(16 if count > 1 else 12) * weights + _scores_bytes(self) for count, weights in sized]
         vectors = (self.data.queries + max(family.weak.queries for family in families)) * self.towers.sentence * 4
         return common.Sizes(
             checkpoints=tuple(checkpoints),
-            phase_ends=tuple(whole - 8 * weights for whole, (_, weights) in zip(checkpoints, each, strict=True)),
+            phase_ends=tuple(whole - 8 * weights for whole, (_, weights) in zip(checkpoints, sized, strict=True)),
             exports={},
             final={"results": 4 * max(map(parameters, families)) + _scores_bytes(self)},
             final_if_cut=(0,) * len(of_phases),

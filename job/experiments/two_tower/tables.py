@@ -53,14 +53,14 @@ def compared(name: str, ours: Tensor, other: str, theirs: Tensor, fold_Q: Indice
     """nDCG@10 of two methods, paired by query."""
     difference = ours - theirs
     folds = [difference[torch.from_numpy(fold_Q == fold)].mean().item() for fold in range(int(fold_Q.max()) + 1)]
-    found = spread(folds, (-1.0, 1.0))
+    summary = spread(folds, (-1.0, 1.0))
     return {
         "method": name,
         "against": other,
-        "difference": found,
+        "difference": summary,
         "queries_won": int((difference > 0).sum()),
         "queries_lost": int((difference < 0).sum()),
-        "beats": found["mean"] > found["std"],
+        "beats": summary["mean"] > summary["std"],
     }
 
 

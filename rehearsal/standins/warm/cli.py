@@ -78,9 +78,9 @@ def _run(asked: dict[str, Any], streams: list[int]) -> None:
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
         os.chdir(asked["folder"])
-        found = os.environ["AWS_DATA_PATH"]  # importing the CLI has set it
+        data_path = os.environ["AWS_DATA_PATH"]  # importing the CLI has set it
         os.environ.clear()
-        os.environ.update({**asked["environment"], "AWS_DATA_PATH": found})
+        os.environ.update({**asked["environment"], "AWS_DATA_PATH": data_path})
         sys.argv = ["aws", *asked["words"]]
         code = awscli.clidriver.main()
         sys.stdout.flush()

@@ -27,13 +27,13 @@ def program(answer: str) -> str:
     begins with the program, its beginning. Thoughts that a model writes before its answer, as Qwen3 does, are ignored.
     """
     answer = answer.rpartition(THOUGHT)[2]
-    fenced = [textwrap.dedent(found[1]) for found in FENCE.findall(answer)]
+    fenced = [textwrap.dedent(fence[1]) for fence in FENCE.findall(answer)]
     earlier = [part for part in fenced if DEFINED.search(part)][:-1]
     together = "\n".join(part for part in fenced if part not in earlier)
     parts = [*fenced, *filter(None, [together]), answer.partition("```")[0], answer]
     whole = [part for part in parts if DEFINED.search(part)]
-    found = next((part for part in whole if JIT.search(part)), (whole or fenced or parts)[0])
-    return used(found.strip() + "\n")
+    chosen = next((part for part in whole if JIT.search(part)), (whole or fenced or parts)[0])
+    return used(chosen.strip() + "\n")
 
 
 def used(source: str) -> str:
@@ -93,15 +93,15 @@ def _reached(body: list[ast.stmt]) -> list[ast.stmt]:
             seen.add(name)
             for node in givers.get(name, []):
                 wanted += _mentions(node)
-    kept: list[ast.stmt] = []
+    reached: list[ast.stmt] = []
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             node.names = [alias for alias in node.names if _is_wanted(alias, seen, whole)]
             if node.names and not (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
-                kept.append(node)
+                reached.append(node)
         elif seen.intersection(_names(node)) or not _names(node):
-            kept.append(node)
-    return kept
+            reached.append(node)
+    return reached
 
 
 def _is_wanted(alias: ast.alias, seen: set[str], whole: set[str]) -> bool:
@@ -117,19 +117,19 @@ def _names(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.Import | ast.ImportFrom):
         return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    each = [one for target in targets for one in (target.elts if isinstance(target, ast.Tuple) else [target])]
-    names = [target.id for target in each if isinstance(target, ast.Name)]
-    return names if len(names) == len(each) else []
+    defined = [one for target in targets for one in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    names = [target.id for target in defined if isinstance(target, ast.Name)]
+    return names if len(names) == len(defined) else []
 
 
 def _mentions(node: ast.stmt) -> list[str]:
     """The module's names that a statement may need. A function's own names do not count: an example's `x` is one of
     these.
     """
-    found, left = list[str](), [symtable.symtable(ast.unparse(node), "answer", "exec")]
-    while left:
-        scope = left.pop()
-        left += scope.get_children()
+    names, scopes = list[str](), [symtable.symtable(ast.unparse(node), "answer", "exec")]
+    while scopes:
+        scope = scopes.pop()
+        scopes += scope.get_children()
         within = scope.get_type() != "module"
-        found += [symbol.get_name() for symbol in scope.get_symbols() if symbol.is_global() or not within]
-    return found
+        names += [symbol.get_name() for symbol in scope.get_symbols() if symbol.is_global() or not within]
+    return names

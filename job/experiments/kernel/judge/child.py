@@ -102,14 +102,17 @@ class Harness:
         """Takes new inputs; with `as_timed` they go to the addresses of the trials, if possible, because other
         addresses would reveal the check.
         """
-        given = [wire.unpack(spec, blob) for spec, blob in zip(head["inputs"], blobs, strict=True)]
-        self.given, self.shifts = [_placed(tensor, self.device, Fences(GIVEN)) for tensor in given], [0] * len(given)
-        if head.get("as_timed") and list(map(_layout, given)) == list(map(_layout, self.inputs)):
+        tensors = [wire.unpack(spec, blob) for spec, blob in zip(head["inputs"], blobs, strict=True)]
+        self.given, self.shifts = (
+            [_placed(tensor, self.device, Fences(GIVEN)) for tensor in tensors],
+            [0] * len(tensors),
+        )
+        if head.get("as_timed") and list(map(_layout, tensors)) == list(map(_layout, self.inputs)):
             for tensor, content in zip(self.inputs, self.given, strict=True):
                 tensor.copy_(content)
         else:
             self.fences = Fences(GIVEN)
-            self.inputs = [_placed(tensor, self.device, self.fences) for tensor in given]
+            self.inputs = [_placed(tensor, self.device, self.fences) for tensor in tensors]
         self._sync()
         return {}, []
 
@@ -118,13 +121,13 @@ class Harness:
         candidate cannot see that the call is not timed. The inputs of the timing trials are kept, and put back for the
         next trial.
         """
-        kept = self.given, self.inputs, self.fences, self.shifts
+        before = self.given, self.inputs, self.fences, self.shifts
         self._give(head, blobs)
         with nullcontext() if head.get("as_timed") else filled():
             self._trial(head, [])
-        found = self._collect(head, [])
-        self.given, self.inputs, self.fences, self.shifts = kept
-        return found
+        message = self._collect(head, [])
+        self.given, self.inputs, self.fences, self.shifts = before
+        return message
 
     def _ready(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
         """Moves each input in its memory by one of `shifts`, so that results remembered by address or by a kernel's
@@ -178,18 +181,18 @@ class Harness:
 
     def _collect(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
         """The output of the last call, and the call's other effects."""
-        found = self.output
+        output = self.output
         reply: dict[str, Any] = {"ops": sorted(self.ops.names)} if self.ops is not None else {}
-        if not isinstance(found, Tensor):
-            return {**reply, "type": type(found).__name__}, []
-        place = found.untyped_storage().data_ptr()
+        if not isinstance(output, Tensor):
+            return {**reply, "type": type(output).__name__}, []
+        place = output.untyped_storage().data_ptr()
         reply["alias"] = any(place == tensor.untyped_storage().data_ptr() for tensor in self.inputs)
         same = (torch.equal(_bits(a), _bits(b)) for a, b in zip(self._contents(), self.inputs, strict=True))
         reply["changed"] = not all(same)
         if self.fences.broken or (self.ops is not None and self.ops.fences.broken):
             return {"error": "it writes beyond its inputs and its own memory"}, []
-        shape, dtype = list(found.shape), str(found.dtype).removeprefix("torch.")
-        return {**reply, "shape": shape, "dtype": dtype}, [wire.raw(found)]
+        shape, dtype = list(output.shape), str(output.dtype).removeprefix("torch.")
+        return {**reply, "shape": shape, "dtype": dtype}, [wire.raw(output)]
 
     def _sync(self) -> None:
         if self.device.type == "cuda":
@@ -280,12 +283,12 @@ def _unreachable(device: torch.device) -> dict[str, Any]:
     blame.
     """
     try:
-        for left in (3, 2, 1, 0) if device.type == "cuda" else ():
+        for tries_left in (3, 2, 1, 0) if device.type == "cuda" else ():
             try:
                 torch.zeros(1, device=device).add_(1).cpu()
                 break
             except torch.OutOfMemoryError:  # an earlier process may not have freed all memory yet
-                if not left:
+                if not tries_left:
                     raise
                 time.sleep(5)
     except Exception as error:  # noqa: BLE001 - whatever CUDA says

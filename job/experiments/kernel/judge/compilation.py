@@ -74,12 +74,12 @@ class Compilation:
             return self._known(name) or self._compile(name, source, task, note)
 
     def _known(self, name: str) -> CompileOutcome | None:
-        found = self._folder / name
-        tree = atomic.read_object(found / OUTCOME)
+        folder = self._folder / name
+        tree = atomic.read_object(folder / OUTCOME)
         if tree is None:  # or torn by a power cut, with files in doubt
-            shutil.rmtree(found, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             return None
-        return CompileOutcome(problem=tree["problem"], built=found / CACHE, seconds=tree["seconds"])
+        return CompileOutcome(problem=tree["problem"], built=folder / CACHE, seconds=tree["seconds"])
 
     def _compile(self, name: str, source: str, task: KernelTask, note: Callable[[Process], None]) -> CompileOutcome:
         started = time.perf_counter()
@@ -101,9 +101,9 @@ class Compilation:
         made = Path(tempfile.mkdtemp(dir=self._folder, prefix="."))
         (made / CACHE).mkdir()
         with suppress(OSError):  # a candidate may have made the files unreadable
-            found = list(_plain(scratch / CACHE))
-            if len(found) <= MOST_FILES and sum(path.stat().st_size for path in found) <= MOST_BYTES:
-                for path in found:
+            paths = list(_plain(scratch / CACHE))
+            if len(paths) <= MOST_FILES and sum(path.stat().st_size for path in paths) <= MOST_BYTES:
+                for path in paths:
                     (made / CACHE / path.parent.name).mkdir(exist_ok=True)
                     shutil.copyfile(path, made / CACHE / path.parent.name / path.name)
         (made / OUTCOME).write_text(json.dumps({"problem": problem, "seconds": seconds}))

@@ -102,10 +102,10 @@ def refuse_foreign_code() -> None:
     jitted = _triton("runtime.jit").JITFunction
     own = jitted._pack_args  # called once per kernel built, with all named arguments of its launch
 
-    def _pack_args(kernel: Any, backend: Any, given: dict[str, Any], *rest: Any) -> Any:
-        if found := sorted(FOREIGN & given.keys()):
-            raise ValueError(f"a launch with {', '.join(found)}")
-        return own(kernel, backend, given, *rest)
+    def _pack_args(kernel: Any, backend: Any, arguments: dict[str, Any], *rest: Any) -> Any:
+        if foreign := sorted(FOREIGN & arguments.keys()):
+            raise ValueError(f"a launch with {', '.join(foreign)}")
+        return own(kernel, backend, arguments, *rest)
 
     jitted._pack_args = _pack_args
 
@@ -189,13 +189,13 @@ def _all_configurations(tuner: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _error_text(error: BaseException) -> str:
     """The compiler's message, without the source lines that it repeats."""
-    found: BaseException | None = error
+    cause: BaseException | None = error
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, RuntimeError) and Path(PRINTED).exists():
         _, _, printed = Path(PRINTED).read_text(errors="replace").partition(": error: ")
         message += f": {printed.partition(chr(10))[0]}"
-    while found is not None:
-        if isinstance(found, _triton("compiler.errors").CompilationError) and found.error_message:
-            message = f"line {getattr(found.node, 'lineno', '?')} of a kernel: {found.error_message}"
-        found = found.__cause__
+    while cause is not None:
+        if isinstance(cause, _triton("compiler.errors").CompilationError) and cause.error_message:
+            message = f"line {getattr(cause.node, 'lineno', '?')} of a kernel: {cause.error_message}"
+        cause = cause.__cause__
     return " ".join(message.split())[:400]

@@ -27,12 +27,12 @@ def tasks_of(question: str) -> frozenset[str]:
         return frozenset({max(same, key=lambda task: len(task.prompt)).name})  # one prompt may begin like another
     plain = question.lower().replace("_", "")
     words, functions = set(re.findall(r"\w+", plain)), {one or other for one, other in IN_CODE.findall(plain)}
-    found = set()
+    names = set()
     for task in TASKS:
         called = set(CALLED.findall(task.reference))
         if task.name.replace("_", "") in words or (called and called <= functions):
-            found.add(task.name)
-    return frozenset(found)
+            names.add(task.name)
+    return frozenset(names)
 
 
 def require_practice(pairs: Iterable[frozenset[str]], tried: Sequence[KernelTask], beginning: str) -> None:

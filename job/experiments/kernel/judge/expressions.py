@@ -47,9 +47,9 @@ ANNOTATION = (ast.Name, ast.Attribute, ast.Constant, ast.Subscript, ast.Tuple, a
 
 
 class Forbidden(Exception):
-    def __init__(self, node: ast.AST, what: str) -> None:
+    def __init__(self, node: ast.AST, reason: str) -> None:
         line = getattr(node, "lineno", None)  # a module has no line
-        super().__init__(what if line is None else f"line {line}: {what}")
+        super().__init__(reason if line is None else f"line {line}: {reason}")
 
 
 class Expressions:
@@ -295,13 +295,13 @@ def argument_names(arguments: ast.arguments) -> list[str]:
 
 def stored(nodes: Iterable[ast.AST]) -> list[str]:
     """The names that `nodes` define in their own scope, without the names of inner functions and comprehensions."""
-    found, left = [], list(nodes)
-    while left:
-        node = left.pop()
+    names, pending = [], list(nodes)
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.append(node.id)
+            names.append(node.id)
         if isinstance(node, ast.FunctionDef):
-            found.append(node.name)
+            names.append(node.name)
         elif not isinstance(node, ast.Lambda | ast.ListComp | ast.GeneratorExp):
-            left.extend(ast.iter_child_nodes(node))
-    return found
+            pending.extend(ast.iter_child_nodes(node))
+    return names

@@ -69,15 +69,15 @@ def compared(trained: Mapping[str, Sequence[Verdict]], *, seed: int) -> list[dic
     """
     base = next(iter(trained))
     first = _rates(trained[base])
-    found = []
+    rows = []
     for row, verdicts in trained.items():
         pairs = {key: (values, first[key]) for key, values in _rates(verdicts).items()}
         gained = {
             key: statistics.paired_interval(one, other, seed=seed) if one and other and row != base else None
             for key, (one, other) in pairs.items()
         }
-        found.append({**figures(row, verdicts), "minus_first": gained})
-    return found
+        rows.append({**figures(row, verdicts), "minus_first": gained})
+    return rows
 
 
 def text(table: Sequence[dict[str, Any]]) -> list[str]:
@@ -110,14 +110,14 @@ def _rates(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
     """Pass rates per task, in the order of their names; empty if a task has fewer than the ten candidates that are
     needed.
     """
-    found: dict[str, list[float | None]] = {key: [] for key in RATES}
+    rates: dict[str, list[float | None]] = {key: [] for key in RATES}
     for task in _by_task(verdicts):
         count, speeds = (len(task), sum(v.passed for v in task)), [v.speedup if v.passed else None for v in task]
         for k in PASSES:
-            found[f"pass@{k}"].append(statistics.pass_at_k([count], k))
+            rates[f"pass@{k}"].append(statistics.pass_at_k([count], k))
         for p in SPEEDS:
-            found[f"fast_{p:g}"].append(statistics.fast_p([speeds], p))
-    return {key: [] if None in values else [v for v in values if v is not None] for key, values in found.items()}
+            rates[f"fast_{p:g}"].append(statistics.fast_p([speeds], p))
+    return {key: [] if None in values else [v for v in values if v is not None] for key, values in rates.items()}
 
 
 def _by_task(verdicts: Sequence[Verdict]) -> list[list[Verdict]]:

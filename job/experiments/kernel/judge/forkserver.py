@@ -101,13 +101,13 @@ class ForkServer:
 
 def python(theirs: socket.socket, arguments: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """Runs child.py in a new process that holds `theirs` and no credentials."""
-    kept = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     fixed = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "gpufleet.job.experiments.kernel.judge.child", str(theirs.fileno()), *arguments],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
-        env={**kept, **fixed, **environment},
+        env={**passed_on, **fixed, **environment},
         start_new_session=True,
     )
 
@@ -116,11 +116,11 @@ def kill_all(pid: int) -> None:
     """Kills a process after its descendants, until two looks in a row find no new descendant."""
     killed, quiet = set[int](), 0
     while quiet < 2:
-        found = set(offspring(pid)) - killed
-        quiet = 0 if found else quiet + 1
-        for one in found:
+        fresh = set(offspring(pid)) - killed
+        quiet = 0 if fresh else quiet + 1
+        for one in fresh:
             _kill(one)
-        killed |= found
+        killed |= fresh
     _kill(pid)
 
 
@@ -136,8 +136,8 @@ def children(pid: int) -> list[int]:
 
 
 def offspring(pid: int) -> Iterator[int]:
-    left = [pid]
-    while left:
-        found = children(left.pop())
-        left += found
-        yield from found
+    pending = [pid]
+    while pending:
+        child_ids = children(pending.pop())
+        pending += child_ids
+        yield from child_ids

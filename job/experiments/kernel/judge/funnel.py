@@ -119,11 +119,11 @@ class Judge:
                         running.add(compiles.submit(self._begun, candidate))
                 ended, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
                 for future in ended:
-                    found = future.result()
-                    if isinstance(found, Verdict):
-                        done(found)
+                    outcome = future.result()
+                    if isinstance(outcome, Verdict):
+                        done(outcome)
                     else:
-                        running.add(runs.submit(self._ended, found))
+                        running.add(runs.submit(self._ended, outcome))
 
     @contextmanager
     def _pools(self) -> Iterator[tuple[ThreadPoolExecutor, ThreadPoolExecutor]]:
@@ -147,8 +147,8 @@ class Judge:
 
     def verdict(self, candidate: Candidate) -> Verdict:
         """The verdict on one candidate."""
-        found = self._begun(candidate)
-        return found if isinstance(found, Verdict) else self._ended(found)
+        outcome = self._begun(candidate)
+        return outcome if isinstance(outcome, Verdict) else self._ended(outcome)
 
     def _begun(self, candidate: Candidate) -> Course | Verdict:
         """Does stages 1 and 2."""
@@ -162,11 +162,11 @@ class Judge:
                 if (why := source_text.unreadable(candidate.source)) is not None:
                     raise Rejected(why)
                 task = catalog.BY_NAME[candidate.task]
-                found = self.compilation.compile(candidate.source, course.sha256, task, course.note)
-            course.seconds["compile"] = found.seconds  # also if the outcome comes from an earlier compilation
-            if found.problem is not None:
-                raise Rejected(found.problem)
-            course.built = found.built
+                compiled = self.compilation.compile(candidate.source, course.sha256, task, course.note)
+            course.seconds["compile"] = compiled.seconds  # also if the outcome comes from an earlier compilation
+            if compiled.problem is not None:
+                raise Rejected(compiled.problem)
+            course.built = compiled.built
         except (Rejected, Lost) as error:
             return _fallen(course, error)
         return course

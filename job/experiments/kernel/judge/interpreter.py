@@ -86,30 +86,30 @@ def _with_logic(rewriter: Any, own: Callable[..., ast.Module], source: str) -> a
     """Replaces FunctionRewriter._transform_ast: for blocks the compiler evaluates each element, Python only gives the
     last operand.
     """
-    found: ast.Module = _Logic().visit(own(rewriter, source))
-    return ast.fix_missing_locations(found)
+    tree: ast.Module = _Logic().visit(own(rewriter, source))
+    return ast.fix_missing_locations(tree)
 
 
 def _logical(name: str, *operands: Any) -> Any:
     """`and` or `or` as the compiler evaluates it: constants up to the deciding one, and all tensors."""
     tensors, tensor = list[Any](), _language().tensor
     if name == "__not__":
-        (found,) = operands
-        return found.__not__() if isinstance(found, tensor) else not found
+        (evaluated,) = operands
+        return evaluated.__not__() if isinstance(evaluated, tensor) else not evaluated
     for operand in operands:
-        found = operand()
-        if isinstance(found, tensor):
-            tensors.append(found)
-        elif bool(found) is (name == "logical_or"):
-            return found
-    return functools.reduce(lambda left, right: getattr(left, name)(right), tensors) if tensors else found
+        evaluated = operand()
+        if isinstance(evaluated, tensor):
+            tensors.append(evaluated)
+        elif bool(evaluated) is (name == "logical_or"):
+            return evaluated
+    return functools.reduce(lambda one, other: getattr(one, name)(other), tensors) if tensors else evaluated
 
 
 def _leave_to_tensors(constexpr: Any, name: str) -> None:
     own, tensor = getattr(constexpr, name), _language().tensor
 
-    def operator(left: Any, right: Any) -> Any:
-        return NotImplemented if isinstance(right, tensor) else own(left, right)
+    def operator(one: Any, other: Any) -> Any:
+        return NotImplemented if isinstance(other, tensor) else own(one, other)
 
     setattr(constexpr, name, operator)
 

@@ -164,10 +164,10 @@ class _Module(Expressions):
         if function is None or function.decorator_list or ast.unparse(function.args):
             return None
         last = function.body[-1]
-        said = [
+        statements = [
             part for part in function.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
         ]
-        return last.value if said == [last] and isinstance(last, ast.Return) else None
+        return last.value if statements == [last] and isinstance(last, ast.Return) else None
 
     def _element(self, node: ast.expr) -> None:
         if isinstance(node, ast.Lambda) and not self.scopes:  # the lambda could be found again
@@ -176,8 +176,8 @@ class _Module(Expressions):
             self._plain(node)
             for part in call_arguments(node):
                 pairs = [*part.keys, *part.values] if isinstance(part, ast.Dict) else [part]
-                for each in pairs:
-                    self._constant(each or node)
+                for inner in pairs:
+                    self._constant(inner or node)
         else:
             self._constant(node)
 

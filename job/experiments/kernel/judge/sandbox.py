@@ -212,8 +212,8 @@ def _change_root(scratch: Path, *, cuda: bool) -> bool:
         _mount_memory(_new(SHARED))
     for path, tree in mine.items():
         _place(tree, _new(path))
-        kept = 0 if path == own else NO_SUID | NO_DEVICES | (0 if cuda else NO_PROGRAMS)
-        _check(_attribute(tree, "", AT_EMPTY_PATH, kept, READ_ONLY), path)
+        flags = 0 if path == own else NO_SUID | NO_DEVICES | (0 if cuda else NO_PROGRAMS)
+        _check(_attribute(tree, "", AT_EMPTY_PATH, flags, READ_ONLY), path)
         os.close(tree)
     os.chdir(NEW_ROOT)
     _check(_libc.syscall(PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
@@ -261,8 +261,8 @@ def _attribute(at: int, path: str, flags: int, on: int, off: int = 0) -> int:
     return int(_libc.syscall(*call))
 
 
-def _check(result: int, what: str | Path) -> int:
+def _check(result: int, subject: str | Path) -> int:
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(what))
+        raise OSError(number, os.strerror(number), str(subject))
     return result

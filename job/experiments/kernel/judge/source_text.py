@@ -24,8 +24,8 @@ def unreadable(source: str) -> str | None:
     """
     if len(source) > MOST_CHARACTERS:
         return f"longer than {MOST_CHARACTERS:,} characters"
-    if (found := CONTROL.search(source.replace("\r\n", "\n"))) is not None:
-        return f"the character U+{ord(found.group()):04X}"
+    if (match := CONTROL.search(source.replace("\r\n", "\n"))) is not None:
+        return f"the character U+{ord(match.group()):04X}"
     if COOKIE.search("\n".join(source.split("\n", 2)[:2])):
         return "it declares a coding; it is UTF-8"
     return None

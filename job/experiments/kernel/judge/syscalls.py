@@ -42,7 +42,7 @@ iopl 172 -1, ioperm 173 -1, modify_ldt 154 -1, vhangup 153 58, settimeofday 164 
 clock_adjtime 305 266, adjtimex 159 171, sethostname 170 161, setdomainname 171 162, nfsservctl 180 42,
 uselib 134 -1, ustat 136 -1, sysfs 139 -1, personality 135 92, _sysctl 156 -1
 """
-NUMBERS = {name: (int(x86), int(arm)) for name, x86, arm in (each.split() for each in _NUMBERS.split(","))}
+NUMBERS = {name: (int(x86), int(arm)) for name, x86, arm in (row.split() for row in _NUMBERS.split(","))}
 _THREAD, _NAMESPACES, _AF_UNIX = 0x00010000, 0x7E020000, 1  # of clone's flags; of socket's first argument
 _LOAD, _EQUAL, _GREATER, _ANY, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06  # BPF: word, jeq, jgt, jset, ret
 _NUMBER, _ARCHITECTURE, _FIRST = 0, 4, 16  # offsets in struct seccomp_data

@@ -118,23 +118,23 @@ class Cases:
     def case(self, task: KernelTask, name: str) -> Case:
         """The task's case called `name`, drawn once and kept; two threads may draw the same case at once."""
         key = task.name, name
-        found = self._kept.get(key) or case(task, self._seed, name, self._device)
+        drawn = self._kept.get(key) or case(task, self._seed, name, self._device)
         with self._lock:
             self._kept.pop(key, None)
-            self._kept[key] = found
+            self._kept[key] = drawn
             while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > CASES_BYTES:
                 del self._kept[next(iter(self._kept))]
-        return found
+        return drawn
 
 
 def layouts(task: KernelTask, seed: int) -> list[list[dict[str, Any]]]:
     """The form of a GPU's inputs without their numbers, a list of {dtype, shape, stride} for each of LAYOUTS."""
-    found = []
+    forms = []
     for name in LAYOUTS:
         tensor = torch.empty(_shape(task, seed, name, "cuda"), device="meta")
         tensors = [_laid_out(tensor, number, name) for number in range(task.arity)]
-        found.append([{"dtype": task.dtype, "shape": list(one.shape), "stride": list(one.stride())} for one in tensors])
-    return found
+        forms.append([{"dtype": task.dtype, "shape": list(one.shape), "stride": list(one.stride())} for one in tensors])
+    return forms
 
 
 def _laid_out(tensor: Tensor, number: int, name: str) -> Tensor:
@@ -179,11 +179,11 @@ def _mixed(ordinary: Tensor, other: Tensor, share: float, generator: torch.Gener
 def _spread(signs: Tensor, most: float, generator: torch.Generator) -> Tensor:
     """Magnitudes as in SPREADS, but none above `most`."""
     chosen, place = (torch.rand(signs.shape, generator=generator) for _ in range(2))
-    found = torch.empty_like(signs)
+    magnitudes = torch.empty_like(signs)
     for number, (low, high) in enumerate(SPREADS):
         here = (3 * chosen).long() == number
-        found = torch.where(here, _log_uniform(low, min(high, most), place), found)
-    return signs * found
+        magnitudes = torch.where(here, _log_uniform(low, min(high, most), place), magnitudes)
+    return signs * magnitudes
 
 
 def _log_uniform(low: float, high: float, place: Tensor) -> Tensor:
@@ -208,30 +208,30 @@ def expected(task: KernelTask, tensors: tuple[Tensor, ...]) -> Tensor:
     return result
 
 
-def difference(task: KernelTask, given: Case, shape: tuple[int, ...], dtype: str, content: wire.Blob) -> str | None:
+def difference(task: KernelTask, drawn: Case, shape: tuple[int, ...], dtype: str, content: wire.Blob) -> str | None:
     """Why an output differs from the expected output beyond the tolerance; None if it is within. Elements that are NaN
     in the reference may have any value: maximum is not defined for NaN, and inf - inf proves nothing.
     """
-    wanted = expected(task, given.tensors)
+    wanted = expected(task, drawn.tensors)
     if tuple(shape) != tuple(wanted.shape) or dtype != str(wanted.dtype).removeprefix("torch."):
-        return f"{given.name}: {dtype} {list(shape)} instead of {wanted.dtype} {list(wanted.shape)}"
+        return f"{drawn.name}: {dtype} {list(shape)} instead of {wanted.dtype} {list(wanted.shape)}"
     if len(content) != wanted.numel() * wanted.element_size():
-        return f"{given.name}: {len(content)} bytes for {wanted.numel()} elements"
-    found = torch.frombuffer(wire.writable(content), dtype=wanted.dtype).reshape(wanted.shape)
+        return f"{drawn.name}: {len(content)} bytes for {wanted.numel()} elements"
+    output = torch.frombuffer(wire.writable(content), dtype=wanted.dtype).reshape(wanted.shape)
     relative = RELATIVE[wanted.dtype]
-    off = ~(torch.isclose(found.float(), wanted.float(), atol=ABSOLUTE, rtol=relative) | wanted.isnan())
+    off = ~(torch.isclose(output.float(), wanted.float(), atol=ABSOLUTE, rtol=relative) | wanted.isnan())
     wrong = int(off.sum())
     if wrong:
-        error = (found[off].double() - wanted[off].double()).abs()
-        allowed = ABSOLUTE + relative * wanted[off].double().abs() + _sway(task, given, off)
+        error = (output[off].double() - wanted[off].double()).abs()
+        allowed = ABSOLUTE + relative * wanted[off].double().abs() + _sway(task, drawn, off)
         wrong -= int(((error <= allowed) & wanted[off].isfinite()).sum())
-    return f"{given.name}: {wrong} of {off.numel()} elements differ from the reference" if wrong else None
+    return f"{drawn.name}: {wrong} of {off.numel()} elements differ from the reference" if wrong else None
 
 
-def _sway(task: KernelTask, given: Case, at: Tensor) -> Tensor:
+def _sway(task: KernelTask, drawn: Case, at: Tensor) -> Tensor:
     """How far the result moves at these elements when each input moves by ROUNDINGS units in its last place."""
     unit = ROUNDINGS * torch.finfo(torch.float32).eps
-    inputs = tuple(tensor[at].double() for tensor in given.tensors)
+    inputs = tuple(tensor[at].double() for tensor in drawn.tensors)
     still, moved = expected(task, inputs), torch.zeros(inputs[0].shape, dtype=torch.float64)
     for number, tensor in enumerate(inputs):
         swayed = (*inputs[:number], tensor * (1 + unit), *inputs[number + 1 :])

@@ -163,12 +163,12 @@ class Program:
         """Seconds that the program's process and the judge measured."""
         shifts = [self.random.randrange(tensor.numel()) for tensor in self.given.tensors]
         self.ask({"do": "ready", "flush": True, "shifts": shifts})
-        found = _trial(self.ask, ops=listed and self.ops)
+        took_s = _trial(self.ask, ops=listed and self.ops)
         if checked:
             moved = tuple(tensor.roll(shift) for tensor, shift in zip(self.given.tensors, shifts, strict=True))
             case = Case(name="while it was timed", tensors=moved)
             check(self.task, case, *self.ask({"do": "collect"}, most_bytes=room(case)), ops=listed and self.ops)
-        return found
+        return took_s
 
 
 def calibrated(
@@ -190,18 +190,18 @@ def calibrated(
     tries; `others`: checked calls among the first try's trials. Raises Rejected for a lie or a wrong output, Lost if a
     process ends.
     """
-    given, own = draw(task, "timing"), random.Random(f"{seed} {task.name} {secret}")
+    case, own = draw(task, "timing"), random.Random(f"{seed} {task.name} {secret}")
     ours = Program(
         ask=reference,
         task=task,
-        given=given,
+        given=case,
         random=random.Random(f"{seed} {task.name}"),
         empty="operation",
         interpreted=interpreted,
     )
     program = replace(ours, ask=ask, random=own, empty="kernel", listed=LISTED, looked_at=LOOKED_AT, ops=ops)
     for one in (program, ours):
-        give(one.ask, given)
+        give(one.ask, case)
     pace = program.pace_s() + ours.pace_s()
     count = trials if pace * trials * 2 * TRIES <= limit_s else min(trials, max(LEAST, int(limit_s / pace / 2 / TRIES)))
     after, lies = ours.trials(count), True
@@ -250,37 +250,37 @@ def load_problem(ask: Ask, source: str, turn: int = 0, *, ops: bool = False) -> 
     return f"does not load: {reply['error'][:300]}" if "error" in reply else None
 
 
-def run(ask: Ask, task: KernelTask, given: Case, *, as_timed: bool = False) -> None:
+def run(ask: Ask, task: KernelTask, case: Case, *, as_timed: bool = False) -> None:
     """One checked call on inputs of its own, watched or like a timed call. Raises Rejected."""
-    packed = [wire.pack(tensor) for tensor in given.tensors]
+    packed = [wire.pack(tensor) for tensor in case.tensors]
     head = {"do": "run", "inputs": [spec for spec, _ in packed], "ops": not as_timed, "as_timed": as_timed}
-    answer = ask(head, [blob for _, blob in packed], most_bytes=room(given))
-    check(task, given, *answer, ops=not as_timed)
+    answer = ask(head, [blob for _, blob in packed], most_bytes=room(case))
+    check(task, case, *answer, ops=not as_timed)
 
 
-def check(task: KernelTask, given: Case, reply: dict[str, Any], blobs: list[wire.Blob], *, ops: bool) -> None:
+def check(task: KernelTask, case: Case, reply: dict[str, Any], blobs: list[wire.Blob], *, ops: bool) -> None:
     """Raises Rejected unless a reply has the expected output in a new tensor, computed without torch if `ops`."""
     if "error" in reply:
-        raise Rejected(f"{given.name}: {reply['error'][:300]}")
+        raise Rejected(f"{case.name}: {reply['error'][:300]}")
     if "shape" not in reply or "dtype" not in reply or len(blobs) != 1:
-        raise Rejected(f"{given.name}: gives {reply.get('type', 'nothing')[:40]}, not a tensor")
-    problem = tasks.difference(task, given, tuple(reply["shape"]), reply["dtype"], blobs[0])
+        raise Rejected(f"{case.name}: gives {reply.get('type', 'nothing')[:40]}, not a tensor")
+    problem = tasks.difference(task, case, tuple(reply["shape"]), reply["dtype"], blobs[0])
     if problem is not None:
         raise Rejected(problem[:300])
     if reply.get("alias", True) or reply.get("changed", True):
-        raise Rejected(f"{given.name}: gives its input back, or changes it")
+        raise Rejected(f"{case.name}: gives its input back, or changes it")
     if ops and (bad := rules.forbidden_ops(reply.get("ops", ["?"]))):
-        raise Rejected(f"{given.name}: computes with torch: {', '.join(bad)[:200]}")
+        raise Rejected(f"{case.name}: computes with torch: {', '.join(bad)[:200]}")
 
 
-def room(given: Case) -> int:
+def room(case: Case) -> int:
     """The most bytes of an output, right or wrong: twice the expected width."""
-    return 2 * given.tensors[0].numel() * given.tensors[0].element_size()
+    return 2 * case.tensors[0].numel() * case.tensors[0].element_size()
 
 
-def give(ask: Ask, given: Case) -> None:
+def give(ask: Ask, case: Case) -> None:
     """Gives the program its next inputs. Raises Rejected."""
-    packed = [wire.pack(tensor) for tensor in given.tensors]
+    packed = [wire.pack(tensor) for tensor in case.tensors]
     reply, _ = ask({"do": "give", "inputs": [spec for spec, _ in packed]}, [blob for _, blob in packed])
     if "error" in reply:
         raise Rejected(reply["error"][:300])
@@ -295,14 +295,14 @@ def _seconds(reply: dict[str, Any]) -> float:
 
 def bound(process: Process, limit_s: float) -> Ask:
     """`process.ask` with a limit of `limit_s` for all answers together. The clock stops between two questions."""
-    left = limit_s
+    left_s = limit_s
 
     def ask(head: dict[str, Any], blobs: list[wire.Blob] | None = None, *, most_bytes: int = 0) -> wire.Message:
-        nonlocal left
+        nonlocal left_s
         started = time.monotonic()
         try:
-            return process.ask(head, blobs or [], limit_s=max(0.001, left), most_bytes=most_bytes)
+            return process.ask(head, blobs or [], limit_s=max(0.001, left_s), most_bytes=most_bytes)
         finally:
-            left -= time.monotonic() - started
+            left_s -= time.monotonic() - started
 
     return ask

@@ -22,9 +22,9 @@ def memory_bytes(pids: Iterable[int]) -> int:
         with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
             for entry in entries:
                 with suppress(OSError):
-                    found = entry.stat()
-                    if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
-                        nameless[found.st_dev, found.st_ino] = found.st_blocks * BLOCK_BYTES
+                    status = entry.stat()
+                    if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+                        nameless[status.st_dev, status.st_ino] = status.st_blocks * BLOCK_BYTES
     return sum(map(_resident, pids)) + sum(nameless.values())
 
 
@@ -38,17 +38,17 @@ def folder_bytes(folder: Path, most: int) -> int:
     """The room that the folder takes on the disk, counted up to about `most`. It is more than `most` if the folder has
     more than MOST_ENTRIES, or contains a folder that is closed or too deep to read.
     """
-    used, seen, left = 0, set(), [os.fspath(folder)]
-    while left and used <= most:
+    used, seen, folders = 0, set(), [os.fspath(folder)]
+    while folders and used <= most:
         try:
-            with os.scandir(left.pop()) as entries:
+            with os.scandir(folders.pop()) as entries:
                 for entry in entries:
                     with suppress(FileNotFoundError):
-                        found = entry.stat(follow_symlinks=False)
-                        if (key := (found.st_dev, found.st_ino)) not in seen:
+                        status = entry.stat(follow_symlinks=False)
+                        if (key := (status.st_dev, status.st_ino)) not in seen:
                             seen.add(key)
-                            used += found.st_blocks * BLOCK_BYTES
-                            left += [entry.path] if stat.S_ISDIR(found.st_mode) else []
+                            used += status.st_blocks * BLOCK_BYTES
+                            folders += [entry.path] if stat.S_ISDIR(status.st_mode) else []
                     if len(seen) > MOST_ENTRIES:
                         return most + 1
         except (FileNotFoundError, NotADirectoryError):

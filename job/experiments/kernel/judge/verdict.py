@@ -94,7 +94,7 @@ class Course:
 
     def verdict(self, reason: str | None) -> Verdict:
         """The verdict; with `reason` None the candidate has passed."""
-        found = self.timing
+        timing = self.timing
         return Verdict(
             row=FULL,
             candidate=self.candidate.name,
@@ -104,12 +104,12 @@ class Course:
             source_sha256=self.sha256,
             passed=reason is None,
             stage=PASSED if reason is None else self.stage,
-            reason=reason or (found.why if found else ""),
+            reason=reason or (timing.why if timing else ""),
             seconds={name: round(value, 6) for name, value in self.seconds.items()},
             cpu_s=round(self.cpu_s, 6),
             isolated=self.isolated,
-            speedup=found.speedup if found else None,
-            suspicious=found is not None and found.suspicious,
-            kernel_s=found.kernel.quartiles if found and found.kernel else None,
-            reference_s=found.reference.quartiles if found and found.reference else None,
+            speedup=timing.speedup if timing else None,
+            suspicious=timing is not None and timing.suspicious,
+            kernel_s=timing.kernel.quartiles if timing and timing.kernel else None,
+            reference_s=timing.reference.quartiles if timing and timing.reference else None,
         )

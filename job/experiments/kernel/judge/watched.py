@@ -102,7 +102,7 @@ class Ops(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, given = getattr(func, "__name__", "?"), [*args, *(kwargs or {}).values()]
+        name, arguments = getattr(func, "__name__", "?"), [*args, *(kwargs or {}).values()]
         if not (name == "__getitem__" and len(args) == 2 and _is_view(args[1])):
             self.names.add(name)
         if _reads(name, args, kwargs or {}):
@@ -111,7 +111,7 @@ class Ops(TorchFunctionMode):
         if not self._fenced or not isinstance(made, Tensor) or made.is_meta or not made.numel():
             return made
         place = made.untyped_storage().data_ptr()
-        if any(isinstance(one, Tensor) and one.untyped_storage().data_ptr() == place for one in given):
+        if any(isinstance(one, Tensor) and one.untyped_storage().data_ptr() == place for one in arguments):
             return made
         extent = 1 + sum((size - 1) * stride for size, stride in zip(made.shape, made.stride(), strict=True))
         return self.fences.fenced_copy(made.as_strided((extent,), (1,)), made.shape, made.stride(), 0)
@@ -122,8 +122,8 @@ def _reads(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     be listed, so a program could compute with it in that way.
     """
     numbers = [*args[name not in FROM_NUMBERS :], *(kwargs[key] for key in kwargs.keys() - {"input", "self", "out"})]
-    each = (one for part in numbers for one in (part if isinstance(part, tuple | list) else [part]))
-    return name not in WITH_TENSORS and any(isinstance(one, Tensor) for one in each)
+    parts = (one for part in numbers for one in (part if isinstance(part, tuple | list) else [part]))
+    return name not in WITH_TENSORS and any(isinstance(one, Tensor) for one in parts)
 
 
 def _is_view(index: Any) -> bool:

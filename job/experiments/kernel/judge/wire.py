@@ -89,12 +89,12 @@ def send(to: socket.socket, head: dict[str, Any], blobs: Sequence[Blob] = (), *,
     try:
         to.settimeout(None)  # the kernel waits: Python would take a large message in pieces of 200 kB
         for part in (_LENGTH.pack(len(content)) + content, *blobs):
-            left = memoryview(part)
-            while left:
+            unsent = memoryview(part)
+            while unsent:
                 if _ready(to, select.POLLOUT, socket.SO_SNDTIMEO, WATCH_S, until):
                     with suppress(BlockingIOError):
-                        left = left[to.send(left[:PIECE_BYTES]) :]
-                if left and time.monotonic() > until:
+                        unsent = unsent[to.send(unsent[:PIECE_BYTES]) :]
+                if unsent and time.monotonic() > until:
                     raise Late
     except OSError as error:
         raise Closed(str(error)) from error
@@ -130,14 +130,14 @@ def receive(
 
 def reply(head: dict[str, Any]) -> dict[str, Any]:
     """The parts that a process may answer: the parts in PARTS, each with its type there. Raises Closed."""
-    found = {}
+    parts = {}
     for name, part in head.items():
         if (typed := PARTS.get(name)) is not None:
             try:
-                found[name] = typed(part)
+                parts[name] = typed(part)
             except TypeError:
                 raise Closed(f"no message of ours: {name} is none") from None
-    return found
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,24 +151,24 @@ class Look:
 
 def _exactly(source: socket.socket, size: int, look: Look) -> bytearray:
     """Reads exactly `size` bytes into one piece of memory, in one call if all are there."""
-    found = bytearray(size)
-    left = memoryview(found)
+    content = bytearray(size)
+    unread = memoryview(content)
     try:
         source.settimeout(None)
-        while left:
+        while unread:
             if _ready(source, select.POLLIN, socket.SO_RCVTIMEO, look.every_s, look.until):
                 with suppress(BlockingIOError):
-                    got = source.recv_into(left, 0, socket.MSG_WAITALL)
+                    got = source.recv_into(unread, 0, socket.MSG_WAITALL)
                     if not got:
                         raise Closed("the connection ended")
-                    left = left[got:]
-            if left:
+                    unread = unread[got:]
+            if unread:
                 look.watch()
             if time.monotonic() > look.until:
                 raise Late
     except OSError as error:
         raise Closed(str(error)) from error
-    return found
+    return content
 
 
 def _ready(end: socket.socket, event: int, timeout: int, seconds: float, until: float) -> bool:

@@ -86,8 +86,8 @@ class Workers:
     @property
     def lacks(self) -> str | None:
         """Why nothing can be compiled on this machine; None if compilation works."""
-        found: str | None = self._compiling.said["lacks"]
-        return found
+        lack: str | None = self._compiling.said["lacks"]
+        return lack
 
     @property
     def triton(self) -> str:

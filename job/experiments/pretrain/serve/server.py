@@ -106,8 +106,12 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._drop_in(PATIENCE_S)
         if len(self.connections) > CONNECTIONS:
-            others = (each for each in self.connections if isinstance(each, Connection) and each is not self)
-            slow = [(each.late.when(), each) for each in others if each.late]
+            others = (
+                connection
+                for connection in self.connections
+                if isinstance(connection, Connection) and connection is not self
+            )
+            slow = [(connection.late.when(), connection) for connection in others if connection.late]
             if slow:  # a slow client must keep nobody out
                 min(slow, key=itemgetter(0))[1]._drop()
             else:
@@ -148,7 +152,7 @@ class Connection(H11Protocol):
     def _refuse(self, status: int, sentence: str) -> None:
         """Answers errors outside of the routes, and closes the connection."""
         answer = _answer(status, {"error": sentence}, Connection="close")
-        head = b"".join(b"%b: %b\r\n" % each for each in answer.raw_headers)
+        head = b"".join(b"%b: %b\r\n" % header for header in answer.raw_headers)
         first = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()
         self.transport.write(first + head + b"\r\n" + bytes(answer.body))
         self.transport.close()
