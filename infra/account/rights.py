@@ -56,7 +56,7 @@ def _rows() -> list[dict[str, str]]:
 
 
 def policy(definition: StackDefinition) -> str:
-    """An IAM policy with these actions and those of gpufleet's own commands, for the person who grants rights."""
+    """An IAM policy as JSON, for the person who grants rights: the actions of `up` and of gpufleet's own commands."""
     (commands,) = (row["actions"] for row in _rows() if row["when"] == COMMANDS)
     statements = [
         {"Sid": sid, "Effect": "Allow", "Action": actions, "Resource": "*"}

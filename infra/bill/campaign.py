@@ -90,7 +90,7 @@ class CampaignBill:
         rows.append((*figures(f"all {count}, speed and prices alike", self.usd, 2), ""))
         yield from Sheet((name, p10._replace(head="USD p10"), *columns, head), rows).text()
         if terms.draw:
-            yield "Its values are drawn as the campaign goes on; each run is priced as the file is."
+            yield "The campaign draws values as it goes on, so this bill prices every run with the file's own values."
         elif count > SHOWN:
             yield f"The table has the first {SHOWN} of {counted(count, 'run')}."
         yield ""

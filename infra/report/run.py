@@ -36,7 +36,7 @@ class RunResults:
     """The files of a run. Times are epoch seconds."""
 
     receipt: Receipt
-    bill: Mapping[str, Any]  # the estimate of run.json: docs/bill.md; empty: none
+    bill: Mapping[str, Any]  # the estimate in run.json (docs/bill.md has its keys); empty if there is none
     records: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
     attempts: Mapping[str, AttemptRecord]  # by instance
     beats: Mapping[str, Sequence[tuple[float, Beat]]]  # heartbeats of each instance

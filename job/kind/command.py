@@ -484,7 +484,7 @@ class CommandConfig(JobConfig):
         return self.stop.grace_s
 
     def problems(self) -> list[tuple[str, str]]:
-        """Problems beyond a field's range, as (path under job, sentence)."""
+        """Problems that no single field's range shows, each as (path under job, sentence)."""
         return list(self._problems())
 
     def _problems(self) -> Iterator[tuple[str, str]]:

@@ -27,7 +27,7 @@ class Settings:
     schedule: str  # GROUP/NAME of the schedule that ends the fleet; empty: there is none
     device: str  # cuda or cpu
     container_options: str  # options for docker run, for this kind of job
-    data_volume: str  # blank, snapshot, or empty: no volume
+    data_volume: str  # `blank` or `snapshot`; an empty text means no volume
     data_device: str
     root: Path  # / on EC2
     metadata: str  # the address of an embedded metadata service

@@ -38,7 +38,7 @@ class Journal:
         self._resumed: int | None = None
         self._thresholds: dict[str, Thresholds] = {}
         self._scalars: Scalars | None = None
-        self._lost: set[str] = set()  # files whose lines could not be written, which was reported
+        self._lost: set[str] = set()  # files that could not be written, of which a warning has been printed
 
     def open(self, step: int) -> None:
         """Continues after `step`; lines of later steps will be repeated. Raises ValueError."""

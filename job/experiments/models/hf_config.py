@@ -46,7 +46,9 @@ _CORRECT = "correct it to what the weights were trained with"
 
 
 def published(name: str) -> str:
-    """`blocks.3.attention.q.weight` -> `model.layers.3.self_attn.q_proj.weight`; also of a module's name."""
+    """The published name of one of our weights, such as `model.layers.3.self_attn.q_proj.weight` of
+    `blocks.3.attention.q.weight`. It takes a module's name too.
+    """
     words = name.split(".")
     leaf = words.pop() if words[-1] in ("weight", "bias") else None
     module_name = f"model.layers.{words[1]}.{_PARTS['.'.join(words[2:])]}" if words[0] == "blocks" else _TOP[words[0]]

@@ -172,7 +172,9 @@ class TwoTower(Experiment):
         return None
 
     def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
-        """Scores a family by each member's best weights, the only look at the test folds; exports the refit."""
+        """Scores each member of a family on its test fold, with its best weights. Nothing else looks at the test folds.
+        Exports the refit.
+        """
         assert isinstance(module, Members)
         self._module = module
         if phase.name == REFIT:

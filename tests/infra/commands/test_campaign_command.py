@@ -255,7 +255,7 @@ def test_a_sampler_draws_as_long_as_a_run_fits_and_another_driver_goes_on(
     assert len(set(seeds)) == 4
     assert set(documents(night, "done.json", "reason").values()) == {"finished", "stopped"}
     assert night.ledger().rest == 12
-    assert "Its values are drawn as the campaign goes on" in capsys.readouterr().out
+    assert "The campaign draws values as it goes on" in capsys.readouterr().out
     assert carried_out(forget=True) == 0
     assert len([*(night.root / "results" / "night").glob("night-*/receipt.json")]) == 4
     assert campaign_bucket.find_ledger(aws.client, "night", "us-east-2") is None
