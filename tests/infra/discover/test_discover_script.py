@@ -11,7 +11,7 @@ import yaml
 
 from gpufleet.infra import cli
 from gpufleet.infra.definition.loader import load
-from gpufleet.infra.discover.marks import checks_left
+from gpufleet.infra.discover.marks import checks_left, processes_asked
 from gpufleet.infra.discover.script import look
 from gpufleet.infra.discover.template import Draft, draft, loadable
 from gpufleet.infra.errors import GpufleetError
@@ -174,6 +174,11 @@ def test_the_command_writes_a_file_once_and_cost_counts_what_is_left(
     assert "exists already" in capsys.readouterr().err
 
 
+def test_a_number_of_processes_is_seen_beside_a_launcher_s_placeholder() -> None:
+    assert processes_asked("torchrun --nproc-per-node {gpus} t.py --devices 8") == 8
+    assert processes_asked("torchrun --nproc-per-node {gpus} t.py --devices {gpus}") is None
+
+
 OURS = "--nnodes {nodes} --node-rank {node_rank}"
 MEETS = "--master-addr {master} --master-port {port}"
 
@@ -219,6 +224,12 @@ MEETS = "--master-addr {master} --master-port {port}"
         "litgpt pretrain pythia-14m --num_nodes 2",
         f"torchrun {OURS} {MEETS} --nproc-per-node {{gpus}} --no-python litgpt pretrain pythia-14m"
         " --num_nodes {nodes} --out_dir {checkpoints}",
+        2, {},
+    ),
+    (
+        "litgpt finetune_full org/model --devices 8 --num_nodes 2",
+        f"torchrun {OURS} {MEETS} --nproc-per-node {{gpus}} --no-python litgpt finetune_full org/model"
+        " --devices {gpus} --num_nodes {nodes} --out_dir {checkpoints}",
         2, {},
     ),
     (
