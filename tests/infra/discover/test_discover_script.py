@@ -179,6 +179,14 @@ def test_a_number_of_processes_is_seen_beside_a_launcher_s_placeholder() -> None
     assert processes_asked("torchrun --nproc-per-node {gpus} t.py --devices {gpus}") is None
 
 
+@pytest.mark.parametrize("command", ["pretrain pythia-14m", "finetune_full org/model", "finetune_lora org/model"])
+def test_a_program_gets_the_words_to_go_on_where_its_command_takes_them(command: str, tmp_path: Path) -> None:
+    made = drafted(folder(tmp_path, {}), f"litgpt {command} --num_nodes 2")
+    takes_them = "lora" not in command
+    assert yaml.safe_load(made.text)["job"].get("resume") == ({"args": "--resume auto"} if takes_them else None)
+    assert ("finetune_lora has none" in " ".join(made.unknown)) is not takes_them
+
+
 OURS = "--nnodes {nodes} --node-rank {node_rank}"
 MEETS = "--master-addr {master} --master-port {port}"
 
