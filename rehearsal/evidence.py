@@ -29,7 +29,7 @@ from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine
 from gpufleet.rehearsal.node import NodeRunner
 from gpufleet.rehearsal.timeline import Timeline
-from gpufleet.rehearsal.watch import Begun, NodeView, Watch
+from gpufleet.rehearsal.watch import NodeView, Watch
 
 
 @dataclass(kw_only=True, slots=True)
@@ -153,11 +153,7 @@ class Evidence:
         watch = self.rehearsal.watch
         assert watch is not None
         if self.rehearsal.definition.fleet.is_gang:
-            return [
-                self._of_several(view, watch.generations[before + 1])
-                for view, before in watch.taken
-                if before + 1 in watch.generations
-            ]
+            return [self._of_several(view, before) for view, before in watch.taken if before + 1 in watch.generations]
         by_instance = {attempt.instance: attempt for attempt in self.receipt.attempts}
         resumptions = []
         for before, after in pairwise(watch.views.values()):
@@ -170,7 +166,7 @@ class Evidence:
                     last_step=max(lost.last_step, before.last_step),
                     resumed_step=taken.resumed_step,
                     started_s=None if taken.started_s is None else float(taken.started_s),
-                    signalled=before.signalled,
+                    signalled=bool(before.signalled),
                     reason=watch.manifests.get(taken.resumed_step, ""),
                     observed=after.observed,
                     doubt=before.observed.doubt,
@@ -178,17 +174,20 @@ class Evidence:
             )
         return resumptions
 
-    def _of_several(self, view: NodeView, begun: Begun) -> Resumption:
-        """How the next generation of several nodes went on."""
+    def _of_several(self, view: NodeView, before: int) -> Resumption:
+        """How several nodes went on after generation `before`. Where one node's command ends at its signal, the others'
+        end before theirs.
+        """
         watch = self.rehearsal.watch
         assert watch is not None
+        begun = watch.generations[before + 1]
         assert view.interrupted is not None
         return Resumption(
             kind=view.interrupted.kind,
             last_step=begun.reached,
             resumed_step=max(begun.step, 0),
             started_s=None,
-            signalled=view.signalled,
+            signalled=any(before in other.signalled for other in watch.views.values()),
             reason=watch.manifests.get(begun.step, ""),
             observed=begun.leader.observed if begun.leader else Observed(),
             doubt=view.observed.doubt,

@@ -119,7 +119,7 @@ class NodeView:
     ended: bool = False
     interrupted: Planned | None = None
     is_setting_up: bool = False  # whether its command's set-up is running
-    signalled: bool = False  # whether its command got a signal
+    signalled: set[int] = field(default_factory=set)  # generations in which its command got a signal; 0 on one node
     held_until: float | None = None  # time.monotonic() at which its trainer continues at the latest
     observed: Observed = field(default_factory=Observed)  # what the host has observed of its command
     doubted_at: float | None = None  # time.monotonic() since which something looks wrong
@@ -356,7 +356,8 @@ class Watch:
         for line in _new(view.node.container_log, view.lines):
             view.lines += 1
             self._news = time.monotonic()
-            view.signalled = view.signalled or bool(_ASKED.search(line))
+            if _ASKED.search(line):
+                view.signalled.add(max(self.generations, default=0))
             if _STEP.match(line):
                 self._tell("step", line, quiet=False, node=view.node.instance.id)
             begins, ends = (line.endswith(f" host: {words}") for words in (SETUP_BEGINS, SETUP_ENDS))

@@ -45,6 +45,7 @@ class Framework:
     progress: tuple[str, ...] = ()
     needs: str = ""
     resume: str = ""
+    begin_anew: tuple[str, ...] = ()
     naming: str = ""  # the setting or keyword that names a checkpoint
     resume_setting: str = ""
     restores: tuple[str, ...] = ()  # functions that a script calls if the script itself looks for a checkpoint
@@ -73,7 +74,7 @@ def framework_of(reach: Reach | None, start: StartedProgram) -> Framework | None
     """
     for row in frameworks():
         if start.program in row.programs or (start.words[:1] and start.program.partition(".")[0] in row.programs):
-            return row
+            return replace(row, resume="") if set(start.words[:1]) & set(row.begin_anew) else row
     if reach is None:
         return None
     distances = {row: _distance(reach, row) for row in frameworks() if not row.classes}

@@ -31,7 +31,14 @@ def checks_warning(text: str, name: str) -> list[str]:
     ]
 
 
+def processes_in(command: str) -> re.Match[str] | None:
+    """The first number of processes per node that is not a placeholder, else the first placeholder: a launcher may have
+    {gpus} where the script's own option beside it still has a number.
+    """
+    return min(PROCESSES.finditer(command), key=lambda match: match["count"] in ("{gpus}", "{ranks}"), default=None)
+
+
 def processes_asked(command: str) -> int | None:
     """How many processes a command starts per node by a plain number; None if the command has {gpus}, or no number."""
-    match = PROCESSES.search(command)
+    match = processes_in(command)
     return int(match["count"]) if match and match["count"].isdigit() else None

@@ -13,7 +13,7 @@ from pathlib import Path
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import REHEARSED_SAVES, rehearsed_steps
 from gpufleet.infra.discover.lines import BAR, PrintedLine
-from gpufleet.infra.discover.marks import PROCESSES
+from gpufleet.infra.discover.marks import processes_in
 from gpufleet.infra.discover.script import BACKEND, COMPILE, DEVICE, LOG_EVERY, OUT, ScriptFacts
 from gpufleet.infra.discover.settings import Setting, with_setting
 from gpufleet.infra.discover.several import for_several
@@ -294,7 +294,7 @@ class _Writer:
 
     def processes(self, typed: str) -> tuple[str, str, str]:
         """The command with {gpus} for a number of processes, the instance type, and what to check about it."""
-        match = PROCESSES.search(typed)
+        match = processes_in(typed)
         number = match["count"] if match else self.found.start.processes
         count, changed = int(number) if number.isdigit() else 0, typed
         if match and number not in ("{gpus}", "{ranks}") and (count > 1 or not number.isdigit()):

@@ -37,7 +37,7 @@ class CheckedWorld:
                 interrupted=kind,
                 first_step=1,
                 observed=Observed(),
-                signalled=True,
+                signalled={0},
                 last_step=last,
             )
             for name, kind, last in zip(NODES, kinds, (30, 50, 90), strict=True)
@@ -167,6 +167,14 @@ def test_of_several_nodes_the_leader_of_the_next_generation_shows_whether_it_goe
     leader = SimpleNamespace(observed=Observed(resumes="goes on", why="step 31 came first"))
     rehearsal.watch.generations[2] = rehearsal.watch.generations[2]._replace(leader=leader)
     assert [each.observed.resumes for each in Evidence(rehearsal).resumptions()] == ["goes on", ""]
+
+
+def test_of_several_nodes_any_command_s_signal_in_that_generation_counts(tmp_path: Path) -> None:
+    rehearsal = several(tmp_path, (-1, 0), (30, 30), (40, 50))
+    for view in rehearsal.watch.views.values():
+        view.signalled = set()
+    rehearsal.watch.views["i-2"].signalled = {1}  # it ended first, and with it the command of i-1, which was noticed
+    assert [each.signalled for each in Evidence(rehearsal).resumptions()] == [True, False]
 
 
 @pytest.mark.parametrize(

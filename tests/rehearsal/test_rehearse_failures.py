@@ -34,7 +34,7 @@ from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.node import NodeRunner, RehearsalNode
 from gpufleet.rehearsal.rehearse import headline, rehearse
 from gpufleet.rehearsal.timeline import Timeline
-from gpufleet.rehearsal.watch import WORK_FOLDERS, NodeView, Planned, RunFailedError, Watch
+from gpufleet.rehearsal.watch import WORK_FOLDERS, Begun, NodeView, Planned, RunFailedError, Watch
 from tests.rehearsal.declared import fleet, template
 from tests.repository import ROOT
 from tests.waiting import HANG_S
@@ -468,6 +468,21 @@ def test_what_a_set_up_prints_is_shown_and_its_silence_is_no_standstill(tmp_path
     assert not looks()
     shown = [each.text for each in watching.timeline.select("setup")]
     assert shown == [f"node 1: {SETUP_BEGINS}", "node 1:   Collecting tiny", f"node 1: {SETUP_ENDS}"]
+
+
+def test_a_command_s_signal_is_noted_with_its_generation(tmp_path: Path, watch: Watching) -> None:
+    log, watching = tmp_path / "container.log", watch()
+    view = NodeView(node=cast(RehearsalNode, SimpleNamespace(container_log=log)), number=1, logged_at=datetime.now(UTC))
+    watching.generations[1] = Begun(step=-1, reached=0)
+    log.write_text("00:00:01 host: stop (notice): SIGTERM, until 13 s from now\n")
+    watching._container_log(view)
+    assert view.signalled == set()
+    with log.open("a") as opened:
+        opened.write("00:00:01 host: SIGTERM to 2 processes\n")
+    watching._container_log(view)
+    watching.generations[2] = Begun(step=10, reached=12)
+    watching._container_log(view)
+    assert view.signalled == {1}
 
 
 def test_a_node_s_first_step_is_none_that_others_logged_while_it_started(

@@ -11,7 +11,7 @@ import yaml
 
 from gpufleet.infra import cli
 from gpufleet.infra.definition.loader import load
-from gpufleet.infra.discover.marks import checks_left
+from gpufleet.infra.discover.marks import checks_left, processes_asked
 from gpufleet.infra.discover.script import look
 from gpufleet.infra.discover.template import Draft, draft, loadable
 from gpufleet.infra.errors import GpufleetError
@@ -174,6 +174,19 @@ def test_the_command_writes_a_file_once_and_cost_counts_what_is_left(
     assert "exists already" in capsys.readouterr().err
 
 
+def test_a_number_of_processes_is_seen_beside_a_launcher_s_placeholder() -> None:
+    assert processes_asked("torchrun --nproc-per-node {gpus} t.py --devices 8") == 8
+    assert processes_asked("torchrun --nproc-per-node {gpus} t.py --devices {gpus}") is None
+
+
+@pytest.mark.parametrize("command", ["pretrain pythia-14m", "finetune_full org/model", "finetune_lora org/model"])
+def test_a_program_gets_the_words_to_go_on_where_its_command_takes_them(command: str, tmp_path: Path) -> None:
+    made = drafted(folder(tmp_path, {}), f"litgpt {command} --num_nodes 2")
+    takes_them = "lora" not in command
+    assert yaml.safe_load(made.text)["job"].get("resume") == ({"args": "--resume auto"} if takes_them else None)
+    assert ("finetune_lora has none" in " ".join(made.unknown)) is not takes_them
+
+
 OURS = "--nnodes {nodes} --node-rank {node_rank}"
 MEETS = "--master-addr {master} --master-port {port}"
 
@@ -219,6 +232,12 @@ MEETS = "--master-addr {master} --master-port {port}"
         "litgpt pretrain pythia-14m --num_nodes 2",
         f"torchrun {OURS} {MEETS} --nproc-per-node {{gpus}} --no-python litgpt pretrain pythia-14m"
         " --num_nodes {nodes} --out_dir {checkpoints}",
+        2, {},
+    ),
+    (
+        "litgpt finetune_full org/model --devices 8 --num_nodes 2",
+        f"torchrun {OURS} {MEETS} --nproc-per-node {{gpus}} --no-python litgpt finetune_full org/model"
+        " --devices {gpus} --num_nodes {nodes} --out_dir {checkpoints}",
         2, {},
     ),
     (
