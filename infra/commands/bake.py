@@ -177,7 +177,7 @@ class BakeWork:
             "images": list(self.definition.job.images),
             "made": stamp(now),
             "until": stamp(now + timedelta(days=self.days)),
-            "pulled_s": str(builder.pulled_s or 0),
+            "image_pull_s": str(builder.pulled_s or 0),
         }
 
     def _keep(self) -> int:
@@ -196,7 +196,7 @@ class BakeWork:
             until=kept["until"],
             usd_per_month=round(bake.usd_per_month(catalog, region, gb), 4),
             builder_usd=bill_of(self.whole.definition, self.root, catalog).usd.p50,
-            pulled_s=Decimal(kept["pulled_s"]),
+            pulled_s=Decimal(kept["image_pull_s"]),
         )
         path = bakes.write(made, self.root)
         pin.write_values(self.definition.source, {"fleet.baked_ami": ami})
