@@ -22,6 +22,8 @@ from gpufleet.infra.evidence import proofs
 from gpufleet.job.kind import EXPERIMENTS
 from gpufleet.rehearsal import environment
 
+LOOK_S = 1.0  # seconds between two looks at whether it should end
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -106,8 +108,9 @@ def _wait_for_end(timeout_s: float | None) -> None:
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     piped = _is_pipe()
     while deadline is None or time.monotonic() < deadline:
-        remaining_s = 3600.0 if deadline is None else max(0.0, deadline - time.monotonic())
-        readable, _, _ = select.select([sys.stdin] if piped else [], [], [], remaining_s)
+        # Python acts on a signal only between two instructions: one that comes right before a wait is seen after it.
+        wait_s = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
+        readable, _, _ = select.select([sys.stdin] if piped else [], [], [], wait_s)
         if readable and not os.read(sys.stdin.fileno(), 4096):
             return
 
