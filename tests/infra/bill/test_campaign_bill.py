@@ -104,4 +104,4 @@ def test_a_file_whose_values_are_drawn_is_priced_as_often_as_it_is_drawn() -> No
     found = campaign.price([one], terms("500", trials=7, draw={"--lr": DrawnRange(choices=("1", "2"))}))
     assert len(found.trials) == 7
     assert sum(line.startswith("one ") for line in found.lines()) == 1
-    assert "each run is priced as the file is" in " ".join(found.lines())
+    assert "prices every run with the file" in " ".join(found.lines())
