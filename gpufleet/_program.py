@@ -32,8 +32,8 @@ def program() -> None:
         refuse_unread(pulumi.runtime.get_config_env(), pulumi.get_project())
         config = pulumi.Config()
         name = config.get("definition") or pulumi.get_stack()
-        if kept := config.get(BAKE):
-            return _keep_bake(name, json.loads(kept))
+        if baked := config.get(BAKE):
+            return _keep_bake(name, json.loads(baked))
         plan = engine.planned(root, name, was, scenario=config.get("scenario") or "")
         # Imported here, like the provider below: SDKs take a second, and an error of the definition need not wait for
         # it.
@@ -62,14 +62,14 @@ def program() -> None:
         pulumi.export(key, value)
 
 
-def _keep_bake(name: str, kept: dict[str, Any]) -> None:
+def _keep_bake(name: str, described: dict[str, Any]) -> None:
     """Declares the AMI of a bake in the builder's place. Raises GpufleetError."""
     chosen = Selected(path=find(name, engine.root_directory()), asked=name)
     definition = chosen.load(now=datetime.now(UTC), past_deadline=True)
 
     from gpufleet.infra.program.resources.bake import declare_bake
 
-    image = declare_bake(definition, kept["builder"], kept["until"])
-    outputs = {"definition": definition.name, "ami": image.id, "snapshot": image.root_snapshot_id, BAKE: kept}
+    image = declare_bake(definition, described["builder"], described["until"])
+    outputs = {"definition": definition.name, "ami": image.id, "snapshot": image.root_snapshot_id, BAKE: described}
     for key, value in outputs.items():
         pulumi.export(key, value)

@@ -134,10 +134,10 @@ def ami_id(region: str, parameter: str) -> str:
 
 def deregister_image(ec2: Any, image: str, *, with_snapshots: bool) -> None:
     """Deregisters an AMI in moto, and deletes its snapshot. Raises EC2ClientError for an unknown AMI."""
-    found = ec2.amis.get(image)
+    ami = ec2.amis.get(image)
     ec2.deregister_image(image)
     if with_snapshots:
-        ec2.delete_snapshot(found.ebs_snapshot.id)
+        ec2.delete_snapshot(ami.ebs_snapshot.id)
 
 
 def quota_code(instance_type: str, *, spot: bool) -> str:
@@ -183,8 +183,8 @@ def inventory(
         tables: dict[str, list[Any]] = {
             "instance": [i for i in ec2.all_instances() if i.state != "terminated"],
             "volume": list(ec2.volumes.values()),
-            "image": [each for each in ec2.amis.values() if each.owner_id == account],
-            "snapshot": [each for each in ec2.snapshots.values() if each.owner_id == account],
+            "image": [image for image in ec2.amis.values() if image.owner_id == account],
+            "snapshot": [snapshot for snapshot in ec2.snapshots.values() if snapshot.owner_id == account],
             "network-interface": list(ec2.enis.values()),
             "elastic-ip": list(ec2.addresses),
             "launch-template": list(ec2.launch_templates.values()),

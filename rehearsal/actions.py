@@ -195,8 +195,8 @@ def _create_image(fleets: FleetController, response: Any) -> Any:
     ec2, builder = response.ec2_backend, fleets.instances[_params(response)["InstanceId"]]
     image, source = ec2.amis[result.result["ImageId"]], ec2.amis[builder.image]
     image.root_device_name, image.root_device_type = source.root_device_name, source.root_device_type
-    attached = (each.attachment for each in ec2.volumes.values() if each.attachment)
-    disks = {each.device: each.volume for each in attached if each.instance.id == builder.id}
+    attached = (volume.attachment for volume in ec2.volumes.values() if volume.attachment)
+    disks = {volume.device: volume.volume for volume in attached if volume.instance.id == builder.id}
     image.architecture, image.ebs_snapshot.volume = source.architecture, disks[source.root_device_name]
     fleets.on_image(image.id, builder)
     return result

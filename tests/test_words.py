@@ -23,6 +23,8 @@ VAGUE = (
     "there through to together told toward towards twice under until upon via whole why with within without"
 )
 
+EMPTY = ("each", "found", "given", "kept", "left", "said", "told", "untold", "what")  # of a variable: of what?
+
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
@@ -38,6 +40,18 @@ def test_no_function_is_named_by_a_bare_preposition_or_adverb() -> None:
         for path in (*SOURCES, *TESTS)
         for node in functions(ast.parse(path.read_text()))
         if node.name.strip("_") in VAGUE.split()
+    ]
+    assert found == []
+
+
+def test_no_variable_has_a_name_that_does_not_say_what_it_holds() -> None:
+    product = [path for path in SOURCES if not {"bench", "policy"} & set(path.relative_to(ROOT).parts)]
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.id}"
+        for path in product
+        for function in functions(ast.parse(path.read_text()))
+        for node in ast.walk(function)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in EMPTY
     ]
     assert found == []
 

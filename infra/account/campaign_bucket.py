@@ -62,5 +62,5 @@ def delete_bucket(client: Callable[[str, str], Any], campaign: str, region: str)
     """Deletes the ledger and its bucket, with all that is in it."""
     s3, name = client("s3", region), bucket_name(campaign, client("sts", region).get_caller_identity()["Account"])
     store = S3Store(f"s3://{name}", s3)
-    store.delete([each.key for each in store.entries("")])
+    store.delete([entry.key for entry in store.entries("")])
     s3.delete_bucket(Bucket=name)

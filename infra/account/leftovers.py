@@ -95,7 +95,7 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
     ]
     yield from _fleets(fleets, within, now)
     yield from _instances(nodes, within)
-    for what, part in (
+    for kinds, part in (
         ("volumes", lambda: _volumes(ec2, within, {node["InstanceId"]: node for node in nodes})),
         ("AMIs", lambda: _images(ec2, definition, now)),
         ("NAT gateways", lambda: _nat_gateways(ec2, definition)),
@@ -108,7 +108,7 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
         ("instance profiles", lambda: _profiles(client("iam", region), definition)),
         ("roles", lambda: _roles(client("iam", region), definition)),
     ):
-        yield from collect_visible(what, part)
+        yield from collect_visible(kinds, part)
     yield from unseen
 
 
@@ -215,7 +215,7 @@ def _images(ec2: Any, definition: StackDefinition, now: datetime) -> Iterator[Le
     for image in aws.pages(ec2, "describe_images", "Images", Owners=["self"], Filters=tagged):
         tags = aws.tags_of(image)
         until = epoch(tags.get(DELETE_AFTER, "")) or 0.0
-        gib = sum(int(each["Ebs"]["VolumeSize"]) for each in image["BlockDeviceMappings"] if "Ebs" in each)
+        gib = sum(int(disk["Ebs"]["VolumeSize"]) for disk in image["BlockDeviceMappings"] if "Ebs" in disk)
         yield Left(
             kind=AMI,
             id=image["ImageId"],

@@ -79,17 +79,20 @@ def table(definition: StackDefinition, leftovers: list[Left]) -> Iterator[str]:
         [leftover for leftover in mine if leftover.unwanted],
         [leftover for leftover in mine if leftover.foreign],
     )
-    kept = [leftover for leftover in mine if leftover.asked_for]
+    wanted = [leftover for leftover in mine if leftover.asked_for]
     billed, free = (
         [leftover for leftover in unwanted if leftover.bills],
         [leftover for leftover in unwanted if not leftover.bills],
     )
     for title, group in (
         ("Not looked at, so these may exist and cost money:", unseen),
-        (f"Kept on purpose (storage.keep of {definition.source.name}):", [left for left in kept if left.kind != AMI]),
+        (
+            f"Kept on purpose (storage.keep of {definition.source.name}):",
+            [leftover for leftover in wanted if leftover.kind != AMI],
+        ),
         (
             f"Kept by `gpufleet bake`; `gpufleet bake {definition.argument} --delete` takes it away:",
-            [left for left in kept if left.kind == AMI],
+            [leftover for leftover in wanted if leftover.kind == AMI],
         ),
         ("Billed, and not kept by the definition:", billed),
         ("Still there, free of charge:", free),

@@ -38,7 +38,7 @@ def lines(definition: StackDefinition, bill: Bill, root: Path) -> list[str]:
     bake = bakes.read(definition, root)
     if bake is None:
         return []
-    price = next(each.unit_price for each in bill.chosen.lines if each.kind == "compute") * definition.nodes
+    price = next(line.unit_price for line in bill.chosen.lines if line.kind == "compute") * definition.nodes
     costs = f"{bake.ami} of `gpufleet bake` costs {bake.usd_per_month:.2f} USD a month until {bake.until[:10]}."
     return [f"{costs} {pays_after(bake, price)}"]
 

@@ -86,7 +86,7 @@ class CampaignBill:
         shown = self.trials[: 1 if terms.draw else SHOWN]
         name, p10, *columns = QUANTILES
         head = Column("limit", "limit", "USD", 2)
-        rows = [(*figures(each.label, each.bill.usd, 2), f"{each.max_usd:.2f}") for each in shown]
+        rows = [(*figures(trial.label, trial.bill.usd, 2), f"{trial.max_usd:.2f}") for trial in shown]
         rows.append((*figures(f"all {count}, speed and prices alike", self.usd, 2), ""))
         yield from Sheet((name, p10._replace(head="USD p10"), *columns, head), rows).text()
         if terms.draw:
@@ -128,7 +128,8 @@ class CampaignBill:
             "max_usd": str(self.described.max_usd),
             "usd": plain(self.usd),
             **{name: plain(figure) for name, figure in self.played._asdict().items()},
-            "stopped_early": self.stopped and {name: plain(each) for name, each in self.stopped._asdict().items()},
+            "stopped_early": self.stopped
+            and {name: plain(quantiles) for name, quantiles in self.stopped._asdict().items()},
         }
 
 
@@ -157,16 +158,16 @@ def price(trials: Sequence[PricedTrial], described: CampaignFile) -> CampaignBil
 
 def _shares(trials: Sequence[PricedTrial], described: CampaignFile, cases: int) -> Floats:
     """The share of its dollars and hours at which the pruner stops each run in each case: set-up, then work."""
-    judgements = [max(1, (each.steps or 0) // (described.every or 1)) for each in trials]
+    judgements = [max(1, (trial.steps or 0) // (described.every or 1)) for trial in trials]
     orders = search.simulate_shares(described, judgements, max(3, min(20, ORDERED // len(trials))))
     work = np.array([orders[case % len(orders)] for case in range(cases)]).T
-    setup = np.array([each.bill.chosen.exposure.setup_share for each in trials])[:, None]
+    setup = np.array([trial.bill.chosen.exposure.setup_share for trial in trials])[:, None]
     share: Floats = setup + (1 - setup) * work
     return share
 
 
 def _played(trials: Sequence[PricedTrial], described: CampaignFile, usd: Floats, hours: Floats) -> PlayedCampaigns:
-    limits = [(float(each.least_usd), float(each.max_usd), float(each.max_hours)) for each in trials]
+    limits = [(float(trial.least_usd), float(trial.max_usd), float(trial.max_hours)) for trial in trials]
     played = [play(limits, usd[:, case].tolist(), hours[:, case].tolist(), described) for case in range(usd.shape[1])]
     spent, begun, ended = (quantiles_of(column) for column in np.array(played).T)
     return PlayedCampaigns(spent, begun, ended)

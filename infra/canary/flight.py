@@ -199,13 +199,17 @@ class Flight:
             for step in steps.keys() - announced:
                 self.say(f"{stack.name}: a checkpoint of step {step}")
                 announced.add(step)
-            now = (frozenset((each.id, each.gone_at > 0) for each in nodes.values()), frozenset(steps))
+            now = (frozenset((candidate.id, candidate.gone_at > 0) for candidate in nodes.values()), frozenset(steps))
             if now != before:
                 news, before = self.clock(), now
             done = folder.read_done() if folder else None
             if done is not None:
                 break
-            trains = (each for each in nodes.values() if not each.gone_at and max(steps, default=0) > each.step)
+            trains = (
+                candidate
+                for candidate in nodes.values()
+                if not candidate.gone_at and max(steps, default=0) > candidate.step
+            )
             if act is not None and (node := next(trains, None)):
                 act(stack, node)
                 act = None
@@ -253,12 +257,12 @@ class Flight:
         """Why the run has no node, as the history of its fleet says."""
         ec2 = self.asked("ec2")
         fleet = fleets_of(ec2, stack)[0]
-        found = [
+        causes = [
             reason.cause
-            for each in _history(ec2, fleet["FleetId"], fleet["CreateTime"])
-            if (reason := explain(*describe(each)[1:], stack)) is not None
+            for entry in _history(ec2, fleet["FleetId"], fleet["CreateTime"])
+            if (reason := explain(*describe(entry)[1:], stack)) is not None
         ]
-        return "; ".join(dict.fromkeys(found)) or "AWS gives no reason"
+        return "; ".join(dict.fromkeys(causes)) or "AWS gives no reason"
 
     def _interrupt(self, stack: StackDefinition, node: ObservedNode) -> None:
         self.say(f"{stack.name}: node {node.number} is taken away, with notice")
@@ -285,15 +289,15 @@ class Flight:
         add("end.clock_s", abs(time.time() - at))
         since = min(node.launched for node in nodes.values()) - timedelta(minutes=10)
         events = [
-            (describe(each)[1], each["Timestamp"], each["EventInformation"].get("InstanceId", ""))
-            for each in _history(ec2, fleet, since)
+            (describe(entry)[1], entry["Timestamp"], entry["EventInformation"].get("InstanceId", ""))
+            for entry in _history(ec2, fleet, since)
         ]
         for node in nodes.values():
             of = {sub_type: when for sub_type, when, name in events if name == node.id}
             add("history.launched", LAUNCHED in of)
             if node.number < len(nodes):  # the last one has ended the fleet
                 add("history.ended", TERMINATED in of)
-            traces.of_node(self.facts, folder, node, of.get(TERMINATED))
+            traces.add_node(self.facts, folder, node, of.get(TERMINATED))
         for instance in nodes_of(ec2, stack):
             if instance["State"]["Name"] in GONE:
                 add("node.end_code", str((instance.get("StateReason") or {}).get("Code", "")))
@@ -318,8 +322,8 @@ class Flight:
         add("run.usd_of_bill", float(receipt.actual / receipt.p90) if receipt.p90 else 0.0)
         folder = find_folder(self.asked("s3"), stack)
         assert folder is not None
-        traces.of_outputs(self.facts, target, gpu=self.scale.device == "cuda" and name == RUN)
-        traces.of_log(self.facts, self.asked("logs"), stack, folder)
+        traces.add_outputs(self.facts, target, gpu=self.scale.device == "cuda" and name == RUN)
+        traces.add_log(self.facts, self.asked("logs"), stack, folder)
         return folder
 
     def _destroy(self, stack: StackDefinition, engine: StackEngine) -> None:

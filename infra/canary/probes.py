@@ -301,5 +301,5 @@ def _event(ec2: Any, fleet: str, kind: str, due: float) -> float | None:
     """When the fleet's history has an event whose sub-type begins so, in epoch seconds; None while it has none."""
     since = datetime.fromtimestamp(due, UTC) - timedelta(hours=1)
     records = ec2.describe_fleet_history(FleetId=fleet, StartTime=since)["HistoryRecords"]
-    found = (each for each in records if each["EventInformation"].get("EventSubType", "").startswith(kind))
-    return next((each["Timestamp"].timestamp() for each in found), None)
+    matching = (event for event in records if event["EventInformation"].get("EventSubType", "").startswith(kind))
+    return next((event["Timestamp"].timestamp() for event in matching), None)

@@ -34,57 +34,59 @@ class ObservedNode:
     gone_at: float = 0.0
 
 
-def of_node(facts: FlightFacts, folder: RunFolder, node: ObservedNode, ended: datetime | None) -> None:
+def add_node(facts: FlightFacts, folder: RunFolder, node: ObservedNode, ended: datetime | None) -> None:
     """What a node wrote of itself, beside what AWS says of it."""
     add = facts.add
     content = folder.read(bucket.attempt_key(node.id))
     add("node.record", content is not None)
-    said = record(content, lambda line: None)
-    add("node.clock_s", abs(said.launched - node.launched.timestamp()))
+    attempt = record(content, lambda line: None)
+    add("node.clock_s", abs(attempt.launched - node.launched.timestamp()))
     if node.number > 1:
-        add("node.resumed", bool(said.resumed_step) and int(said.resumed_step or 0) >= node.step)
-    if said.exit and said.exit.code == AttemptExit.CRASHED:
-        add("loss.noticed", said.exit.notice)
+        add("node.resumed", bool(attempt.resumed_step) and int(attempt.resumed_step or 0) >= node.step)
+    if attempt.exit and attempt.exit.code == AttemptExit.CRASHED:
+        add("loss.noticed", attempt.exit.notice)
     if node.noticed:
-        add("notice.seen", bool(said.exit and said.exit.notice))
-        ends = epoch(said.exit.ends_at or "") if said.exit else None
+        add("notice.seen", bool(attempt.exit and attempt.exit.notice))
+        ends = epoch(attempt.exit.ends_at or "") if attempt.exit else None
         if ends is not None and ended is not None:
             add("notice.kept_s", ended.timestamp() - ends)
 
 
-def of_outputs(facts: FlightFacts, results: Path, *, gpu: bool) -> None:
+def add_outputs(facts: FlightFacts, results: Path, *, gpu: bool) -> None:
     """What the script wrote of its container. `gpu`: whether it had one to compute on."""
-    for found in (results / FINAL).rglob("seen.json"):
-        told = json.loads(found.read_text(encoding="utf-8"))
-        facts.add("script.metadata", told["metadata"])
+    for path in (results / FINAL).rglob("seen.json"):
+        seen = json.loads(path.read_text(encoding="utf-8"))
+        facts.add("script.metadata", seen["metadata"])
         if gpu:
-            facts.add("script.gpu", told["gpu"])
+            facts.add("script.gpu", seen["gpu"])
 
 
-def of_log(facts: FlightFacts, logs: Any, stack: StackDefinition, folder: RunFolder) -> None:
+def add_log(facts: FlightFacts, logs: Any, stack: StackDefinition, folder: RunFolder) -> None:
     """Holds what the log service has against what the script printed, and against when checkpoints came."""
-    told, lag = dict[int, list[float]](), list[float]()
+    printed, lag = dict[int, list[float]](), list[float]()
     for group in find_log_groups(logs, stack.name):
         for event in aws.pages(logs, "filter_log_events", "events", logGroupName=group["logGroupName"]):
-            for left in _NOTICE.findall(event["message"]):
-                facts.add("notice.left_s", int(left))
-            if found := re.search(r"\bstep (\d+) loss", event["message"]):
-                told.setdefault(int(found[1]), []).append(event["timestamp"] / 1000)
+            for remaining_s in _NOTICE.findall(event["message"]):
+                facts.add("notice.left_s", int(remaining_s))
+            if match := re.search(r"\bstep (\d+) loss", event["message"]):
+                printed.setdefault(int(match[1]), []).append(event["timestamp"] / 1000)
                 if "ingestionTime" in event:
                     lag.append((event["ingestionTime"] - event["timestamp"]) / 1000)
     steps = published(folder)
     newest = max(steps, default=0)
     if newest:
-        facts.add("log.share", sum(1 for step in range(1, newest + 1) if step in told) / newest)
+        facts.add("log.share", sum(1 for step in range(1, newest + 1) if step in printed) / newest)
     if lag:
         facts.add("log.lag_s", max(lag))
     for step, at in steps.items():
-        before = [each for each in told.get(step, []) if each <= at.timestamp() + 1]  # S3's times are whole seconds
+        # S3's times are whole seconds.
+        before = [moment for moment in printed.get(step, []) if moment <= at.timestamp() + 1]
         if before:
             facts.add("save.published_s", max(at.timestamp() - max(before), 0.0))
 
 
 def published(folder: RunFolder) -> dict[int, datetime]:
     """The steps of the published checkpoints, and when each was."""
-    found = ((bucket.MANIFEST_KEY.fullmatch(each.name), each.written) for each in folder.objects(bucket.CHECKPOINTS))
-    return {int(match[1]): written for match, written in found if match}
+    entries = folder.objects(bucket.CHECKPOINTS)
+    matches = ((bucket.MANIFEST_KEY.fullmatch(entry.name), entry.written) for entry in entries)
+    return {int(match[1]): written for match, written in matches if match}

@@ -116,14 +116,14 @@ class BakeWork:
         may start nodes from it.
         """
         ami, fleets = self.definition.fleet.baked_ami, fleets_of(self._ec2, self.definition, every_run=True)
-        going_on = [each["FleetId"] for each in fleets if may_launch(each, datetime.now(UTC))]
+        going_on = [fleet["FleetId"] for fleet in fleets if may_launch(fleet, datetime.now(UTC))]
         if ami and going_on:
             raise GpufleetError(f"{', '.join(going_on)} may still start nodes from {ami}: end it first, or let it end")
         self.engine.select()
-        kept = str(self.engine.outputs().get("ami") or "")
+        ami_of_stack = str(self.engine.outputs().get("ami") or "")
         self.engine.destroy()
         self.engine.forget()
-        bakes.path_of(kept, self.root).unlink(missing_ok=True)
+        bakes.path_of(ami_of_stack, self.root).unlink(missing_ok=True)
         return sweep.run(argparse.Namespace(stack=self.whole.args.stack, delete=False, yes=False))
 
     @property
@@ -132,7 +132,7 @@ class BakeWork:
 
     def _require_pins(self) -> None:
         """Raises GpufleetError for an image without a digest: only a digest says what is in the AMI."""
-        if loose := [each for each in self.definition.job.images if "@sha256:" not in each]:
+        if loose := [image for image in self.definition.job.images if "@sha256:" not in image]:
             pinned = f"`gpufleet doctor {self.definition.argument} --pin` writes digests"
             raise GpufleetError(f"{self.definition.source}: {', '.join(loose)} has no digest; {pinned}")
 
@@ -165,8 +165,8 @@ class BakeWork:
         folder = find_folder(s3, self.whole.definition)
         if folder is None:
             return None
-        records = (record(folder.read(each.name), lambda _: None) for each in folder.objects(ATTEMPTS))
-        return next((each for each in records if each.started_s is not None and each.exit is None), None)
+        records = (record(folder.read(entry.name), lambda _: None) for entry in folder.objects(ATTEMPTS))
+        return next((node for node in records if node.started_s is not None and node.exit is None), None)
 
     def _describe_kept(self, builder: AttemptRecord) -> dict[str, Any]:
         """What the stack's program and its outputs say of the AMI."""
@@ -183,20 +183,20 @@ class BakeWork:
     def _keep(self) -> int:
         """Writes the AMI's record, and its id into the definition; the exit code."""
         outputs, region, catalog = self.engine.outputs(), self.definition.fleet.region, load_catalog(self.root)
-        kept, ami = outputs[BAKE], str(outputs["ami"])
+        described, ami = outputs[BAKE], str(outputs["ami"])
         snapshot = self._ec2.describe_snapshots(SnapshotIds=[outputs["snapshot"]])["Snapshots"][0]
         stored = snapshot.get("FullSnapshotSizeInBytes")  # AWS does not say it of every snapshot
         gb = Decimal(stored) / 10**9 if stored else Decimal(snapshot["VolumeSize"]) * bake.GB_PER_GIB
         made = bakes.Bake(
             ami=ami,
             region=region,
-            base_ami=kept["base_ami"],
-            images=tuple(kept["images"]),
-            made=kept["made"],
-            until=kept["until"],
+            base_ami=described["base_ami"],
+            images=tuple(described["images"]),
+            made=described["made"],
+            until=described["until"],
             usd_per_month=round(bake.usd_per_month(catalog, region, gb), 4),
             builder_usd=bill_of(self.whole.definition, self.root, catalog).usd.p50,
-            pulled_s=Decimal(kept["image_pull_s"]),
+            pulled_s=Decimal(described["image_pull_s"]),
         )
         path = bakes.write(made, self.root)
         pin.write_values(self.definition.source, {"fleet.baked_ami": ami})

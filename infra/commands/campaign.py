@@ -258,12 +258,11 @@ class Campaign:
             self.ledger.change(lambda was, ended=trial: was.settled(ended.name, ended.cost()))  # type: ignore[misc]
         if over:
             return True
-        going_on = own
-        for trial in going_on:
+        for trial in own:
             if not trial.has_begun():  # a kill came between its reservation and its beginning
                 trial.begin(ledger.runs[trial.name].usd)
-        lost = self.find_losers(self.trials, ledger) if going_on else ()
-        for trial in going_on:
+        lost = self.find_losers(self.trials, ledger) if own else ()
+        for trial in own:
             if trial.name in lost and trial.name not in self.stopped:
                 print(f"{trial.name} loses, and is asked to end: it saves, and what it does not use comes back.")
                 trial.stop()
@@ -271,7 +270,7 @@ class Campaign:
         if begins := self._next(ledger):
             self._begin(begins)
             return True
-        if not going_on and not (self.is_open and self._hours_left(ledger) > 0):
+        if not own and not (self.is_open and self._hours_left(ledger) > 0):
             return False
         self.sleep(LOOK_S)
         return True

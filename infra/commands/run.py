@@ -188,9 +188,9 @@ class WholeRun:
         given is that one. Raises GpufleetError as plan().
         """
         made, now = self.plan(), datetime.now(UTC)
-        found = approval(made)
-        if self.args.approve == found:
-            return found
+        digits = approval(made)
+        if self.args.approve == digits:
+            return digits
         print("\n".join(made.shown(now.date())))
         for warning in made.warnings:
             print(f"gpufleet: {warning}", file=sys.stderr)
@@ -200,8 +200,8 @@ class WholeRun:
             print(f"{self.args.approve} is not the hash of this bill, which has not been approved.")
         else:
             begins = self.begins_with or f"gpufleet run {self.definition.argument}"
-            print(f"Hash of this bill: {found}. It begins with `{begins} --approve {found}`.")
-        return found if agreed() else ""
+            print(f"Hash of this bill: {digits}. It begins with `{begins} --approve {digits}`.")
+        return digits if agreed() else ""
 
     def _wait(self) -> int:
         """Waits until the run is over; 1, with the reason, if it cannot go on by itself. The run needs nobody to wait:

@@ -178,8 +178,8 @@ def rehearsal_text(path: Path, root: Path | None = None, *, changed: Callable[[M
     overlay = tree.entries.get("rehearsal")
     entries = {name: node for name, node in merged.entries.items() if name != "scenarios"}
     if isinstance(fleet := entries.get("fleet"), Mapping):  # the embedded account has no AMI of a bake
-        kept = {name: node for name, node in fleet.entries.items() if name != "baked_ami"}
-        entries["fleet"] = replace(fleet, entries=kept)
+        keys = {name: node for name, node in fleet.entries.items() if name != "baked_ami"}
+        entries["fleet"] = replace(fleet, entries=keys)
     if isinstance(overlay, Mapping) and "interruptions" in overlay.entries:
         entries["rehearsal"] = replace(overlay, entries={"interruptions": overlay.entries["interruptions"]})
     else:

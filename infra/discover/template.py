@@ -555,7 +555,7 @@ class _Writer:
             yield f"    complete: {_quoted(last)}   # {why}"
         also, folder = () if row is None or (facts is not None and facts.names != row.each) else row.also, ""
         if form.also and (folder := posixpath.dirname(shown[0].rstrip("/"))):
-            also = tuple(f"{folder}/{each}" for each in form.also)
+            also = tuple(f"{folder}/{pattern}" for pattern in form.also)
         if row is not None and also:
             yield f"    also: [{', '.join(map(_quoted, also))}]   # {row.name} resumes by it"
 

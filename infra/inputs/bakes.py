@@ -74,7 +74,7 @@ def not_ready(definition: StackDefinition, root: Path) -> Iterator[str]:
         return
     if bake is None:
         why = f"has no {FOLDER}/{fleet.baked_ami}.json, so what it holds is not known"
-    elif missing := [each for each in definition.job.images if each not in bake.images]:
+    elif missing := [image for image in definition.job.images if image not in bake.images]:
         why = f"holds {', '.join(bake.images)}, and the job needs {', '.join(missing)}"
     elif bake.base_ami != fleet.ami:
         why = f"was made from {bake.base_ami}, and fleet.ami is {fleet.ami}"

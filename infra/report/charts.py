@@ -146,21 +146,21 @@ def parallel(axes: Mapping[str, Sequence[str | None]], colours: Sequence[str]) -
 
 def _axis(values: Sequence[str | None]) -> tuple[list[float], dict[float, str]]:
     """The height of each value from 0 to 1 (NaN: none), and the texts to write at heights."""
-    known = [each for each in values if each is not None]
+    known = [text for text in values if text is not None]
     try:
-        numbers = {each: float(each) for each in known}
+        numbers = {text: float(text) for text in known}
     except ValueError:
         numbers = {}
     if not numbers:
         names = sorted({*known})
         at = {name: index / max(1, len(names) - 1) for index, name in enumerate(names)}
-        return [math.nan if each is None else at[each] for each in values], {at[name]: name for name in names}
+        return [math.nan if text is None else at[text] for text in values], {at[name]: name for name in names}
     low, high = (of(numbers, key=numbers.__getitem__) for of in (min, max))
     is_wide = numbers[low] > 0 and numbers[high] >= 100 * numbers[low]
     scale: Callable[[float], float] = math.log if is_wide else float
     first, last = scale(numbers[low]), scale(numbers[high])
     ratio = 1 / (last - first) if last > first else 0.0
-    heights = [math.nan if each is None else (scale(numbers[each]) - first) * ratio for each in values]
+    heights = [math.nan if text is None else (scale(numbers[text]) - first) * ratio for text in values]
     return heights, {0.0: low, **({1.0: high} if ratio else {})}
 
 

@@ -231,8 +231,8 @@ def simulate_each(
     together = max(1, _CHUNK // max(1, runs))
     # What only some need, several nodes or any interruption, is computed for all that are simulated together.
     alike: dict[tuple[bool, bool], list[Exposure]] = {}
-    for each in dict.fromkeys(exposures):
-        alike.setdefault((each.nodes > 1, bool(each.chance.median)), []).append(each)
+    for exposure in dict.fromkeys(exposures):
+        alike.setdefault((exposure.nodes > 1, bool(exposure.chance.median)), []).append(exposure)
     simulated: dict[Exposure, SimulatedRuns] = {}
     for group in alike.values():
         for start in range(0, len(group), together):
@@ -241,7 +241,7 @@ def simulate_each(
                 _chunk(some, _luck(seed, at, size), attempts, unfinished=unfinished) for at, size in enumerate(sizes)
             ]
             simulated.update(zip(some, map(_joined, zip(*parts, strict=True)), strict=True))
-    return [simulated[each] for each in exposures]
+    return [simulated[exposure] for exposure in exposures]
 
 
 def simulate_together(exposures: Sequence[Exposure], *, runs: int) -> list[SimulatedRuns]:

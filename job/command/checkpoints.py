@@ -465,15 +465,15 @@ class CommandCheckpoints:
         # ranks of other nodes have written their parts too, so that a notice's time is not spent on waiting.
         return self._is_settled or has_later or quiet >= (SAVING_S if self._node else FIRST_QUIET_S)
 
-    def _is_sure(self, found: FoundCheckpoint) -> bool:
+    def _is_sure(self, checkpoint: FoundCheckpoint) -> bool:
         """Whether the format of a checkpoint whose writer has ended would show a cut; says so if it would not."""
         with suppress(OSError):
-            if self.names.shows_a_cut(lambda name: self._own.open(self.folder / name), found):
+            if self.names.shows_a_cut(lambda name: self._own.open(self.folder / name), checkpoint):
                 return True
         self.doubt = (
-            f"{found.title} does not count: the process that wrote it ended right then, and may have left it cut. Files"
-            " of torch.save, safetensors and JSON count, because they show a cut; others if the process lives for two"
-            " more seconds"
+            f"{checkpoint.title} does not count: the process that wrote it ended right then, and may have left it cut."
+            " Files of torch.save, safetensors and JSON count, because they show a cut; others if the process lives for"
+            " two more seconds"
         )
         self._say_once(self.doubt)
         return False

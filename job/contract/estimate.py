@@ -62,7 +62,7 @@ class BillEstimate:
     def from_json(cls, estimate: Fields, hourly: Mapping[str, Decimal]) -> BillEstimate:
         """Reads the estimate; raises DoubtError. `hourly`: the price of each hourly line."""
         usd, hours = estimate.section("usd"), estimate.section("hours")
-        lines = tuple(_line(each, hourly) for each in estimate.sections("lines"))
+        lines = tuple(_line(line, hourly) for line in estimate.sections("lines"))
         compute = [line for line in lines if line.kind == "compute"]
         if len(compute) != 1:
             raise DoubtError(f"estimate.lines has {len(compute) or 'none'} for compute")
@@ -86,7 +86,7 @@ class BillEstimate:
 
 
 def _each(cls: type[T], section: Fields, key: str) -> tuple[T, ...]:
-    return tuple(reading.filled(cls, each) for each in (section.sections(key) if key in section.tree else ()))
+    return tuple(reading.filled(cls, tree) for tree in (section.sections(key) if key in section.tree else ()))
 
 
 def _line(line: Fields, hourly: Mapping[str, Decimal]) -> BillLine:

@@ -153,8 +153,8 @@ def _delete_image(aws: Aws, resource_id: str, state: Properties) -> None:
     aws.ec2.delete_snapshot(SnapshotId=state["rootSnapshotId"])
 
 
-def _root_snapshot(aws: Aws, like: Properties, live: Properties, found: Mapping[str, Any]) -> Properties:
-    return {"rootSnapshotId": found["BlockDeviceMappings"][0]["Ebs"]["SnapshotId"]}
+def _root_snapshot(aws: Aws, like: Properties, live: Properties, image: Mapping[str, Any]) -> Properties:
+    return {"rootSnapshotId": image["BlockDeviceMappings"][0]["Ebs"]["SnapshotId"]}
 
 
 OWN = {

@@ -179,11 +179,11 @@ def with_provider(around: Surroundings, region: str) -> pulumi.ResourceOptions:
     """The options with a provider of the region, unless they have one of their own. The region comes from the
     definition alone: neither the stack's config nor the shell can put a run elsewhere.
     """
-    given = around.opts or pulumi.ResourceOptions()
-    if given.providers:
-        return given
+    options = around.opts or pulumi.ResourceOptions()
+    if options.providers:
+        return options
     own = aws.Provider(f"{around.prefix}aws", region=region, opts=around.opts)
-    return pulumi.ResourceOptions.merge(given, pulumi.ResourceOptions(providers=[own]))
+    return pulumi.ResourceOptions.merge(options, pulumi.ResourceOptions(providers=[own]))
 
 
 def uploads(plan: Plan, root: Path) -> list[Upload]:

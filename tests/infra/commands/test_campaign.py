@@ -326,17 +326,23 @@ def test_a_lost_ledger_ends_the_campaign_and_never_the_cap() -> None:
     assert lost > 100
 
 
+def all_begun_end(account: DrawnAccount, share: Decimal = Decimal(1)) -> Callable[[float], None]:
+    """A wait after which every begun trial has ended, and has cost this share of its own limit."""
+
+    def end(_: float) -> None:
+        for each in account.trials:
+            each.spent = each.most * share if each.begun else None
+
+    return end
+
+
 def test_thirty_trials_under_a_cap_for_eleven() -> None:
     account = DrawnAccount(random.Random(50), max_usd=Decimal(11))
     account.trials += [DrawnTrial(account, f"t{number}", Decimal("1")) for number in range(30)]
     account.create()
 
-    def all_end(_: float) -> None:
-        for each in account.trials:
-            each.spent = each.most if each.begun else None
-
     campaign = account.campaign("a")
-    campaign.sleep = all_end
+    campaign.sleep = all_begun_end(account)
     assert campaign.carry_out() == 1
     assert sum(each.begun for each in account.trials) == 11
     assert account.most_at_once == 3
@@ -347,12 +353,8 @@ def test_what_a_run_did_not_use_begins_another() -> None:
     account.trials += [DrawnTrial(account, f"t{number}", Decimal("1")) for number in range(4)]
     account.create()
 
-    def half(_: float) -> None:
-        for each in account.trials:
-            each.spent = each.most / 2 if each.begun else None
-
     campaign = account.campaign("a")
-    campaign.sleep = half
+    campaign.sleep = all_begun_end(account, share=Decimal("0.5"))
     assert campaign.carry_out() == 0
     assert account.worst() == 2
 
@@ -362,12 +364,8 @@ def test_the_last_dollars_begin_a_run_with_a_lower_limit_that_is_enough_for_nine
     account.trials += [DrawnTrial(account, f"t{number}", Decimal("1"), Decimal("0.4")) for number in range(4)]
     account.create()
 
-    def all_end(_: float) -> None:
-        for each in account.trials:
-            each.spent = each.most if each.begun else None
-
     campaign = account.campaign("a")
-    campaign.sleep = all_end
+    campaign.sleep = all_begun_end(account)
     assert campaign.carry_out() == 1
     assert [each.limit for each in account.trials] == [1, 1, Decimal("0.5"), None]
     assert account.worst_seen == account.max_usd
