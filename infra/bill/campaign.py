@@ -107,6 +107,12 @@ class CampaignBill:
                 f"{counted(len(too_dear), 'run')} can never begin, as limits.max_usd is above the cap. Nine in ten of"
                 f" the dearest cost at most {least:.2f} USD."
             )
+        if too_long := [trial for trial in self.trials if trial.max_hours > (terms.max_hours or math.inf)]:
+            longest = max(trial.max_hours for trial in too_long)
+            yield from text.wrap(
+                f"{counted(len(too_long), 'run')} can never begin, as limits.max_hours, {longest:f}, is above max_hours"
+                " of the campaign."
+            )
 
     def _worth(self) -> str:
         """What the pruner is worth, with what that assumes."""

@@ -62,6 +62,9 @@ def test_a_run_whose_limit_is_above_the_cap_is_said_to_have_no_chance() -> None:
     bill = price(stack, load_catalog(), dataset_bytes=1, runs=200)
     lines = " ".join(campaign.price([PricedTrial.build("one", stack, bill, is_made=False)], terms("19")).lines())
     assert "1 run can never begin, as limits.max_usd is above the cap." in lines
+    long = campaign.price([PricedTrial.build("one", stack, bill, is_made=False)], terms("20", hours="1"))
+    hours = f"{stack.limits.max_hours:f}"
+    assert f"1 run can never begin, as limits.max_hours, {hours}, is above max_hours" in " ".join(long.lines())
 
 
 def test_the_last_dollars_begin_a_run_with_a_lower_limit() -> None:
