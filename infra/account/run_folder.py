@@ -15,7 +15,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import AwsRefused
 from gpufleet.infra.program.resources.tags import STACK_TAG
 from gpufleet.job.contract import done as ends
-from gpufleet.job.contract.bucket import ASKED, DONE, GRAPHS, INPUTS
+from gpufleet.job.contract.bucket import ASKED, ATTEMPTS, DONE, GRAPHS, INPUTS
 from gpufleet.job.contract.done import Asked, Done
 
 NO_RUN = (INPUTS, GRAPHS)  # folders of a stack's bucket that belong to no run
@@ -122,6 +122,10 @@ class RunFolder:
     def asked(self) -> Asked | None:
         """Who asked the run to end; None if nobody did."""
         return ends.read_asked(self.read(ASKED))
+
+    def is_called_off(self) -> bool:
+        """Whether somebody asked the run to end before a node of it had booted."""
+        return self.asked() is not None and not self.objects(ATTEMPTS)
 
 
 def find_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:

@@ -23,7 +23,7 @@ from gpufleet.job.contract.workdir import RECEIPT, RUN
 
 
 class StageSeen(NamedTuple):
-    """A stage, its folder in the bucket, and how it ended; None if the folder or the end does not exist."""
+    """A stage, its folder in the bucket, and how it ended; None if the run's folder or the end does not exist."""
 
     stage: StackDefinition
     folder: RunFolder | None
@@ -33,18 +33,26 @@ class StageSeen(NamedTuple):
     def is_finished(self) -> bool:
         return self.done is not None and self.done.reason == FINISHED
 
+    @property
+    def is_called_off(self) -> bool:
+        """Whether the run was asked to end before this stage, which is not the first, had a node."""
+        return bool(self.stage.before and self.folder and self.folder.is_called_off())
+
 
 def look(whole: StackDefinition, s3: Any) -> list[StageSeen]:
-    """Each stage as it is in the bucket, in order."""
-    folders = ((stage, find_folder(s3, stage)) for stage in whole.stages)
-    return [StageSeen(stage, folder, folder.read_done() if folder else None) for stage, folder in folders]
+    """Each stage as it is in the run's bucket, in order; a run without stages is its own only one."""
+    folder, seen = find_folder(s3, whole), list[StageSeen]()
+    for part in whole.parts:
+        own = replace(folder, run=part.run.id) if folder else None
+        seen.append(StageSeen(part, own, own.read_done() if own else None))
+    return seen
 
 
-def begun(whole: StackDefinition, s3: Any) -> list[StackDefinition]:
+def begun(whole: StackDefinition, s3: Any) -> list[StageSeen]:
     """The stages that have begun: those up to the first that is not done."""
     seen = look(whole, s3)
     done = next((index for index, seen_stage in enumerate(seen) if not seen_stage.is_finished), len(seen))
-    return [seen_stage.stage for seen_stage in seen[: done + 1]]
+    return seen[: done + 1]
 
 
 def report(whole: StackDefinition, ec2: Any, s3: Any, now: datetime, scheduler: Any = None) -> Iterator[str]:
@@ -52,10 +60,10 @@ def report(whole: StackDefinition, ec2: Any, s3: Any, now: datetime, scheduler: 
     has neither a fleet nor a folder.
     """
     seen = look(whole, s3)
-    current = next((seen_stage.stage for seen_stage in seen if not seen_stage.is_finished), whole.stages[-1])
+    current = next((seen_stage.stage for seen_stage in seen if not seen_stage.is_finished), whole.parts[-1])
     first, *rest = status.report(current, ec2, s3, now, scheduler)
     yield first
-    for index, seen_stage in enumerate(seen):
+    for index, seen_stage in enumerate(seen if whole.stages else ()):
         if seen_stage.done:
             state = f"{seen_stage.done.reason}, {seen_stage.done.at}"
         elif seen_stage.stage is current:

@@ -35,7 +35,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import AwsRefused
 from gpufleet.infra.market import WAYS
 from gpufleet.infra.program.resources.tags import RUN_TAG
-from gpufleet.job.contract.done import Done
+from gpufleet.job.contract.done import FINISHED, Done
 from gpufleet.job.supervisor.store import pages
 from gpufleet.job.text import counted
 
@@ -80,9 +80,11 @@ class WaitLoop:
                 return self._report_end(done)
             if ended or fleet["FleetState"] == "failed":
                 return self._no_more(fleet, fleet["FleetState"])
-            if stopped and not expired and not self.definition.before:  # the stage before may be handing on
+            if stopped and not expired and not self.definition.before:
                 self._resting(fleet)
                 return 1
+            if stopped and not expired and self._is_called_off():  # otherwise the stage before may be handing on
+                return 0
             looking = launching if fleet in launching else [fleet]
             if not replaces(fleet) and (missing := self._missing(fleet)):
                 if done := self._read_done(aws.owner_of(fleet) or self.definition.run.owner):
@@ -109,6 +111,9 @@ class WaitLoop:
             self.sleep(min(POLL_S, max(give_up - self.clock(), 0.0)))
 
     def _report_end(self, done: Done) -> int:
+        if self.definition.next_stage and done.reason == FINISHED:
+            self.say(f"the stage {self.definition.stage} is done; {self.definition.next_stage} is next.")
+            return 0
         self.say(f"the run is over: {done.reason}. {done.detail}".strip())
         self.say(f"Next: `gpufleet results {self.definition.argument}`, then `pulumi destroy`.")
         return 0
@@ -136,6 +141,13 @@ class WaitLoop:
         for fleet in fleets:
             made = f"{fleet['CreateTime']:%Y-%m-%d %H:%M:%S} UTC"
             self.say(f"  {end_command(fleet, self.definition.fleet.region)}   # made {made}")
+
+    def _is_called_off(self) -> bool:
+        folder = find_folder(self.s3, self.definition)
+        if folder is None or not folder.is_called_off():
+            return False
+        self.say(f"the run was asked to end before its stage {self.definition.stage}, which does not begin.")
+        return True
 
     def _read_done(self, owner: str) -> Done | None:
         folder = find_folder(self.s3, self.definition)

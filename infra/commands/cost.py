@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -107,12 +108,16 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.flush()
     facts = policy.facts(definition, bill, fallbacks)
     broken = () if definition.variant.only_priced else policy.broken(rules, facts)
-    for breach in broken:
-        print(f"gpufleet: breaks {breach.rule} of policy.yaml: {breach.message}", file=sys.stderr)
+    _print_broken(broken)
     late = [*limits.deadline_problems(definition, bill, now), *without]
     if refusals := [*code_problems(definition, root), *image_problems(definition), *problems(definition, bill), *late]:
         raise DefinitionError(str(definition.source), refusals)
     return 1 if broken else 0
+
+
+def _print_broken(broken: Iterable[policy.Broken]) -> None:
+    for breach in broken:
+        print(f"gpufleet: breaks {breach.rule} of policy.yaml: {breach.message}", file=sys.stderr)
 
 
 def _stages(definition: StackDefinition, root: Path, now: datetime, *, as_json: bool) -> int:
@@ -131,7 +136,7 @@ def _stages(definition: StackDefinition, root: Path, now: datetime, *, as_json: 
         return bill_of(held, root, catalog, today=now.date(), hazards=hazards, not_ready=[*missing])
 
     whole, wrong = price_stages(definition, price_stage, now.date())
-    broken: dict[str, str] = {}
+    broken: tuple[policy.Broken, ...] = ()
     if whole is not None:
         sys.stdout.write(json.dumps(whole.to_json(), indent=2) + "\n" if as_json else "\n".join(whole.lines()) + "\n")
         wrong += [
@@ -139,15 +144,11 @@ def _stages(definition: StackDefinition, root: Path, now: datetime, *, as_json: 
             for stage, bill in zip(definition.stages, whole.bills, strict=True)
             for problem in problems(stage, bill)
         ]
+        parts = [(stage, bill, ()) for stage, bill in zip(definition.stages, whole.bills, strict=True)]
+        broken = policy.broken_by_any(rules, parts, whole.usd.p90)
     for stage in definition.stages:
         wrong += [*code_problems(stage, root), *image_problems(stage)]
-    for stage, bill in zip(definition.stages, whole.bills if whole else (), strict=False):
-        facts = replace(
-            policy.facts(stage, bill), usd_p90=whole.usd.p90 if whole else None
-        )  # rules apply to the whole run
-        broken |= {breach.rule: breach.message for breach in policy.broken(rules, facts)}
-    for rule, message in broken.items():
-        print(f"gpufleet: breaks {rule} of policy.yaml: {message}", file=sys.stderr)
+    _print_broken(broken)
     if wrong:
         raise DefinitionError(str(definition.source), in_order(wrong))
     return 1 if broken else 0

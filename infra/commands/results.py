@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     if not definition.stages:
         code = fetch(definition, s3, ec2, target)
     else:
-        code = max(fetch(stage, s3, ec2, target / stage.stage) for stage in stages.begun(definition, s3))
+        begun = [seen.stage for seen in stages.begun(definition, s3) if not seen.is_called_off]
+        code = max(fetch(stage, s3, ec2, target / stage.stage) for stage in begun)
         if (whole := stages.combine(definition, target)) is not None:
             atomic.write_json(target / RECEIPT, whole.to_json())
             say(receipt.text(whole))

@@ -16,11 +16,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from gpufleet.infra.account import aws
-from gpufleet.infra.account.fleet import GONE, fleets_of, is_over, nodes_of
+from gpufleet.infra.account import aws, stages
+from gpufleet.infra.account.fleet import GONE, fleets_of, is_over, nodes_of, wants
 from gpufleet.infra.account.results import cut_off
 from gpufleet.infra.account.run_folder import RunFolder, find_folder
-from gpufleet.infra.account.status import headline, report
+from gpufleet.infra.account.stages import StageSeen
+from gpufleet.infra.account.status import headline
 from gpufleet.infra.account.wait import WaitLoop
 from gpufleet.infra.commands import results, stack, sweep
 from gpufleet.infra.definition.loader import is_path, project_root
@@ -67,7 +68,7 @@ def opened(args: argparse.Namespace) -> WholeRun:
     """The run of STACK, its Pulumi stack made and selected."""
     root = project_root(Path.cwd())
     name = Path(args.stack).stem if is_path(args.stack) else args.stack
-    definition = stack.definition_of(args)  # first: a mistyped name makes no Pulumi stack
+    definition = stack.definition_of(args, staged=True)  # first: a mistyped name makes no Pulumi stack
     engine = pulumi_cli.PulumiStack(root=root, name=name)
     engine.select()
     return WholeRun(args=args, definition=definition, root=root, engine=engine)
@@ -138,35 +139,44 @@ class WholeRun:
         if folder is None:
             receipt = self.root / "results" / self.definition.name / self.definition.run.id / RECEIPT
             return receipt.is_file() and not self._fleets()
-        if folder.read_done() is not None:
+        present = self._present()
+        if present.done is not None:
             return True
-        ended = cut_off(self.definition, folder.owner, folder.objects(), self._client("ec2"), datetime.now(UTC))
-        return bool(ended and ended.reason) or self._came_to_nothing()
+        written = present.folder.objects() if present.folder else []
+        ended = cut_off(present.stage, folder.owner, written, self._client("ec2"), datetime.now(UTC))
+        return bool(ended and ended.reason) or self._came_to_nothing(present)
 
     def has_begun(self) -> bool:
         """Whether an earlier `up` made the run's fleet, also one that was cut short after it."""
         return self._of_stack() == self.definition.run.id or bool(self._fleets())
 
+    def _present(self) -> StageSeen:
+        """The stage that the run is in, or has ended with."""
+        return stages.begun(self.definition, self._client("s3"))[-1]
+
     def _of_stack(self) -> str | None:
         """The run of the last whole `up`; None after a destroy."""
         return (self.engine.outputs().get("run") or {}).get("id")
 
-    def _came_to_nothing(self) -> bool:
-        """Whether `up` was done, and the run has neither a node nor a fleet that may launch one."""
-        if self._of_stack() != self.definition.run.id or self._fleets():
+    def _came_to_nothing(self, seen: StageSeen) -> bool:
+        """Whether `up` was done, and the stage has neither a node nor a fleet that will launch one."""
+        fleets = self._fleets(seen.stage)
+        called_off = seen.is_called_off and not any(map(wants, fleets))
+        if self._of_stack() != self.definition.run.id or (fleets and not called_off):
             return False
-        return all(node["State"]["Name"] in GONE for node in nodes_of(self._client("ec2"), self.definition))
+        return all(node["State"]["Name"] in GONE for node in nodes_of(self._client("ec2"), seen.stage))
 
-    def _fleets(self) -> list[dict[str, Any]]:
-        """The run's fleets that may launch nodes."""
-        now, owner = datetime.now(UTC), self.definition.run.owner
-        fleets = fleets_of(self._client("ec2"), self.definition)
+    def _fleets(self, *parts: StackDefinition) -> list[dict[str, Any]]:
+        """The fleets of these parts of the run, or of all, that may launch nodes."""
+        now, owner, ec2 = datetime.now(UTC), self.definition.run.owner, self._client("ec2")
+        fleets = [fleet for part in parts or self.definition.parts for fleet in fleets_of(ec2, part)]
         return [fleet for fleet in fleets if not is_over(fleet, now) and aws.owner_of(fleet) in ("", owner)]
 
     def plan(self) -> plan.Plan:
         """What `up` would begin now. Raises GpufleetError for what it would refuse, or what breaks policy.yaml."""
-        definition, now = stack.definition_of(self.args, past_deadline=False), datetime.now(UTC)
-        if missing := not_ready(definition, self.root):
+        staged, now = bool(self.definition.stages), datetime.now(UTC)
+        definition = stack.definition_of(self.args, past_deadline=False, staged=staged)
+        if missing := dict.fromkeys(line for part in definition.parts for line in not_ready(part, self.root)):
             raise GpufleetError("\n".join([f"{definition.source}: not ready", *(f"  - {line}" for line in missing)]))
         made = plan.make(
             self.root,
@@ -177,7 +187,8 @@ class WholeRun:
             scenario=definition.scenario,
         )
         rules = policy.find_policy(self.root) or policy.Policy()
-        if broken := policy.broken(rules, policy.facts(made.definition, made.bill, made.fallbacks)):
+        parts = [(part.definition, part.bill, part.fallbacks) for part in made.parts]
+        if broken := policy.broken_by_any(rules, parts, made.staged and made.staged.usd.p90):
             raise GpufleetError(
                 "\n".join(f"breaks {breach.rule} of policy.yaml: {breach.message}" for breach in broken)
             )
@@ -194,7 +205,7 @@ class WholeRun:
         print("\n".join(made.shown(now.date())))
         for warning in made.warnings:
             print(f"gpufleet: {warning}", file=sys.stderr)
-        usd = {name: f"{amount:.2f}" for name, amount in asdict(made.bill.usd).items()}
+        usd = {name: f"{amount:.2f}" for name, amount in asdict(made.usd).items()}
         self._tell("not approved", usd=usd | {"stops_before": f"{self.definition.limits.max_usd:.2f}"})
         if self.args.approve:  # whoever guesses learns nothing from it
             print(f"{self.args.approve} is not the hash of this bill, which has not been approved.")
@@ -208,12 +219,14 @@ class WholeRun:
         a stopped command changes nothing about it.
         """
         ec2, s3, scheduler = (self._client(service) for service in ("ec2", "s3", "scheduler"))
-        watch = WaitLoop(definition=self.definition, ec2=ec2, s3=s3, sleep=self.sleep)
-        printed = ""
+        printed, watches = "", dict[str, WaitLoop]()
         while not self.is_over():
+            stage = self._present().stage
+            of_stage = WaitLoop(definition=stage, ec2=ec2, s3=s3, sleep=self.sleep)
+            watch = watches.setdefault(stage.run.id, of_stage)  # each has said things that it says only once
             if code := watch.until_node(math.inf):
                 return 0 if self.is_over() else code
-            line = headline(list(report(self.definition, ec2, s3, datetime.now(UTC), scheduler)))
+            line = headline(list(stages.report(self.definition, ec2, s3, datetime.now(UTC), scheduler)))
             if line != printed:
                 print(line)
             printed = line

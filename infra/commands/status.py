@@ -6,7 +6,7 @@ import argparse
 from datetime import UTC, datetime
 
 from gpufleet.infra.account import aws, stages
-from gpufleet.infra.account.status import headline, report, short
+from gpufleet.infra.account.status import headline, short
 from gpufleet.infra.commands import stack
 from gpufleet.infra.envelope import tell
 
@@ -20,8 +20,7 @@ def run(args: argparse.Namespace) -> int:
     definition = stack.definition_of(args, staged=True)
     region = definition.fleet.region
     ec2, s3, scheduler = (aws.client(name, region) for name in ("ec2", "s3", "scheduler"))
-    lines_of = stages.report if definition.stages else report
-    lines = list(lines_of(definition, ec2, s3, datetime.now(UTC), scheduler))
+    lines = list(stages.report(definition, ec2, s3, datetime.now(UTC), scheduler))
     tell([{"of": line[:12].strip(), "text": line[12:]} for line in lines[1:]])
     print(headline(lines))
     print("\n".join(lines[1:] if args.all else short(lines[1:], f"gpufleet status {definition.run_argument}")))

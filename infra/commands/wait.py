@@ -24,7 +24,5 @@ def run(args: argparse.Namespace) -> int:
         raise GpufleetError(f"--timeout {args.timeout:g}: allowed are seconds, 0 or more; with 0 it looks once")
     definition = stack.definition_of(args, staged=True)
     ec2, s3 = (aws.client(service, definition.fleet.region) for service in ("ec2", "s3"))
-    if definition.stages:
-        definition = stages.begun(definition, s3)[-1]
-    watch = WaitLoop(definition=definition, ec2=ec2, s3=s3)
+    watch = WaitLoop(definition=stages.begun(definition, s3)[-1].stage, ec2=ec2, s3=s3)
     return watch.until_node(args.timeout)

@@ -23,7 +23,7 @@ _OF_THE_CLOCK = ("began", "valid_until")
 
 def approval(plan: Plan) -> str:
     """The hash, in hexadecimal digits, over everything that the run begins with and over its bill in cents."""
-    bills = [plan.bill.usd, *(fallback.usd for fallback in plan.fallbacks)]
+    bills = [plan.usd, *(fallback.usd for fallback in plan.fallbacks)]
     cents = [[f"{usd:.2f}" for usd in asdict(quantiles).values()] for quantiles in bills]
     return _digits([_begins_with(plan), cents, plan.kept_after_destroy()])
 

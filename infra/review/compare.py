@@ -32,7 +32,7 @@ from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, Un
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.evidence import own_speeds
 from gpufleet.infra.evidence.calibration import find_all
-from gpufleet.infra.review.policy import Broken, Facts, Policy, broken, facts, held_to
+from gpufleet.infra.review.policy import Broken, Policy, broken_by_any, held_to
 from gpufleet.infra.risk.hazard import Hazards
 from gpufleet.infra.show.sheet import plain
 
@@ -212,22 +212,16 @@ def _stack(
     judged: dict[str, Any] = {}
     if head and head.definition and (p90 := head.counted_p90) is not None:
         cap = head.definition.limits.max_usd
-        rules = {breach.rule: breach for one in _facts(head, pricer.now) for breach in broken(policy, one)}
+        parts = [(part, bill, price_fallbacks(part, bill, pricer.now)) for part, bill in head.priced]
+        whole = head.staged.usd.p90 if head.staged else None
         ages = [price_age(bill, pricer.now.date()) for _, bill in head.priced]
         judged = {
             "over_cap": f"p90 {p90:.2f} {AS_COUNTED} passes limits.max_usd {cap}" if p90 > cap else "",
             "refused": tuple(str(problem) for priced in head.priced for problem in problems(*priced)),
-            "policy": tuple(rules.values()),
+            "policy": broken_by_any(policy, parts, whole),
             "age": "; ".join(dict.fromkeys(ages)),
         }
     return StackReview(name=name, base=base, head=head, steps=steps, aside=aside, **judged)
-
-
-def _facts(side: StackAtCommit, now: datetime) -> Iterator[Facts]:
-    """What a policy's rules judge; with stages, each has its own hardware, and all have the dollars of the whole."""
-    for definition, bill in side.priced:
-        figures = facts(definition, bill, price_fallbacks(definition, bill, now))
-        yield replace(figures, usd_p90=side.staged.usd.p90) if side.staged else figures
 
 
 def _attribute(

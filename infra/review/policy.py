@@ -164,6 +164,22 @@ def broken(policy: Policy, run_facts: Facts) -> tuple[Broken, ...]:
     return tuple(rules)
 
 
+def broken_by_any(
+    policy: Policy,
+    priced: Iterable[tuple[StackDefinition, Bill, Iterable[Fallback]]],
+    usd_p90: Decimal | None = None,
+) -> tuple[Broken, ...]:
+    """Every rule that the parts of a run break, each rule once: a stage has hardware of its own, and all stages have
+    the dollars of the whole run, `usd_p90`; None for a run without stages.
+    """
+    found: dict[str, Broken] = {}
+    for part in priced:
+        of_part = facts(*part)
+        of_run = of_part if usd_p90 is None else replace(of_part, usd_p90=usd_p90)
+        found |= {breach.rule: breach for breach in broken(policy, of_run)}
+    return tuple(found.values())
+
+
 def find_policy(folder: Path) -> Policy | None:
     """The rules of the policy.yaml in `folder`; None without one. Raises as load()."""
     return load(folder / "policy.yaml") if (folder / "policy.yaml").is_file() else None

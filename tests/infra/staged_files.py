@@ -1,5 +1,9 @@
 """A definition with three stages."""
 
+from __future__ import annotations
+
+from tests.rehearsal.engine_world import AMI
+
 STAGED = """\
 # Three stages. Bound: 8 dollars.
 run: {id: r1, owner: me@example.org}
@@ -28,3 +32,9 @@ stages:
     job: {command: 'python stage.py judge {inputs.train} {outputs}'}
     fleet: {instance_types: [c7i.xlarge]}
 """
+
+IMAGE = "public.ecr.aws/docker/library/python:3.13-slim"
+DIGEST = "@sha256:" + "5" * 64
+PINNED = STAGED.replace(IMAGE, f"{IMAGE}{DIGEST}\n  supervisor_image: {IMAGE}{DIGEST}").replace(
+    "  capacity: spot\n", f"  capacity: spot\n  ami: {AMI}\n"
+)

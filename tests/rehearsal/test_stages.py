@@ -29,17 +29,11 @@ from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.launch import CloudInstance
 from gpufleet.rehearsal.node import NodeRunner
 from gpufleet.rehearsal.rehearse import rehearse
-from tests.infra.staged_files import STAGED
-from tests.rehearsal.engine_world import AMI
+from tests.infra.staged_files import PINNED, STAGED
 from tests.repository import ROOT
 from tests.waiting import wait_for
 
 STAGES = ("prepare", "train", "judge")
-DIGEST = "@sha256:" + "5" * 64
-IMAGE = "public.ecr.aws/docker/library/python:3.13-slim"
-PINNED = STAGED.replace(IMAGE, f"{IMAGE}{DIGEST}\n  supervisor_image: {IMAGE}{DIGEST}").replace(
-    "  capacity: spot\n", f"  capacity: spot\n  ami: {AMI}\n"
-)
 SCRIPT = """\
 import os, pathlib, sys, time
 name, *given, outputs = sys.argv[1:]

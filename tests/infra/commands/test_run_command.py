@@ -74,10 +74,10 @@ class RunWorld:
     engine: command.RunEngine
 
     def whole_run(self, approve: str | None = None) -> command.WholeRun:
-        args = argparse.Namespace(stack=STACK, approve=approve, begin=False)
+        args = argparse.Namespace(stack=self.file.stem, approve=approve, begin=False)
         return command.WholeRun(
             args=args,
-            definition=stack.definition_of(args),
+            definition=stack.definition_of(args, staged=True),
             root=self.file.parents[1],
             engine=self.engine,
             sleep=lambda _: self.pass_time(),
@@ -103,7 +103,7 @@ class RunWorld:
     def approval(self) -> str:
         """The hash of the bill as it is now."""
         made = plan.make(
-            self.file.parents[1], STACK, now=datetime.now(UTC), previous=Previous(outputs={}), preview=True
+            self.file.parents[1], self.file.stem, now=datetime.now(UTC), previous=Previous(outputs={}), preview=True
         )
         return approval.approval(made)
 
