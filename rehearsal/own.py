@@ -247,7 +247,7 @@ def advice(notices: Sequence[Resumption], every: int | None, declared: bool | No
 
 def _secrets(rehearsal: Rehearsal) -> Iterator[Promise]:
     """The promise that no file of node, bucket, state or log holds a secret's value."""
-    names = rehearsal.definition.job.parameters.demands.secrets
+    names = rehearsal.definition.job.parameters.secrets_needed
     values = {name: os.environ[environment.SECRET + name].encode() for name in names}
     if not values:
         return

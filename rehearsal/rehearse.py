@@ -202,7 +202,7 @@ def _attempt(
         with ExitStack() as stack:
             notice_s = float(definition.interruptions.notice_s)
             secrets = {
-                name: place for part in definition.parts for name, place in part.job.parameters.demands.secrets.items()
+                name: place for part in definition.parts for name, place in part.job.parameters.secrets_needed.items()
             }
             stack.enter_context(own.secret_values(secrets))
             cloud = stack.enter_context(

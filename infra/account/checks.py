@@ -353,7 +353,7 @@ def _first(place: str, s3: Any) -> str:
 def secrets(definition: StackDefinition, client: Callable[[str, str], Any]) -> Iterator[Check]:
     """Whether the job's secrets exist where the file says. Their values are not read."""
     region, own = definition.fleet.region, definition.account.kms_key or ""
-    for reference in dict.fromkeys(definition.job.parameters.demands.secrets.values()):
+    for reference in dict.fromkeys(definition.job.parameters.secrets_needed.values()):
         service, _, name = reference.partition(":")
         key = _parameter(name, client("ssm", region)) if service == "ssm" else _secret(name, client(service, region))
         if key is None:

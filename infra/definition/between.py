@@ -23,13 +23,13 @@ from gpufleet.job.kind.command import (
     FORMATS,
     GIVES_RANKS,
     GROUPS,
-    KEY_LIKE,
     NODE_RANK,
     PLACEHOLDER,
     PLACEHOLDER_NAMES,
     STATIC,
 )
 from gpufleet.job.kind.common import DEVICE_RESERVE_GB
+from gpufleet.job.kind.variables import KEY_LIKE
 
 Schema = dict[str, Any]
 

@@ -27,6 +27,7 @@ from gpufleet.infra.market import asked
 from gpufleet.infra.market.market import DEADLINE, MAX_HOURS, Beside
 from gpufleet.infra.market.reservation import END
 from gpufleet.job.kind import JobConfig
+from gpufleet.job.kind.job import problems_of
 from gpufleet.job.text import counted, stamp
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def check(
 
 def _model(config: JobConfig, findings: Findings) -> bool:
     """Reports a run config from which no model can be built. Returns whether it reported one."""
-    model_problems = config.problems()
+    model_problems = problems_of(config)
     for path, sentence in model_problems:
         findings.add(f"{config.path}.{path}", sentence, default=_standing(config, path))
     return bool(model_problems)

@@ -45,17 +45,16 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.kind import COMMAND, EXPERIMENTS
 from gpufleet.job.kind.command import (
     FORMATS,
-    SECRET,
-    VARIABLE,
     CommandCheckpoint,
     CommandConfig,
     ExitRules,
     Progress,
     Resume,
 )
-from gpufleet.job.kind.common import Code
+from gpufleet.job.kind.common import Code, Log
 from gpufleet.job.kind.convert import Rule, describe, key_of, unwrap
 from gpufleet.job.kind.convert import hints as hints_of
+from gpufleet.job.kind.variables import SECRET, VARIABLE
 
 FILE = (
     Path(__file__).resolve().with_name("definition.schema.json")
@@ -456,6 +455,8 @@ _STARTED, _STARTED_AFTER = (
 _BELOW = pattern(between.NAMES_BELOW + r"[\s\S]*\S", "names below checkpoint.folder")
 _SECRET = {"type": "string", **pattern(_anchored(SECRET.pattern), "ssm:/name or secretsmanager:name")}
 _VARIABLE = "a variable of the environment: letters, digits and _, not beginning with a digit"
+_GIVEN = {"propertyNames": pattern(f"^{between.NODES_OWN}{VARIABLE.pattern}$", f"{_VARIABLE}; AWS_... is the node's")}
+_SECRETS: Schema = _names(VARIABLE, _VARIABLE) | {"additionalProperties": _SECRET}
 _ZONE_IDS = "|".join(f"{region.zone_id_prefix}az[1-8]" for region in known_regions().values())
 # Restrictions that come from the checks between keys, not from a type or a rule.
 _KNOWN: dict[tuple[type[Any], str], Schema] = {
@@ -499,11 +500,10 @@ _KNOWN: dict[tuple[type[Any], str], Schema] = {
     (CommandCheckpoint, "also"): {"items": _TEXT_OF | _BELOW},
     (Progress, "file"): _FILLED,
     (Account, "tags"): _names(TAG_KEY, "as run.owner, without aws: or gpufleet: in front, and not Name"),
-    (CommandConfig, "env"): {
-        "propertyNames": pattern(f"^{between.NODES_OWN}{VARIABLE.pattern}$", f"{_VARIABLE}; AWS_... is the node's"),
-        "additionalProperties": _TEXT_OF | _STARTED,
-    },
-    (CommandConfig, "secrets"): _names(VARIABLE, _VARIABLE) | {"additionalProperties": _SECRET},
+    (CommandConfig, "env"): _GIVEN | {"additionalProperties": _TEXT_OF | _STARTED},
+    (CommandConfig, "secrets"): _SECRETS,
+    (Log, "env"): _GIVEN | {"additionalProperties": _TEXT_OF | pattern(between.no_key(), _NO_KEY)},
+    (Log, "secrets"): _SECRETS,
     (CommandConfig, "registry"): _SECRET,
 }
 # Examples for keys that no page and no file shows.

@@ -486,7 +486,7 @@ def _placeholder(hint: Any) -> Any:
 
 def _written(node: Node) -> str:
     if isinstance(node, Scalar):
-        from gpufleet.job.kind.command import without_keys  # imported here: only for an error
+        from gpufleet.job.kind.variables import without_keys  # imported here: only for an error
 
         return without_keys(node.text)
     return "a list" if isinstance(node, Items) else "a section"

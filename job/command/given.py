@@ -109,7 +109,7 @@ def variables(
     return {
         "PYTHONUNBUFFERED": "1",  # otherwise Python writes its output into a pipe in blocks of 8 KB
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(config.stop.grace_s)),  # torchrun's default is 30 s
-        "WANDB_RUN_ID": f"{stack}-{values['run']}",
+        "WANDB_RUN_ID": environment.tracker_id(stack, str(values["run"])),
         "WANDB_RESUME": "allow",
         **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(config.gpus or 0)))} if some_gpus else {}),
         **inputs,

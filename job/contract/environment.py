@@ -39,6 +39,11 @@ ENDPOINT = "AWS_ENDPOINT_URL"  # the address of AWS's services, which every SDK 
 SECRET = "GPUFLEET_SECRET_"  # in a rehearsal, followed by a secret's name: its value
 
 
+def tracker_id(stack: str, run: str) -> str:
+    """The id of a run for W&B and MLflow, the same in every attempt. W&B allows no slash in it."""
+    return f"{stack}-{run.replace('/', '-')}"
+
+
 def is_rehearsed(environ: Mapping[str, str]) -> bool:
     """Whether AWS is embedded in this machine, at a loopback address."""
     return "://127." in environ.get(ENDPOINT, "")

@@ -47,6 +47,7 @@ STAGES = "stages"  # *.jsonl, one line per finished piece of work
 EXPORTS, FINAL = "exports", "final"  # models: those at each phase's start and end; the final model
 SCALARS = "tb"  # for TensorBoard
 GRAPHS = "compile_cache"
+TRACKED = "tracked"  # files of W&B or MLflow
 PACKAGES = "packages"  # packages that the image lacks
 USER = "user"  # a command's folders, all that the command's container sees: CODE, KEPT, OUTPUTS, STATE, NAMED
 CODE, KEPT, OUTPUTS, STATE, NAMED = "code", "checkpoints", "outputs", "state", "inputs"

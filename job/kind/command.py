@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from gpufleet.job.kind import variables
 from gpufleet.job.kind.batch import is_endless, total_steps
 from gpufleet.job.kind.common import (
     ENDLESS_S,
@@ -628,26 +629,11 @@ class CommandConfig(JobConfig):
         return "epoch" in groups and ({"batch", "batches"} <= groups or self.work.steps_per_epoch is not None)
 
     def _environment_problems(self) -> Iterator[tuple[str, str]]:
-        secrets = self.secrets or {}
         for path, text in (("command", self.command), ("setup", self.setup), ("resume.args", self.resume.args)):
-            if KEY_LIKE.search(text):
+            if variables.KEY_LIKE.search(text):
                 yield path, "no key: run.json is no secret. Put it under job.secrets (NAME: ssm:/name), and read $NAME"
-        for name, value in (self.env or {}).items():
-            path = f"env.{name}"
-            if not VARIABLE.fullmatch(name):
-                yield path, "a name of letters, digits and _, not beginning with a digit"
-            elif name.startswith(("AWS_", "GPUFLEET_")):
-                yield path, "a name that does not begin with AWS_ or GPUFLEET_: those are the node's own"
-            elif name in secrets:
-                yield path, "one of job.env and job.secrets"
-            elif KEY_LIKE.search(value):
-                yield path, "no key: it looks like one, and run.json is no secret. Put it under job.secrets"
-        for name, value in secrets.items():
-            if not VARIABLE.fullmatch(name):
-                yield f"secrets.{name}", "a name of letters, digits and _, not beginning with a digit"
-            elif not SECRET.fullmatch(value):
-                yield f"secrets.{name}", "where the value is kept: ssm:/name or secretsmanager:name"
-        if self.registry is not None and not SECRET.fullmatch(self.registry):
+        yield from variables.problems(self.path, "", self.env, self.secrets)
+        if self.registry is not None and not variables.SECRET.fullmatch(self.registry):
             yield "registry", "where user:password is kept: ssm:/name or secretsmanager:name. ECR needs none"
 
     def doubts(self, steps: int) -> Iterator[str]:
@@ -731,17 +717,6 @@ def setting(command: str, names: Iterable[str]) -> re.Match[str] | None:
 
 
 LAUNCHERS = ("{gpus}", "torchrun", "torch.distributed", "accelerate", "deepspeed", "mpirun", "litgpt", "axolotl")
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-SECRET = re.compile(r"ssm:/[A-Za-z0-9_.\-/]{1,1000}|secretsmanager:[A-Za-z0-9/_+=.@\-]{1,500}")
-# Tokens of Hugging Face, AWS and GitHub, and 40 hexadecimal digits (W&B's keys).
-KEY_LIKE = re.compile(r"\bhf_[A-Za-z0-9]{20,}|\bAKIA[A-Z0-9]{16}\b|\bgh[pousr]_[A-Za-z0-9]{20,}|\b[0-9a-f]{40}\b")
-
-
-def without_keys(text: str) -> str:
-    """The text for display, in which everything that looks like a secret key is replaced."""
-    return KEY_LIKE.sub("(looks like a key)", text)
-
-
 PLACEHOLDERS = (
     *("{code}", "{checkpoints}", "{outputs}", "{state}", "{inputs.NAME}", "{gpus}", "{run}"),
     *("{nodes}", "{node_rank}", "{ranks}", "{master}", "{port}"),

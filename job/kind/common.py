@@ -76,10 +76,16 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Log:
-    """Console and metrics.jsonl; on request TensorBoard scalars with the same keys."""
+    """Console and metrics.jsonl; on request TensorBoard scalars with the same keys, and a tracker outside."""
 
     every: int = bounded(10, 1, 1_000_000)  # in steps
     tensorboard: bool = False
+    tracker: Literal["none", "wandb", "mlflow"] = added_later("none")  # job/supervisor/tracker.py
+    env: dict[str, str] | None = added_later(None)  # the tracker's environment variables
+    secrets: dict[str, str] | None = added_later(None)  # the same, from NAME: ssm:/name or secretsmanager:name
+
+    def __hash__(self) -> int:
+        return hash(repr(self))  # it has maps, which cannot be hashed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, cast
 
 from gpufleet.job.contract.inputs import Checks
+from gpufleet.job.kind import variables
 from gpufleet.job.kind.common import Demands, Log, Memory, NodeParts, PhaseSize, Rung, Sizes, ToldSpeed, processes
 from gpufleet.job.kind.dataset import Dataset, NoDataset
 
@@ -110,6 +111,11 @@ class Workload(ABC):
         job on a CPU.
         """
         return 0 if self.device == "cpu" else self.gpus or self.ranks(there)
+
+    @property
+    def secrets_needed(self) -> Mapping[str, str]:
+        """All secrets that a node may read for the job and for its tracker, by name."""
+        return {**self.demands.secrets, **(self.log.secrets or {})}
 
     def products(self) -> str:
         """The dtype of matrix products on a GPU: `bf16`, `fp32` or `tf32`."""
@@ -228,7 +234,16 @@ def changed(config: Config, **sections: Any) -> Config:
     return cast(Config, replace(cast(Any, config), **sections))
 
 
+def problems_of(config: JobConfig) -> list[tuple[str, str]]:
+    """The problems of this kind of job, and those that any kind may have: (key path, sentence)."""
+    log = config.log
+    problems = [*config.problems(), *variables.problems(f"{config.path}.log", "log.", log.env, log.secrets)]
+    if log.tracker == "none" and (log.env or log.secrets):
+        problems.append(("log.tracker", "wandb or mlflow, or no log.env and log.secrets: only a tracker gets them"))
+    return problems
+
+
 def require(config: JobConfig) -> None:
     """Raises ValueError with every problem; called before the model is built."""
-    if problems := config.problems():
+    if problems := problems_of(config):
         raise ValueError("; ".join(f"job.parameters.{path}: {text}" for path, text in problems))

@@ -48,6 +48,7 @@ from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 from gpufleet.job.supervisor.meter import Meter
 from gpufleet.job.supervisor.publish import Publisher, commits
 from gpufleet.job.supervisor.store import StoreError, SupersededError, create
+from gpufleet.job.supervisor.tracker import Tracker
 from gpufleet.job.supervisor.uploads import Pulse, Uploader, send_log
 from gpufleet.job.supervisor.world import Cause, Outside, Trainer
 
@@ -58,6 +59,7 @@ SIGTERM_S = 105.0  # docker stop waits 115 s
 PATIENCE_S = 120.0  # the least wait for a trainer that was asked to stop at a limit
 LINES = 3  # number of missing lines after which a trainer that rarely writes counts as stuck
 FINISH_S = 900.0  # seconds to upload everything; after that the attempt counts as crashed and the next one uploads
+TRACKER_S = 60.0  # seconds for a tracker that still sends figures at the run's end
 MARK_S = 120.0  # seconds to write how the run ended, after all uploads; later the node writes that
 PAST_S = 60.0  # seconds past a limit and a checkpoint, after which anything still under way is abandoned
 CRASH_S = 120.0  # seconds to publish the trainer's commits
@@ -111,7 +113,8 @@ class Supervisor:
             pause=world.sleep,
             doubts=lambda key: attempts.doubts(self.others.attempts, key),
         )
-        self.progress = MetricsFollower(workdir / METRICS, self.clock)
+        self.tracker = Tracker(run, workdir, world.log.write, self.say)
+        self.progress = MetricsFollower(workdir / METRICS, self.clock, self.tracker.take)
         self.resumed_step = 0
         self.rung = 0
         self.asked = False  # whether somebody asked the run to end
@@ -164,6 +167,7 @@ class Supervisor:
         finally:
             if self._child is not None:
                 self._child.kill()
+            self.tracker.kill()
             self.publisher.cancel()  # no upload under way may delay this process
             self.graphs.cancel()
 
@@ -535,6 +539,7 @@ class Supervisor:
         """
         code = AttemptExit.FAILED if reason == ends.FAILED else AttemptExit.FINISHED
         self.say(f"the run ends: {reason} {detail}".rstrip())
+        self.tracker.end(reason)
         until = self._counted_until(FINISH_S)
         all_sent = self._drain(until if code == AttemptExit.FINISHED else self._counted_until(CRASH_S))
         try:
@@ -545,8 +550,17 @@ class Supervisor:
             if self._limit(self.clock(), 0.0) is None:
                 return self._crashed(f"the end of the run could not be written: {error}")
             self.say(f"at a limit no other node tries again: {error}")
+        self._wait_for_tracker()
         self._tell_end(ends.Done(reason, detail, self.node.instance, iso(self.clock())), code)
         return code
+
+    def _wait_for_tracker(self) -> None:
+        """Lets the tracker send what it still has, for a bounded time."""
+        until = self._counted_until(TRACKER_S)
+        while not self.tracker.wait(TICK_S):
+            self._keep_alive()
+            if self.clock() >= until:
+                return self.say("warning: log.tracker did not end in time: its last figures are lost")
 
     def _tell_end(self, done: ends.Done, code: int) -> None:
         """Writes to the bucket how the run ended. If this fails, it costs minutes and no further node: the node sends a
@@ -570,6 +584,7 @@ class Supervisor:
 
     def _interrupted(self) -> int:
         """Publishes what time allows, then records the interruption."""
+        self.tracker.end()  # it has the time that the uploads take
         cause = self.cause
         assert cause is not None
         assert cause.deadline is not None
@@ -587,6 +602,7 @@ class Supervisor:
         that the fleet starts another node. `code` REFUSED means that this node is bad.
         """
         self.say(f"this attempt failed: {why}")
+        self.tracker.end()
         if self._metered:
             self._drain(self._counted_until(CRASH_S))
             self._leave(Exit(code, why, at=iso(self.clock())))

@@ -191,13 +191,17 @@ def _patience() -> list[str]:
 class MetricsFollower:
     """Follows metrics.jsonl: the newest record, the pace, and when it last grew."""
 
-    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, path: Path, clock: Callable[[], float], tell: Callable[[dict[str, Any]], None] = lambda record: None
+    ) -> None:
+        """`tell` gets each new record too."""
         self.record: dict[str, Any] = {}
         self.step = 0
         self.first_at: float | None = None  # the time of this attempt's first new record
         self.grew_at = clock()
         self._path = path
         self._clock = clock
+        self._tell = tell
         self._offset = 0
         self._gaps: list[float] = []
         self._step_s: list[float] = []
@@ -225,6 +229,7 @@ class MetricsFollower:
         for line in whole.splitlines():
             if (record := metrics.line(line)) is not None:
                 self._take(record)
+                self._tell(record)
 
     def _take(self, record: dict[str, Any]) -> None:
         now = self._clock()

@@ -256,7 +256,7 @@ def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
     named.
     """
     region, key = definition.fleet.region, definition.account.kms_key
-    secret = dict.fromkeys(name for part in definition.parts for name in part.job.parameters.demands.secrets.values())
+    secret = dict.fromkeys(name for part in definition.parts for name in part.job.parameters.secrets_needed.values())
     named = [*secret, *filter(None, [definition.notify.webhook])]
     parameters = [reference.removeprefix("ssm:") for reference in named if reference.startswith("ssm:")]
     secrets = [

@@ -1,0 +1,128 @@
+"""Hands a run's figures to W&B or MLflow, if `log.tracker` names one of them, whatever the kind of job.
+
+The library works in a process of its own (tracked.py), beside the supervisor, because the container of a ready-made job
+has no network. A tracker that is missing, offline or stuck costs figures, and never the training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from gpufleet.job.command.given import Mask, secrets
+from gpufleet.job.contract import environment, metrics, reading
+from gpufleet.job.contract.run import RunFile
+from gpufleet.job.contract.workdir import METRICS, RESULTS, TRACKED
+
+MODULE = "gpufleet.job.supervisor.tracked"
+_OF_THE_NODE = ("AWS_", "GPUFLEET_")  # variables that only the supervisor needs
+
+
+def variables(run: RunFile, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the tracker's process, without secrets. The run's id is the same in every attempt; project and
+    experiment are named after the stack, unless `log.env` says otherwise.
+    """
+    own = {name: value for name, value in environ.items() if not name.startswith(_OF_THE_NODE)}
+    names = {"WANDB_PROJECT": run.stack, "MLFLOW_EXPERIMENT_NAME": run.stack}
+    return own | names | (run.config.log.env or {}) | {"WANDB_RUN_ID": environment.tracker_id(run.stack, run.run)}
+
+
+class Tracker:
+    """The figures' way out of one attempt. Only `wait` waits for the tracker."""
+
+    def __init__(self, run: RunFile, workdir: Path, write: Callable[[bytes], None], say: Callable[[str], None]) -> None:
+        self._run, self._workdir, self._write, self._say = run, workdir, write, say
+        self._lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended = False
+
+    def take(self, record: dict[str, Any]) -> None:
+        """Sends a line of metrics.jsonl. The first one starts the process: so of several nodes only the one that writes
+        metrics has it.
+        """
+        if self._run.config.log.tracker == "none" or self._ended:
+            return
+        if self._thread.ident is None:
+            parameters = {"run": self._run.run, "owner": self._run.owner, "parameters": self._run.parameters}
+            self._lines.put({"config": parameters})
+            with suppress(OSError):  # of earlier attempts: the process leaves out what it has sent before
+                before = metrics.records((self._workdir / METRICS).read_bytes().splitlines())
+                for earlier in before:
+                    if earlier["step"] < record["step"]:
+                        self._lines.put({"record": earlier})
+            self._thread.start()
+        self._lines.put({"record": record})
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it sends nothing more; it has `seconds` for this."""
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def end(self, reason: str = "") -> None:
+        """Sends nothing later than the results, if the run has some, and its `reason` to end; without a reason the next
+        attempt goes on with it.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        results: dict[str, Any] | None = None
+        with suppress(OSError, reading.DoubtError):
+            results = reading.parse((self._workdir / RESULTS).read_bytes())
+        if reason:
+            self._lines.put({"reason": reason, "results": results or {}})
+        self._lines.put(None)
+
+    def kill(self) -> None:
+        """Ends it at once. The method may be called again."""
+        self._ended = True
+        if self._process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _work(self) -> None:
+        kind = self._run.config.log.tracker
+        try:
+            values = secrets(self._run.config.log.secrets or {})
+            folder = self._workdir / TRACKED
+            folder.mkdir(exist_ok=True)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, kind],
+                cwd=folder,
+                env=variables(self._run, os.environ) | values,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            mask = Mask(values.values())
+            reading_thread = threading.Thread(
+                target=self._pass_on, args=(self._process.stdout, mask), name="tracker output", daemon=True
+            )
+            reading_thread.start()
+            with suppress(BrokenPipeError), self._process.stdin as lines:
+                while (line := self._lines.get()) is not None:
+                    lines.write(json.dumps(line).encode() + b"\n")
+                    lines.flush()
+            if code := self._process.wait():
+                self._say(f"warning: log.tracker, {kind}, ended with {code}: its further figures are not sent")
+            reading_thread.join()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on without a tracker
+            self._say(f"warning: no figures are sent to {kind}: {type(error).__name__}: {error}")
+
+    def _pass_on(self, output: Iterable[bytes], mask: Mask) -> None:
+        with suppress(ValueError):  # a kill closed the pipe meanwhile
+            for line in output:
+                self._write(b"tracker: " + mask(line))
