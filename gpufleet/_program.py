@@ -63,13 +63,12 @@ def program() -> None:
 
 
 def _keep_bake(name: str, described: dict[str, Any]) -> None:
-    """Declares the AMI of a bake in the builder's place. Raises GpufleetError."""
+    """Declares what a bake keeps in the builder's place. Raises GpufleetError."""
     chosen = Selected(path=find(name, engine.root_directory()), asked=name)
     definition = chosen.load(now=datetime.now(UTC), past_deadline=True)
 
     from gpufleet.infra.program.resources.bake import declare_bake
 
-    image = declare_bake(definition, described["builder"], described["until"])
-    outputs = {"definition": definition.name, "ami": image.id, "snapshot": image.root_snapshot_id, BAKE: described}
+    outputs = {"definition": definition.name, **declare_bake(definition, described), BAKE: described}
     for key, value in outputs.items():
         pulumi.export(key, value)

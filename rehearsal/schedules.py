@@ -99,6 +99,8 @@ class Schedules:
             return self._modify(region, asked, role_arn, of, SERVICE)
         if target["Arn"] == f"{_TARGET}ec2:deregisterImage":
             return self._deregister(region, asked, role_arn, of)
+        if target["Arn"] == f"{_TARGET}ec2:deleteSnapshot":
+            return self._delete_snapshot(region, asked["SnapshotId"], role_arn, of)
         if target["Arn"] == f"{_TARGET}sns:publish":
             return self._publish(region, of, role_arn, asked)
         if target["Arn"] != f"{_TARGET}ec2:deleteFleets":
@@ -192,6 +194,16 @@ class Schedules:
             return refused
         try:
             account.deregister_image(ec2, image, with_snapshots=with_snapshots)
+        except EC2ClientError as error:
+            return str(error.message)
+        return ""
+
+    def _delete_snapshot(self, region: str, snapshot: str, role_arn: str, of: Mapping[str, str]) -> str:
+        wish = AccessRequest("ec2:DeleteSnapshot", f"arn:aws:ec2:{region}::snapshot/{snapshot}")
+        if refused := self._refused(role_arn, of, [wish]):
+            return refused
+        try:
+            ec2_backends[self._account][region].delete_snapshot(snapshot)
         except EC2ClientError as error:
             return str(error.message)
         return ""

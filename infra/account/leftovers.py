@@ -20,7 +20,7 @@ from gpufleet.infra.account.fleet import ENDED, find_instances, fleets_of, has_e
 from gpufleet.infra.account.run_folder import find_buckets, find_log_groups, name_prefix
 from gpufleet.infra.bill.lines import MONTH_H, gp3_usd_per_month
 from gpufleet.infra.catalog import load_catalog
-from gpufleet.infra.definition.bake import ENDING
+from gpufleet.infra.definition.bake import DATA_ENDING, ENDING
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import PriceMissing
 from gpufleet.infra.program.resources.tags import DELETE_AFTER, RUN_TAG, STACK_TAG
@@ -28,7 +28,7 @@ from gpufleet.job.contract.aws import FLEET_TAG
 from gpufleet.job.contract.reading import epoch
 from gpufleet.job.text import counted
 
-AMI = "AMI"  # the kind of an AMI of a bake
+AMI, SNAPSHOT = "AMI", "snapshot"  # the kinds of what a bake keeps
 _T = TypeVar("_T")
 
 
@@ -98,6 +98,7 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
     for kinds, part in (
         ("volumes", lambda: _volumes(ec2, within, {node["InstanceId"]: node for node in nodes})),
         ("AMIs", lambda: _images(ec2, definition, now)),
+        ("snapshots", lambda: _snapshots(ec2, definition, now)),
         ("NAT gateways", lambda: _nat_gateways(ec2, definition)),
         ("addresses", lambda: _addresses(ec2, definition)),
         ("buckets", lambda: _buckets(client("s3", region), definition)),
@@ -210,21 +211,41 @@ def _volume(volume: dict[str, Any], region: str, *, ours: bool, owner: str = "")
 
 def _images(ec2: Any, definition: StackDefinition, now: datetime) -> Iterator[Left]:
     """The AMIs of the stack, and those that its bake keeps until their day."""
-    stacks = [definition.name, f"{definition.name}{ENDING}"]
-    tagged = [{"Name": f"tag:{STACK_TAG}", "Values": stacks}]
-    for image in aws.pages(ec2, "describe_images", "Images", Owners=["self"], Filters=tagged):
-        tags = aws.tags_of(image)
-        until = epoch(tags.get(DELETE_AFTER, "")) or 0.0
+    filters = _of_stack_and(definition, ENDING)
+    for image in aws.pages(ec2, "describe_images", "Images", Owners=["self"], Filters=filters):
         gib = sum(int(disk["Ebs"]["VolumeSize"]) for disk in image["BlockDeviceMappings"] if "Ebs" in disk)
-        yield Left(
-            kind=AMI,
-            id=image["ImageId"],
-            note=f"{gib} GiB, a schedule deletes it at {tags.get(DELETE_AFTER, 'no time')}",
-            usd_per_month=_price("ebs_snapshot", definition.fleet.region) * gib * 2**30 / 10**9,
-            asked_for=tags[STACK_TAG] != definition.name and until > now.timestamp(),
-            owner=_other_owner(image, definition),
-            steps=(removal.ec2("deregister_image", DeleteAssociatedSnapshots=True, ImageId=image["ImageId"]),),
-        )
+        delete = removal.ec2("deregister_image", DeleteAssociatedSnapshots=True, ImageId=image["ImageId"])
+        yield _baked(AMI, image["ImageId"], gib, image, definition, now, delete)
+
+
+def _snapshots(ec2: Any, definition: StackDefinition, now: datetime) -> Iterator[Left]:
+    """The snapshots of data of the stack, and those that its bake keeps until their day."""
+    filters = _of_stack_and(definition, DATA_ENDING)
+    for snapshot in aws.pages(ec2, "describe_snapshots", "Snapshots", OwnerIds=["self"], Filters=filters):
+        delete = removal.ec2("delete_snapshot", SnapshotId=snapshot["SnapshotId"])
+        yield _baked(SNAPSHOT, snapshot["SnapshotId"], int(snapshot["VolumeSize"]), snapshot, definition, now, delete)
+
+
+def _of_stack_and(definition: StackDefinition, ending: str) -> list[dict[str, Any]]:
+    """The filter for what the stack and its builder of this ending own."""
+    return [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name, f"{definition.name}{ending}"]}]
+
+
+def _baked(
+    kind: str, id: str, gib: int, described: dict[str, Any], definition: StackDefinition, now: datetime, delete: Any
+) -> Left:
+    """What a bake keeps. Its price is that of full disks: AWS does not say how much a snapshot stores."""
+    tags = aws.tags_of(described)
+    until = epoch(tags.get(DELETE_AFTER, "")) or 0.0
+    return Left(
+        kind=kind,
+        id=id,
+        note=f"{gib} GiB, a schedule deletes it at {tags.get(DELETE_AFTER, 'no time')}",
+        usd_per_month=_price("ebs_snapshot", definition.fleet.region) * gib * 2**30 / 10**9,
+        asked_for=tags[STACK_TAG] != definition.name and until > now.timestamp(),
+        owner=_other_owner(described, definition),
+        steps=(delete,),
+    )
 
 
 def _nat_gateways(ec2: Any, definition: StackDefinition) -> Iterator[Left]:

@@ -33,7 +33,8 @@ def declared(definition: StackDefinition) -> dict[str, list[str]]:
         "several nodes": definition.nodes > 1,
         "state machine": bool(definition.fleet.market.stands_by) or definition.fleet.lets_go or bool(definition.stages),
         "e-mail": definition.notify.email is not None,
-        "bake": is_builder(definition),
+        "bake": is_builder(definition) and definition.storage.data is None,
+        "bake of data": is_builder(definition) and definition.storage.data is not None,
         "own lifecycle": definition.storage.keep.lifecycle == "own",
         COMMANDS: False,
     }

@@ -11,7 +11,7 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from gpufleet.infra.account import refusals
-from gpufleet.infra.account.leftovers import AMI, Left
+from gpufleet.infra.account.leftovers import AMI, SNAPSHOT, Left
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.text import counted
 
@@ -88,11 +88,16 @@ def table(definition: StackDefinition, leftovers: list[Left]) -> Iterator[str]:
         ("Not looked at, so these may exist and cost money:", unseen),
         (
             f"Kept on purpose (storage.keep of {definition.source.name}):",
-            [leftover for leftover in wanted if leftover.kind != AMI],
+            [leftover for leftover in wanted if leftover.kind not in (AMI, SNAPSHOT)],
         ),
         (
             f"Kept by `gpufleet bake`; `gpufleet bake {definition.argument} --delete` takes it away:",
             [leftover for leftover in wanted if leftover.kind == AMI],
+        ),
+        (
+            f"Kept by `gpufleet bake --data`; `gpufleet bake {definition.argument} --data PLACE --delete` takes it"
+            " away:",
+            [leftover for leftover in wanted if leftover.kind == SNAPSHOT],
         ),
         ("Billed, and not kept by the definition:", billed),
         ("Still there, free of charge:", free),

@@ -1,4 +1,4 @@
-"""What an AMI of `gpufleet bake` costs, and after how many starts it pays."""
+"""What an AMI or a snapshot of `gpufleet bake` costs, and after how many starts the AMI pays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpufleet.infra.bill.lines import MONTH_H
 from gpufleet.infra.catalog import Catalog
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.inputs import bakes
-from gpufleet.infra.inputs.bakes import Bake
+from gpufleet.infra.inputs.bakes import Bake, BakedData
 
 GB_PER_GIB = Decimal(2**30) / 10**9
 
@@ -27,20 +27,36 @@ def most_usd_per_month(catalog: Catalog, definition: StackDefinition) -> Decimal
     return usd_per_month(catalog, definition.fleet.region, definition.storage.root.size_gib * GB_PER_GIB)
 
 
-def usd(bake: Bake) -> Decimal:
-    """All that the AMI costs until it is deleted."""
+def usd(bake: Bake | BakedData) -> Decimal:
+    """All that it costs until it is deleted."""
     lives = datetime.fromisoformat(bake.until) - datetime.fromisoformat(bake.made)
     return bake.builder_usd + bake.usd_per_month * Decimal(lives.total_seconds()) / 3600 / MONTH_H
 
 
 def lines(definition: StackDefinition, bill: Bill, root: Path) -> list[str]:
-    """A sentence or two about the baked AMI that the nodes start from; empty without one."""
-    bake = bakes.read(definition, root)
+    """The sentences about what the nodes start from and read that was baked; empty without any."""
+    bake, data = bakes.read(definition, root), bakes.read_data(definition, root)
+    sentences = (
+        [] if data is None else [f"{_costs(data)} It is a copy of {data.place}, and costs {usd(data):.2f} in all."]
+    )
     if bake is None:
-        return []
+        return sentences
     price = next(line.unit_price for line in bill.chosen.lines if line.kind == "compute") * definition.nodes
-    costs = f"{bake.ami} of `gpufleet bake` costs {bake.usd_per_month:.2f} USD a month until {bake.until[:10]}."
-    return [f"{costs} {pays_after(bake, price)}"]
+    return [f"{_costs(bake)} {pays_after(bake, price)}", *sentences]
+
+
+def to_json(definition: StackDefinition, root: Path) -> list[dict[str, str]]:
+    """What the nodes start from and read that was baked, with keys as documented in docs/bill.md."""
+    baked = (bakes.read(definition, root), bakes.read_data(definition, root))
+    return [
+        {"id": one.id, "usd": f"{usd(one):.4f}", "usd_per_month": str(one.usd_per_month), "until": one.until}
+        for one in baked
+        if one is not None
+    ]
+
+
+def _costs(bake: Bake | BakedData) -> str:
+    return f"{bake.id} of `gpufleet bake` costs {bake.usd_per_month:.2f} USD a month until {bake.until[:10]}."
 
 
 def pays_after(bake: Bake, usd_per_hour: Decimal) -> str:

@@ -1,8 +1,10 @@
-"""`gpufleet bake STACK`: an AMI that holds the stack's images, in a Pulumi stack of its own, STACK-bake.
+"""`gpufleet bake STACK`: an AMI that holds the stack's images, in a Pulumi stack of its own, STACK-bake; with `--data`
+a snapshot of a folder or an s3:// prefix instead, in STACK-data.
 
-A builder, a node without a GPU, pulls the images and waits. Then the stack is declared anew, with an AMI of the
-builder's disk in its place. The AMI's id goes into the definition, as fleet.baked_ami, and its record into bakes/. Like
-`gpufleet run`, this keeps no record of its own: stopped anywhere and started again, it goes on.
+A builder, a node without a GPU, pulls the images, or copies the data to its data volume, and waits. Then the stack is
+declared anew, with an AMI of the builder's disk in its place, or a snapshot of the volume. Its id goes into the
+definition, as fleet.baked_ami or storage.data.snapshot, and its record into bakes/. Like `gpufleet run`, this keeps no
+record of its own: stopped anywhere and started again, it goes on.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -29,18 +32,22 @@ from gpufleet.infra.commands import run as run_command
 from gpufleet.infra.commands import stack, sweep
 from gpufleet.infra.definition import bake as builders
 from gpufleet.infra.definition import pin
+from gpufleet.infra.definition.bake import Content
 from gpufleet.infra.definition.loader import project_root
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.selected import BAKE
 from gpufleet.infra.envelope import tell
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.inputs import bakes
+from gpufleet.infra.inputs import bakes, folders
+from gpufleet.infra.inputs.bakes import Bake, BakedData
 from gpufleet.infra.program import pulumi_cli
+from gpufleet.infra.program.boot.user_data import DATA_DEVICE
 from gpufleet.infra.text import wrap
 from gpufleet.job.contract.attempt import AttemptRecord, record
 from gpufleet.job.contract.bucket import ATTEMPTS
 from gpufleet.job.text import stamp
 
+SPARE = 1.1  # of a data volume's size over that of its files, for the file system
 LOOK_S = 15.0  # between two looks at the builder
 DAYS, MOST_DAYS = 30, 365
 
@@ -57,29 +64,181 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds STACK, the AMI's days, the approval, and the AMI's end."""
     stack.argument(parser)
     parser.add_argument(
-        "--days", type=_days, default=DAYS, metavar="N", help="delete the AMI after so many days (default: %(default)s)"
+        "--data", metavar="PLACE", help="make no AMI, but a snapshot of this folder or s3:// prefix, such as a model's"
+    )
+    parser.add_argument(
+        "--days", type=_days, default=DAYS, metavar="N", help="delete it after so many days (default: %(default)s)"
     )
     parser.add_argument("--approve", metavar="HASH", help="of the bill that was shown; without it you are asked")
-    parser.add_argument("--delete", action="store_true", help="delete the AMI and its stack now")
+    parser.add_argument("--delete", action="store_true", help="delete it and its stack now")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when the AMI is there, or deleted; 1 if it was not approved, or if something is left."""
+    """0 when the AMI or the snapshot is there, or deleted; 1 if it was not approved, or if something is left."""
     root = project_root(Path.cwd())
     definition = stack.definition_of(args)
-    name = builders.builder_name(definition.name)
+    made: Made = MadeImage(definition=definition, root=root)
+    if args.data:
+        content = Content(args.data, "", 1) if args.delete else _content(args.data, definition, root)
+        made = MadeSnapshot(definition=definition, root=root, content=content)
+    name = builders.builder_name(definition.name, made.ending)
     engine = pulumi_cli.PulumiStack(root=root, name=name)
-    path = builders.write_builder(definition, root)
+    path = builders.write_builder(definition, root, made.content)
     theirs = argparse.Namespace(stack=path.stem, approve=args.approve, begin=False)
     whole = run_command.WholeRun(
         args=theirs,
         definition=stack.definition_of(theirs),
         root=root,
         engine=engine,
-        begins_with=f"gpufleet bake {definition.argument}",
+        begins_with=f"gpufleet bake {made.argument}",
     )
-    work = BakeWork(definition=definition, whole=whole, root=root, engine=engine, days=args.days)
+    work = BakeWork(definition=definition, made=made, whole=whole, root=root, engine=engine, days=args.days)
     return work.delete() if args.delete else work.carry_out()
+
+
+def _content(place: str, definition: StackDefinition, root: Path) -> Content:
+    """What a snapshot of the place will hold. Raises GpufleetError if the place holds nothing."""
+    if place.startswith("s3://"):
+        folders.listed(place, root, aws.client("s3", definition.fleet.region))
+    found = folders.content(place, root)
+    if found is None:
+        raise GpufleetError(
+            f"{place}: no folder with files that can be uploaded; allowed are a folder and s3://BUCKET/PREFIX"
+        )
+    return Content(place, found.sha256, math.ceil(found.bytes / 2**30 * SPARE) + 1)
+
+
+class Made(Protocol):
+    """What a bake makes."""
+
+    @property
+    def ending(self) -> str: ...  # of its stack's name
+
+    @property
+    def content(self) -> Content | None: ...  # of a data volume
+
+    @property
+    def argument(self) -> str: ...  # for further commands
+
+    @property
+    def used(self) -> str | None: ...  # its id, if the definition uses one
+
+    def require(self) -> None: ...  # raises GpufleetError for what cannot be baked
+
+    def words(self) -> str: ...  # what it is and what its storage costs, before it exists
+
+    def describe(self, builder: AttemptRecord, ec2: Any) -> dict[str, Any]: ...  # more for the stack's program
+
+    def keep(self, outputs: Mapping[str, Any], usd: Decimal, ec2: Any) -> Bake | BakedData: ...  # record, definition
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MadeImage:
+    """An AMI of a builder's root disk."""
+
+    definition: StackDefinition
+    root: Path
+    ending: str = builders.ENDING
+    content: None = None
+
+    @property
+    def argument(self) -> str:
+        return self.definition.argument
+
+    @property
+    def used(self) -> str | None:
+        return self.definition.fleet.baked_ami
+
+    def require(self) -> None:
+        """Raises GpufleetError for an image without a digest: only a digest says what is in the AMI."""
+        if loose := [image for image in self.definition.job.images if "@sha256:" not in image]:
+            pinned = f"`gpufleet doctor {self.definition.argument} --pin` writes digests"
+            raise GpufleetError(f"{self.definition.source}: {', '.join(loose)} has no digest; {pinned}")
+
+    def words(self) -> str:
+        most = bake.most_usd_per_month(load_catalog(self.root), self.definition)
+        size = f"{self.definition.storage.root.size_gib} GiB root disk"
+        costs = f"Its snapshot costs at most {most:.2f} USD a month, that of a full {size}."
+        return f"An AMI of {', '.join(self.definition.job.images)}. {costs}"
+
+    def describe(self, builder: AttemptRecord, ec2: Any) -> dict[str, Any]:
+        images, pulled = list(self.definition.job.images), str(builder.pulled_s or 0)
+        return {"base_ami": self.definition.fleet.ami, "images": images, "image_pull_s": pulled}
+
+    def keep(self, outputs: Mapping[str, Any], usd: Decimal, ec2: Any) -> Bake:
+        described, ami, region = outputs[BAKE], str(outputs["ami"]), self.definition.fleet.region
+        snapshot = ec2.describe_snapshots(SnapshotIds=[outputs["snapshot"]])["Snapshots"][0]
+        stored = snapshot.get("FullSnapshotSizeInBytes")  # AWS does not say it of every snapshot
+        gb = Decimal(stored) / 10**9 if stored else Decimal(snapshot["VolumeSize"]) * bake.GB_PER_GIB
+        pin.write_values(self.definition.source, {"fleet.baked_ami": ami})
+        return Bake(
+            ami=ami,
+            region=region,
+            base_ami=described["base_ami"],
+            images=tuple(described["images"]),
+            made=described["made"],
+            until=described["until"],
+            usd_per_month=round(bake.usd_per_month(load_catalog(self.root), region, gb), 4),
+            builder_usd=usd,
+            pulled_s=Decimal(described["image_pull_s"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MadeSnapshot:
+    """A snapshot of a builder's data volume, which holds a copy of a place."""
+
+    definition: StackDefinition
+    root: Path
+    content: Content
+    ending: str = builders.DATA_ENDING
+
+    @property
+    def argument(self) -> str:
+        return f"{self.definition.argument} --data {shlex.quote(self.content.place)}"
+
+    @property
+    def used(self) -> str | None:
+        return self.definition.storage.data.snapshot if self.definition.storage.data else None
+
+    def require(self) -> None:
+        """Nothing: what the snapshot holds is known by its hashes."""
+
+    def words(self) -> str:
+        costs = f"at most {self._usd_per_month():.2f} USD a month, that of a full volume"
+        return f"A snapshot of {self.content.place} on a volume of {self.content.size_gib} GiB. It costs {costs}."
+
+    def describe(self, builder: AttemptRecord, ec2: Any) -> dict[str, Any]:
+        of_builder = {"attachment.instance-id": builder.instance, "attachment.device": DATA_DEVICE}
+        filters = [{"Name": name, "Values": [value]} for name, value in of_builder.items()]
+        (volume,) = ec2.describe_volumes(Filters=filters)["Volumes"]
+        return {"volume": volume["VolumeId"], **self.content._asdict()}
+
+    def keep(self, outputs: Mapping[str, Any], usd: Decimal, ec2: Any) -> BakedData:
+        described, snapshot = outputs[BAKE], str(outputs["snapshot"])
+        size = int(described["size_gib"])
+        if self.used:
+            pin.write_values(
+                self.definition.source, {"storage.data.snapshot": snapshot, "storage.data.size_gib": str(size)}
+            )
+        else:
+            entry = f"data: {{size_gib: {size}, snapshot: {snapshot}}}"
+            print(f"Write `{entry}` under `storage:` of {self.definition.source.name}.")
+        return BakedData(
+            snapshot=snapshot,
+            region=self.definition.fleet.region,
+            place=described["place"],
+            sha256=described["sha256"],
+            size_gib=size,
+            made=described["made"],
+            until=described["until"],
+            usd_per_month=round(self._usd_per_month(), 4),
+            builder_usd=usd,
+        )
+
+    def _usd_per_month(self) -> Decimal:
+        gb = self.content.size_gib * bake.GB_PER_GIB
+        return bake.usd_per_month(load_catalog(self.root), self.definition.fleet.region, gb)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +246,7 @@ class BakeWork:
     """One bake, from wherever it is to its end."""
 
     definition: StackDefinition
+    made: Made
     whole: run_command.WholeRun  # the builder's
     root: Path
     engine: BakeEngine
@@ -95,11 +255,11 @@ class BakeWork:
 
     def carry_out(self) -> int:
         """The exit code, as of `run`. Raises GpufleetError if the builder ends before its disk is kept, or if the stack
-        keeps an AMI of other images.
+        keeps something else than what is needed now.
         """
-        if "ami" not in self.engine.outputs():
+        if BAKE not in self.engine.outputs():
             if not self.whole.has_begun():
-                self._require_pins()
+                self.made.require()
                 approved = self._approved()
                 if not approved:
                     return 1
@@ -112,36 +272,27 @@ class BakeWork:
         return self._keep()
 
     def delete(self) -> int:
-        """Deletes the AMI and everything of the builder; the exit code, as of `run`. Raises GpufleetError while a fleet
-        may start nodes from it.
+        """Deletes what was made and everything of the builder; the exit code, as of `run`. Raises GpufleetError while a
+        fleet may start nodes from it.
         """
-        ami, fleets = self.definition.fleet.baked_ami, fleets_of(self._ec2, self.definition, every_run=True)
+        used, fleets = self.made.used, fleets_of(self._ec2, self.definition, every_run=True)
         going_on = [fleet["FleetId"] for fleet in fleets if may_launch(fleet, datetime.now(UTC))]
-        if ami and going_on:
-            raise GpufleetError(f"{', '.join(going_on)} may still start nodes from {ami}: end it first, or let it end")
+        if used and going_on:
+            raise GpufleetError(f"{', '.join(going_on)} may still start nodes from {used}: end it first, or let it end")
         self.engine.select()
-        ami_of_stack = str(self.engine.outputs().get("ami") or "")
+        outputs = self.engine.outputs()
         self.engine.destroy()
         self.engine.forget()
-        bakes.path_of(ami_of_stack, self.root).unlink(missing_ok=True)
+        bakes.path_of(str(outputs.get("ami") or outputs.get("snapshot")), self.root).unlink(missing_ok=True)
         return sweep.run(argparse.Namespace(stack=self.whole.args.stack, delete=False, yes=False))
 
     @property
     def _ec2(self) -> Any:
         return aws.client("ec2", self.definition.fleet.region)
 
-    def _require_pins(self) -> None:
-        """Raises GpufleetError for an image without a digest: only a digest says what is in the AMI."""
-        if loose := [image for image in self.definition.job.images if "@sha256:" not in image]:
-            pinned = f"`gpufleet doctor {self.definition.argument} --pin` writes digests"
-            raise GpufleetError(f"{self.definition.source}: {', '.join(loose)} has no digest; {pinned}")
-
     def _approved(self) -> str:
         """The hash of the builder's bill, if it is approved; else empty."""
-        most = bake.most_usd_per_month(load_catalog(self.root), self.definition)
-        size = f"{self.definition.storage.root.size_gib} GiB root disk"
-        print(f"An AMI of {', '.join(self.definition.job.images)}, for {self.days} days, by this builder:")
-        print(f"Its snapshot costs at most {most:.2f} USD a month, that of a full {size}.")
+        print(f"{self.made.words()} It is deleted after {self.days} days. Its builder:")
         return self.whole.approved()
 
     def _wait(self) -> AttemptRecord | None:
@@ -150,7 +301,7 @@ class BakeWork:
         watch = WaitLoop(definition=self.whole.definition, ec2=self._ec2, s3=s3, sleep=self.sleep)
         while (builder := self._builder(s3)) is None:
             if self.whole.is_over():
-                name, again = self.whole.definition.name, f"gpufleet bake {self.definition.argument}"
+                name, again = self.whole.definition.name, f"gpufleet bake {self.made.argument}"
                 raise GpufleetError(
                     f"{name} ended before its disk was kept: `gpufleet status {name}` says why. `{again} --delete`"
                     f" takes away what it left; then `{again}` begins anew."
@@ -169,42 +320,23 @@ class BakeWork:
         return next((node for node in records if node.started_s is not None and node.exit is None), None)
 
     def _describe_kept(self, builder: AttemptRecord) -> dict[str, Any]:
-        """What the stack's program and its outputs say of the AMI."""
+        """What the stack's program and its outputs say of what is kept."""
         now = datetime.now(UTC)
-        return {
-            "builder": builder.instance,
-            "base_ami": self.definition.fleet.ami,
-            "images": list(self.definition.job.images),
-            "made": stamp(now),
-            "until": stamp(now + timedelta(days=self.days)),
-            "image_pull_s": str(builder.pulled_s or 0),
-        }
+        until = stamp(now + timedelta(days=self.days))
+        more = self.made.describe(builder, self._ec2)
+        return {"builder": builder.instance, "made": stamp(now), "until": until, **more}
 
     def _keep(self) -> int:
-        """Writes the AMI's record, and its id into the definition; the exit code."""
-        outputs, region, catalog = self.engine.outputs(), self.definition.fleet.region, load_catalog(self.root)
-        described, ami = outputs[BAKE], str(outputs["ami"])
-        snapshot = self._ec2.describe_snapshots(SnapshotIds=[outputs["snapshot"]])["Snapshots"][0]
-        stored = snapshot.get("FullSnapshotSizeInBytes")  # AWS does not say it of every snapshot
-        gb = Decimal(stored) / 10**9 if stored else Decimal(snapshot["VolumeSize"]) * bake.GB_PER_GIB
-        made = bakes.Bake(
-            ami=ami,
-            region=region,
-            base_ami=described["base_ami"],
-            images=tuple(described["images"]),
-            made=described["made"],
-            until=described["until"],
-            usd_per_month=round(bake.usd_per_month(catalog, region, gb), 4),
-            builder_usd=bill_of(self.whole.definition, self.root, catalog).usd.p50,
-            pulled_s=Decimal(described["image_pull_s"]),
-        )
-        path = bakes.write(made, self.root)
-        pin.write_values(self.definition.source, {"fleet.baked_ami": ami})
+        """Writes the record of what was made, and its id into the definition; the exit code."""
+        catalog = load_catalog(self.root)
+        usd = bill_of(self.whole.definition, self.root, catalog).usd.p50
+        kept = self.made.keep(self.engine.outputs(), usd, self._ec2)
+        path = bakes.write(kept, self.root)
         definition = stack.definition_of(argparse.Namespace(stack=self.definition.argument))
-        print(f"{path.relative_to(self.root)} and fleet.baked_ami of {definition.source.name} name {ami}. Commit both.")
+        print(f"{path.relative_to(self.root)} and {definition.source.name} name {kept.id}. Commit both.")
         for sentence in bake.lines(definition, bill_of(definition, self.root, catalog), self.root):
             print("\n".join(wrap(sentence)))
-        tell({"ami": ami, "until": made.until, "usd_per_month": f"{made.usd_per_month:.2f}"})
+        tell({"id": kept.id, "until": kept.until, "usd_per_month": f"{kept.usd_per_month:.2f}"})
         if wrong := list(bakes.not_ready(definition, self.root)):
             raise GpufleetError("\n".join(wrong))
         return 0

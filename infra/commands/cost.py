@@ -93,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         without = [*fallback_problems(definition, bill, fallbacks)]
     if args.json:
         tree = record.to_json(bill) | {"cheaper": options and options.to_json()}
+        tree["baked"] = bake.to_json(definition, root)
         for priced in fallbacks:
             tree["fallback"] = priced.to_json()
         sys.stdout.write(json.dumps(tree, indent=2) + "\n")

@@ -1,4 +1,5 @@
-"""The definition by which `gpufleet bake STACK` runs a builder: a node that pulls the stack's images and then waits.
+"""The definition by which `gpufleet bake STACK` runs a builder: a node that pulls the stack's images, and
+for a snapshot of data copies these to its data volume, and then waits.
 
 It is a plain definition of a command, in the folder of a campaign's trials: so limits, stop, status and sweep of a run
 hold for the builder without code of its own.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -18,7 +19,10 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import atomic
 
-ENDING = "-bake"  # of the builder's name
+# Endings of the builder's name, which is also the stack that keeps what is made.
+ENDING = "-bake"  # an AMI
+DATA_ENDING = "-data"  # a snapshot of data
+DATA = "/data"  # where the data volume is mounted
 # The cheapest type that the catalog has; a pull needs no GPU. Without instance store docker's images are on its root
 # disk.
 TYPE = "c7i.xlarge"
@@ -27,32 +31,44 @@ WAITS_S = 3600  # longer than the builder's limit of hours
 COMMAND = f"sync; echo step 1; exec sleep {WAITS_S}"
 
 
-def builder_name(stack: str) -> str:
-    """The name of the builder's stack, which also keeps the AMI. Raises GpufleetError for a name that is too long."""
-    name = f"{stack}{ENDING}"
+class Content(NamedTuple):
+    """What a snapshot of data is to hold: a folder or an s3:// prefix, as it is now."""
+
+    place: str
+    sha256: str  # of its listing
+    size_gib: int  # of the volume
+
+
+def builder_name(stack: str, ending: str = ENDING) -> str:
+    """The name of the builder's stack. Raises GpufleetError for a name that is too long."""
+    name = f"{stack}{ending}"
     if not STACK_NAME.fullmatch(name):
-        raise GpufleetError(f"{stack}: {name} is too long for a stack; allowed are names of 2 to {40 - len(ENDING)}")
+        raise GpufleetError(f"{stack}: {name} is too long for a stack; allowed are names of 2 to {40 - len(ending)}")
     return name
 
 
 def is_builder(definition: StackDefinition) -> bool:
     """Whether this is the definition of a builder."""
-    return getattr(definition.job.parameters, "command", "") == COMMAND
+    return getattr(definition.job.parameters, "command", "").endswith(COMMAND)
 
 
-def write_builder(definition: StackDefinition, root: Path) -> Path:
-    """Writes the builder's definition; returns its path."""
-    path = root / TRIALS / f"{builder_name(definition.name)}.yaml"
+def write_builder(definition: StackDefinition, root: Path, content: Content | None = None) -> Path:
+    """Writes the builder's definition; returns its path. `content`: for a snapshot of data; None: for an AMI."""
+    path = root / TRIALS / f"{builder_name(definition.name, DATA_ENDING if content else ENDING)}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic.write_bytes(path, text(definition).encode())
+    atomic.write_bytes(path, text(definition, content).encode())
     return path
 
 
-def text(definition: StackDefinition) -> str:
+def text(definition: StackDefinition, content: Content | None = None) -> str:
     """The builder's definition as text."""
     fleet, storage, job = definition.fleet, definition.storage, definition.job
     images = dict.fromkeys(job.images)
-    began = hashlib.sha256(" ".join([*images, fleet.ami]).encode()).hexdigest()
+    began = hashlib.sha256(" ".join([*images, fleet.ami, *map(str, content or ())]).encode()).hexdigest()
+    root, filled = _given(storage.root), dict[str, Any]()
+    if content:  # its inputs lie on the root disk at first
+        root["size_gib"] += content.size_gib
+        filled = {"inputs": {"data": content.place}, "data": {"size_gib": content.size_gib}}
     registry = getattr(job.parameters, "registry", None)
     sections: dict[str, Any] = {
         "run": {"id": f"b{began[:12]}", "owner": definition.run.owner},
@@ -60,7 +76,7 @@ def text(definition: StackDefinition) -> str:
             "image": job.image,
             "supervisor_image": job.supervisor_image or job.image,
             **({"registry": registry} if registry else {}),
-            "command": COMMAND,
+            "command": f"cp -R {{inputs.data}}/. {DATA}/; {COMMAND}" if content else COMMAND,
             "device": "cpu",
             "checkpoint": "none",
             "progress": {"stdout": "^step (?P<step>[0-9]+)"},
@@ -73,7 +89,7 @@ def text(definition: StackDefinition) -> str:
             "capacity": "on-demand",
             "ami": fleet.ami,
         },
-        "storage": {"root": _given(storage.root), "keep": {"bucket": False}},
+        "storage": {"root": root, **filled, "keep": {"bucket": False}},
         "account": _given(definition.account),
         "limits": {"max_usd": 1, "max_hours": 1},
         "estimate": {"setup_minutes": 20},

@@ -1,17 +1,20 @@
-"""The bakes of a project: which AMI holds which images, until when, at what price. `gpufleet bake` writes
-bakes/<ami>.json, to be committed.
+"""The bakes of a project: which AMI holds which images and which snapshot which data, until when, at what price.
+`gpufleet bake` writes bakes/<id>.json, to be committed.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
+from typing import TypeVar
 
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
+from gpufleet.infra.inputs import folders
 from gpufleet.job import atomic
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import DoubtError, Fields
@@ -35,15 +38,41 @@ class Bake:
     builder_usd: Decimal  # of making it, by the builder's bill
     pulled_s: Decimal  # how long its builder took to pull the images
 
+    @property
+    def id(self) -> str:
+        return self.ami
 
-def path_of(ami: str, root: Path) -> Path:
-    """The file of an AMI."""
-    return root / FOLDER / f"{ami}.json"
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BakedData:
+    """One snapshot of data. Times are in UTC."""
+
+    snapshot: str
+    region: str
+    place: str  # the folder or s3:// prefix that it is a copy of
+    sha256: str  # of the listing of the place
+    size_gib: int
+    made: str
+    until: str
+    usd_per_month: Decimal
+    builder_usd: Decimal
+
+    @property
+    def id(self) -> str:
+        return self.snapshot
 
 
-def write(bake: Bake, root: Path) -> Path:
+T = TypeVar("T", Bake, BakedData)
+
+
+def path_of(id: str, root: Path) -> Path:
+    """The file of an AMI or a snapshot."""
+    return root / FOLDER / f"{id}.json"
+
+
+def write(bake: Bake | BakedData, root: Path) -> Path:
     """Writes the file; returns its path."""
-    path = path_of(bake.ami, root)
+    path = path_of(bake.id, root)
     path.parent.mkdir(exist_ok=True)
     tree = {name: str(value) if isinstance(value, Decimal) else value for name, value in asdict(bake).items()}
     atomic.write_json(path, {"schema": SCHEMA, **tree})
@@ -54,13 +83,25 @@ def read(definition: StackDefinition, root: Path) -> Bake | None:
     """The bake that the definition's nodes start from; None without one. Raises GpufleetError for a file that no bake
     wrote.
     """
-    if definition.fleet.baked_ami is None:
+    return _read(Bake, definition.fleet.baked_ami, root)
+
+
+def read_data(definition: StackDefinition, root: Path) -> BakedData | None:
+    """The bake of data from which the nodes' data volumes come; None without one, or for a snapshot of another origin.
+    Raises as `read`.
+    """
+    disk = definition.storage.data
+    return _read(BakedData, disk.snapshot if disk else None, root)
+
+
+def _read(cls: type[T], id: str | None, root: Path) -> T | None:
+    if id is None:
         return None
-    path = path_of(definition.fleet.baked_ami, root)
+    path = path_of(id, root)
     try:
         fields = Fields(reading.parse(path.read_bytes()))
         fields.schema(SCHEMA)
-        return reading.filled(Bake, fields)
+        return reading.filled(cls, fields)
     except FileNotFoundError:
         return None
     except (OSError, DoubtError) as error:
@@ -68,7 +109,8 @@ def read(definition: StackDefinition, root: Path) -> Bake | None:
 
 
 def not_ready(definition: StackDefinition, root: Path) -> Iterator[str]:
-    """Why nodes may not start from the definition's baked AMI."""
+    """Why nodes may not start from the definition's baked AMI, or read its baked data."""
+    yield from _data_not_ready(definition, root)
     fleet, bake = definition.fleet, read(definition, root)
     if fleet.baked_ami is None:
         return
@@ -85,16 +127,39 @@ def not_ready(definition: StackDefinition, root: Path) -> Iterator[str]:
     yield f"fleet.baked_ami, {fleet.baked_ami}, {why}: {_advice(definition)}."
 
 
+def _data_not_ready(definition: StackDefinition, root: Path) -> Iterator[str]:
+    data = read_data(definition, root)
+    if data is None:
+        return
+    now = folders.content(data.place, root)  # None: the snapshot is now the only copy that this machine knows
+    if now is not None and now.sha256 != data.sha256:
+        why = f"was made of {data.place} as it was at {data.made}, and its files have changed"
+    elif data.region != definition.fleet.region:
+        why = f"is in {data.region}, and fleet.region is {definition.fleet.region}"
+    else:
+        return
+    yield f"storage.data.snapshot, {data.snapshot}, {why}: {_advice_data(definition, data)}."
+
+
 def gone_before_the_end(definition: StackDefinition, root: Path, now: datetime) -> Iterator[str]:
-    """Why the baked AMI may be gone while the fleet of a run that begins now still replaces nodes."""
-    bake, end = read(definition, root), definition.expiry(now)
-    if bake is not None and datetime.fromisoformat(bake.until) <= end:
-        yield (
-            f"fleet.baked_ami, {bake.ami}, is deleted at {bake.until}, and the fleet may launch nodes until"
-            f" {stamp(end)}: {_advice(definition)}."
-        )
+    """Why what was baked may be gone while the fleet of a run that begins now still replaces nodes."""
+    bake, data, end = read(definition, root), read_data(definition, root), definition.expiry(now)
+    for key, baked, advice in (
+        ("fleet.baked_ami", bake, _advice(definition)),
+        ("storage.data.snapshot", data, data and _advice_data(definition, data)),
+    ):
+        if baked is not None and datetime.fromisoformat(baked.until) <= end:
+            yield (
+                f"{key}, {baked.id}, is deleted at {baked.until}, and the fleet may launch nodes until"
+                f" {stamp(end)}: {advice}."
+            )
 
 
 def _advice(definition: StackDefinition) -> str:
     stack = definition.argument
     return f"`gpufleet bake {stack} --delete`, then `gpufleet bake {stack}`, or take fleet.baked_ami out"
+
+
+def _advice_data(definition: StackDefinition, data: BakedData) -> str:
+    again = f"gpufleet bake {definition.argument} --data {shlex.quote(data.place)}"
+    return f"`{again} --delete`, then `{again}`, or take storage.data.snapshot out"

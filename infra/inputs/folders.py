@@ -52,6 +52,13 @@ def read(definition: StackDefinition, root: Path) -> dict[str, Listed]:
     return {name: inputs[name] for name in definition.storage.inputs or {} if name in inputs}
 
 
+def content(place: str, root: Path) -> Listed | None:
+    """The present content of a folder or of an s3:// prefix, of this as `listed` kept it; None if there is none."""
+    if place.startswith("s3://"):
+        return _recorded_listing(place, root)
+    return None if _unfit(root / place) else _hashed(root / place, root)
+
+
 def missing(definition: StackDefinition, root: Path) -> Iterator[str]:
     """Why a run cannot begin, a sentence per input."""
     for name, folder in _local(definition, root):

@@ -114,7 +114,7 @@ class Supervisor:
             doubts=lambda key: attempts.doubts(self.others.attempts, key),
         )
         self.tracker = Tracker(run, workdir, world.log.write, self.say)
-        self.progress = MetricsFollower(workdir / METRICS, self.clock, self.tracker.take)
+        self.progress = MetricsFollower(workdir / METRICS, self.clock, self._track)
         self.resumed_step = 0
         self.rung = 0
         self.asked = False  # whether somebody asked the run to end
@@ -553,6 +553,11 @@ class Supervisor:
         self._wait_for_tracker()
         self._tell_end(ends.Done(reason, detail, self.node.instance, iso(self.clock())), code)
         return code
+
+    def _track(self, record: dict[str, Any]) -> None:
+        """Hands on a line of metrics.jsonl; of several nodes the leader does this alone."""
+        if self.publisher.node == 0:
+            self.tracker.take(record)
 
     def _wait_for_tracker(self) -> None:
         """Lets the tracker send what it still has, for a bounded time."""

@@ -47,15 +47,13 @@ class Tracker:
         self._ended = False
 
     def take(self, record: dict[str, Any]) -> None:
-        """Sends a line of metrics.jsonl. The first one starts the process: so of several nodes only the one that writes
-        metrics has it.
-        """
+        """Sends a line of metrics.jsonl. The first one starts the process, and those of earlier attempts go before."""
         if self._run.config.log.tracker == "none" or self._ended:
             return
         if self._thread.ident is None:
             parameters = {"run": self._run.run, "owner": self._run.owner, "parameters": self._run.parameters}
             self._lines.put({"config": parameters})
-            with suppress(OSError):  # of earlier attempts: the process leaves out what it has sent before
+            with suppress(OSError):  # the process leaves out what the tracker has
                 before = metrics.records((self._workdir / METRICS).read_bytes().splitlines())
                 for earlier in before:
                     if earlier["step"] < record["step"]:

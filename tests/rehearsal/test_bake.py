@@ -12,6 +12,7 @@ import pytest
 
 from gpufleet.infra.cli import main
 from gpufleet.infra.commands import bake as command
+from gpufleet.infra.definition import bake as builders
 from gpufleet.infra.definition import pin
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
@@ -152,6 +153,61 @@ def test_nodes_start_from_the_bake_without_a_pull_until_it_is_deleted(
     assert main(["bake", STACK, "--delete"]) == 0
     assert world.cloud.leftovers() == {}
     assert [*(world.root / "bakes").iterdir()] == []
+
+
+@pytest.fixture
+def model(world: BakeWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A finished model, for a builder whose volume is a folder of this machine."""
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(builders, "DATA", str(tmp_path / "volume"))
+    monkeypatch.setattr("builtins.input", lambda _: "yes")
+    final = world.root / "results" / "mine" / "r0" / "final"
+    final.mkdir(parents=True)
+    (final / "weights.bin").write_bytes(b"trained")
+    return final
+
+
+BAKE_DATA = ["bake", STACK, "--data", "results/mine/r0/final"]
+
+
+def test_a_finished_model_becomes_a_snapshot_that_nodes_get_until_the_model_changes(
+    world: BakeWorld, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*BAKE_DATA, "--days", "9"]) == 0, capsys.readouterr()
+    assert (tmp_path / "volume" / "weights.bin").read_bytes() == b"trained"
+    (snapshot,) = world.cloud.client("ec2").describe_snapshots(OwnerIds=["self"])["Snapshots"]
+    said = capsys.readouterr().out
+    entry = f"data: {{size_gib: 2, snapshot: {snapshot['SnapshotId']}}}"
+    assert f"Write `{entry}` under `storage:` of mine.yaml." in said
+    assert sorted(kind for kind, _ in world.cloud.leftovers()) == ["role", "schedule-group", "snapshot"]
+    assert main(["sweep", STACK]) == 0
+    said = capsys.readouterr().out
+    assert "`gpufleet bake mine --data PLACE --delete` takes it away:" in said
+    assert f"2 GiB, a schedule deletes it at {datetime.now(UTC) + timedelta(days=9):%Y-%m-%d}" in said
+
+    source = world.definition.source
+    source.write_text(source.read_text().replace("keep: {bucket", f"{entry}, keep: {{bucket"))
+    assert world.engine.up().ok
+    wait_for("the end of the run", lambda: world.nodes(STACK) and world.nodes(STACK)[0].ended_at)
+    assert world.nodes(STACK)[0].volumes == {"/dev/sdf": snapshot["SnapshotId"]}
+    assert world.engine.destroy().ok
+
+    (model / "weights.bin").write_bytes(b"trained again")
+    stale = world.engine.up()
+    assert not stale.ok
+    assert "its files have changed" in stale.diagnostics
+
+    assert main([*BAKE_DATA, "--delete"]) == 0
+    assert world.cloud.leftovers() == {}
+    assert [*(world.root / "bakes").iterdir()] == []
+
+
+@pytest.mark.usefixtures("model")
+def test_after_its_days_the_schedule_deletes_a_snapshot_of_data(world: BakeWorld) -> None:
+    assert main(BAKE_DATA) == 0
+    world.cloud.schedules.bring_forward("delete")
+    assert [each.refused for each in world.cloud.schedules.fired] == [""]
+    assert sorted(kind for kind, _ in world.cloud.leftovers()) == ["role", "schedule-group"]
 
 
 def test_after_its_days_the_schedule_deletes_ami_and_snapshot(

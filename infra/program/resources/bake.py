@@ -1,7 +1,8 @@
-"""Declares what a bake keeps: an AMI of its builder's disk, and the schedule that deletes it.
+"""Declares what a bake keeps: an AMI of its builder's disk or a snapshot of its data volume, and the schedule that
+deletes it.
 
-It is declared in the builder's own stack, in place of the builder: the engine makes the AMI first, and deletes the
-builder after it. A destroy deletes the AMI with its snapshot.
+It is declared in the builder's own stack, in place of the builder: the engine makes it first, and deletes the builder
+after it. A destroy deletes an AMI with its snapshot.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from gpufleet.infra.program.resources.stop import FleetStop, one_time
 from gpufleet.infra.program.resources.tags import DELETE_AFTER, named, tags
 
 DELETE = "delete"  # the schedule's name within its group
+DELETE_SNAPSHOT = "arn:aws:scheduler:::aws-sdk:ec2:deleteSnapshot"
 DEREGISTER = "arn:aws:scheduler:::aws-sdk:ec2:deregisterImage"  # a universal target (Scheduler User Guide, 2026-11-27)
 
 
@@ -45,8 +47,52 @@ class BakedImage(pulumi.ComponentResource):
         self.register_outputs({})
 
 
-def declare_bake(definition: StackDefinition, builder: str, until: str) -> aws.ec2.AmiFromInstance:
-    """Declares the AMI and the schedule that deletes it at `until` (UTC); gives the AMI."""
+def declare_bake(definition: StackDefinition, described: dict[str, Any]) -> dict[str, pulumi.Output[str]]:
+    """Declares what was `described`, with the schedule that deletes it; gives its outputs."""
+    if volume := described.get("volume"):
+        return {"snapshot": _declare_snapshot(definition, volume, described["until"]).id}
+    image = _declare_image(definition, described["builder"], described["until"])
+    return {"ami": image.id, "snapshot": image.root_snapshot_id}
+
+
+def _declare_snapshot(definition: StackDefinition, volume: str, until: str) -> aws.ebs.Snapshot:
+    options, region = with_provider(Surroundings(), definition.fleet.region), definition.fleet.region
+    label = f"gpufleet-{definition.name}"
+    snapshot = aws.ebs.Snapshot(
+        "data",
+        volume_id=volume,
+        description="data of a gpufleet job",
+        tags=named({**tags(definition), DELETE_AFTER: until}, label),
+        opts=options,
+    )
+    stop = FleetStop(
+        "stop", definition, statements=snapshot.id.apply(lambda id: [_may_delete_snapshot(region, id)]), opts=options
+    )
+    one_time(
+        "delete-schedule",
+        name=DELETE,
+        stop=stop,
+        description="deletes a snapshot of gpufleet bake",
+        at=datetime.fromisoformat(until),
+        target=DELETE_SNAPSHOT,
+        input=snapshot.id.apply(lambda id: json.dumps({"SnapshotId": id})),
+        depends_on=stop.ready,
+        trigger=snapshot.id,
+        parent=stop,
+    )
+    return snapshot
+
+
+def _may_delete_snapshot(region: str, snapshot: str) -> dict[str, Any]:
+    return {
+        "Sid": "DeleteOwnSnapshot",
+        "Effect": "Allow",
+        "Action": "ec2:DeleteSnapshot",
+        "Resource": f"arn:aws:ec2:{region}::snapshot/{snapshot}",
+    }
+
+
+def _declare_image(definition: StackDefinition, builder: str, until: str) -> aws.ec2.AmiFromInstance:
     options, region = with_provider(Surroundings(), definition.fleet.region), definition.fleet.region
     image = BakedImage("baked", definition, builder=builder, until=until, opts=options).image
     rights = pulumi.Output.all(image.id, image.root_snapshot_id).apply(lambda ids: delete_statements(region, *ids))

@@ -70,6 +70,24 @@ def test_a_builder_has_the_images_the_disk_and_the_account_of_its_stack(tmp_path
     assert "ec2:CreateImage" not in rights.needed(definition)
 
 
+def test_a_builder_of_data_copies_them_to_a_volume_of_its_own(tmp_path: Path) -> None:
+    (file := tmp_path / "mine.yaml").write_text(TEXT)
+    definition = load(file, now=NOW)
+    runs = []
+    for content in (bake.Content("data/mine", "0" * 64, 30), bake.Content("data/mine", "1" * 64, 30)):
+        builder = load(bake.write_builder(definition, tmp_path, content), now=NOW)
+        runs.append(builder.run.id)
+    assert builder.name == f"{definition.name}-data"
+    assert bake.is_builder(builder)
+    assert builder.storage.inputs == {"data": "data/mine"}
+    assert builder.storage.data is not None
+    assert (builder.storage.data.size_gib, builder.storage.data.snapshot) == (30, None)
+    assert builder.storage.root.size_gib == 120 + 30  # the inputs lie there before they are copied
+    assert len(set(runs)) == 2  # other files are another run
+    assert "ec2:CreateSnapshot" in rights.needed(builder)
+    assert "ec2:CreateImage" not in rights.needed(builder)
+
+
 def test_a_rehearsal_starts_from_no_baked_ami(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(TEXT.replace("ami: ami-01234567", "ami: ami-01234567, baked_ami: ami-76543210"))

@@ -17,8 +17,8 @@ from gpufleet.infra.cli import main
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.inputs import bakes
-from gpufleet.infra.inputs.bakes import Bake
+from gpufleet.infra.inputs import bakes, folders
+from gpufleet.infra.inputs.bakes import Bake, BakedData
 from gpufleet.infra.inputs.readiness import not_ready
 from gpufleet.infra.program import plan
 from gpufleet.infra.program.run_guard import Previous
@@ -83,6 +83,76 @@ def test_a_bake_of_something_else_is_refused(file: Path, bake: Bake | None, why:
     )
     with pytest.raises(GpufleetError, match="not ready for up"):
         plan.make(file.parents[1], file.stem, now=NOW, previous=Previous(outputs={}), preview=False)
+
+
+SNAPSHOT = "snap-0ba0ba0ba0ba0ba0b"
+
+
+def data_of(root: Path, folder: Path) -> BakedData:
+    content = folders.content(str(folder), root)
+    assert content is not None
+    return BakedData(
+        snapshot=SNAPSHOT,
+        region="us-east-2",
+        place=str(folder),
+        sha256=content.sha256,
+        size_gib=2,
+        made=GOOD.made,
+        until=GOOD.until,
+        usd_per_month=Decimal("0.11"),
+        builder_usd=Decimal("0.06"),
+    )
+
+
+@pytest.fixture
+def with_data(tmp_path: Path) -> Path:
+    """A file whose nodes have a volume from a snapshot of a model."""
+    made = pinned(project(tmp_path / "project"))
+    edit(made, "storage:\n", f"storage:\n  data: {{size_gib: 2, snapshot: {SNAPSHOT}}}\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights.bin").write_bytes(b"trained")
+    return made
+
+
+def test_a_snapshot_is_taken_while_its_place_has_the_same_files_or_is_gone(with_data: Path, tmp_path: Path) -> None:
+    root, model = with_data.parents[1], tmp_path / "model"
+    assert not_ready(definition(with_data), root) == []  # one that no bake made is its owner's affair
+    bakes.write(data_of(root, model), root)
+    assert not_ready(definition(with_data), root) == []
+    (model / "weights.bin").write_bytes(b"trained again")
+    (sentence,) = not_ready(definition(with_data), root)
+    assert f"storage.data.snapshot, {SNAPSHOT}, was made of {model} as it was at {GOOD.made}" in sentence
+    assert f"`gpufleet bake {with_data.stem} --data {model} --delete`" in sentence
+    with pytest.raises(GpufleetError, match="its files have changed"):
+        plan.make(root, with_data.stem, now=NOW, previous=Previous(outputs={}), preview=False)
+    (model / "weights.bin").unlink()
+    assert not_ready(definition(with_data), root) == []
+
+
+def test_a_snapshot_that_is_deleted_too_early_or_elsewhere_is_refused(with_data: Path, tmp_path: Path) -> None:
+    root = with_data.parents[1]
+    good = data_of(root, tmp_path / "model")
+    bakes.write(replace(good, region="us-west-2"), root)
+    assert "is in us-west-2, and fleet.region is us-east-2" in not_ready(definition(with_data), root)[0]
+    soon = definition(with_data).expiry(NOW) - timedelta(seconds=2)
+    bakes.write(replace(good, until=f"{soon:%Y-%m-%dT%H:%M:%SZ}"), root)
+    with pytest.raises(GpufleetError, match=f"{SNAPSHOT}, is deleted at"):
+        plan.make(root, with_data.stem, now=NOW, previous=Previous(outputs={}), preview=False)
+
+
+def test_the_bill_names_a_snapshot_s_price_and_its_place(
+    with_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = with_data.parents[1]
+    bakes.write(replace(data_of(root, tmp_path / "model"), until="2026-12-30T22:00:00Z"), root)
+    monkeypatch.chdir(root)
+    main(["cost", with_data.stem])
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"{SNAPSHOT} of `gpufleet bake` costs 0.11 USD a month until 2026-12-30." in told
+    assert f"It is a copy of {tmp_path / 'model'}, and costs 0.17 in all." in told
+    main(["cost", with_data.stem, "--json"])
+    (baked,) = json.loads(capsys.readouterr().out)["baked"]
+    assert (baked["id"], baked["usd"], baked["usd_per_month"]) == (SNAPSHOT, "0.1700", "0.11")
 
 
 def test_a_run_that_may_outlive_the_bake_is_refused(file: Path) -> None:
