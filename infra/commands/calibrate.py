@@ -19,8 +19,8 @@ from gpufleet.job.supervisor import machine
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds STACK and the number of steps."""
-    stack.argument(parser)
+    """Adds STACK, its stage, and the number of steps."""
+    stack.argument(parser, earlier_runs=True)
     progress.argument(parser)
     parser.add_argument(
         "--steps",
@@ -40,11 +40,12 @@ def run(args: argparse.Namespace) -> int:
     """
     plain = definition = stack.definition_of(args)
     if args.rehearsal:
-        definition = load(plain.source, now=datetime.now(UTC), rehearsal=True, past_deadline=True)
+        small = load(plain.source, now=datetime.now(UTC), rehearsal=True, past_deadline=True, staged=True)
+        definition = next(part for part in small.parts if part.stage == plain.stage)
     root = project_root(Path.cwd())
     require_place(root / calibration.FOLDER / definition.name)
     tree = measure(definition, root, steps=args.steps, gpus=machine.gpus(), say=progress.say(args))
-    path = calibration.path_for(root, definition.name, tree["device"]["name"])
+    path = calibration.path_for(root, definition.name, tree["device"]["name"], definition.stage)
     try:  # if the file cannot be written, the measurement is printed: it cost minutes of a rented GPU
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_bytes(path, (json.dumps(tree, indent=1, sort_keys=True) + "\n").encode())

@@ -141,10 +141,10 @@ def not_reached(tree: Mapping[str, Any], config: JobConfig) -> tuple[str, ...]:
     return tuple(size.name for size in config.phases() if size.steps and size.name not in known)
 
 
-def path_for(root: Path, stack: str, device: str) -> Path:
-    """The file for `gpufleet calibrate`: one per stack and device, to be committed."""
+def path_for(root: Path, stack: str, device: str, stage: str = "") -> Path:
+    """The file for `gpufleet calibrate`: one per stack, stage and device, to be committed."""
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    return root / FOLDER / stack / f"{slug}.json"
+    return root / FOLDER / stack / f"{'.'.join(filter(None, (slug, stage)))}.json"
 
 
 def is_gpu(device: str, name: str) -> bool:
@@ -231,7 +231,9 @@ def _sound(tree: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _is_of(tree: Mapping[str, Any], definition: StackDefinition, instance: Instance) -> bool:
-    """Whether the measured device is the one that the job would run on."""
+    """Whether the job, or the stage, was measured on the device on which it would run."""
+    if tree.get("stage") not in (None, definition.stage):
+        return False
     if definition.job.parameters.device != tree["device"]["kind"]:
         return False
     if tree["device"]["kind"] == "cpu":  # for a type without a GPU, the name is the type

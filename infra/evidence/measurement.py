@@ -142,6 +142,7 @@ def measure(
         **tree,
         **({} if config.code_folders() else {"image": None}),  # a probe runs without a container
         "stack": definition.name,
+        **({"stage": definition.stage} if definition.stage else {}),
         "commit": _commit(root),
         "cpu_s": outcome.cpu_s,
         "seconds": outcome.seconds,
@@ -171,7 +172,10 @@ def place(definition: StackDefinition, config: JobConfig, root: Path, workdir: P
     ):
         if place is not None:
             (workdir / name).symlink_to(_folder(root, setting, place, first), target_is_directory=True)
-    for name, place in (storage.inputs or {}).items():
+    asked = {name for _, name in config.demands.inputs}
+    earlier = {name: run for name, run in definition.left.items() if name in asked}
+    outputs = {name: f"results/{definition.name}/{run}/final" for name, run in earlier.items()}
+    for name, place in ((storage.inputs or {}) | outputs).items():
         folder = _folder(root, f"inputs.{name}", place, "put it there")
         # one link per file, so that new files beside the links stay here
         for below, file in folders.files_of(folder).items():

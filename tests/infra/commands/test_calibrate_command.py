@@ -24,8 +24,10 @@ from gpufleet.job import measured, probe
 from gpufleet.job.kind import EXPERIMENTS, JobConfig, batch, from_json
 from gpufleet.job.supervisor import machine
 from gpufleet.job.supervisor.machine import DriverGpu
+from gpufleet.rehearsal import scratch
 from tests.infra.commands_world import definition, project
 from tests.infra.cost_definitions import growth
+from tests.infra.staged_files import STAGED
 
 A10G = (DriverGpu(name="NVIDIA A10G", memory_gb=24.1, driver="580.1"),)
 STEP = {"median": 50.0, "q1": 49.0, "q3": 51.0}
@@ -111,6 +113,24 @@ def test_calibrate_writes_a_file_that_the_bill_accepts(
     found = calibration.find(definition(path), load_catalog().instances["g5.2xlarge"], root)
     assert isinstance(found, calibration.Calibration)
     assert found.phase("moe") is not None
+
+
+def test_a_stage_is_measured_with_what_the_one_before_has_left(
+    tmp_path: Path, probed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = STAGED.replace("work: {hours: {low: 0.1, likely: 0.2, high: 0.4}}", "work: {steps: 300}")
+    root = scratch.make(tmp_path, {"staged": text})
+    (root / "code").mkdir()
+    (root / "code" / "stage.py").write_text("")
+    monkeypatch.chdir(root)
+    assert main(["calibrate", "staged", "--run", "r1/judge"]) == 2
+    assert "results/staged/r1/train/final is not a folder here" in capsys.readouterr().err
+    (root / "results" / "staged" / "r1" / "train" / "final").mkdir(parents=True)
+    assert main(["calibrate", "staged", "--run", "r1/judge"]) == 0
+    assert "stage.py judge" in probed[0]["parameters"]["command"]
+    (file,) = (root / "calibrations" / "staged").iterdir()
+    assert file.name.endswith(".judge.json")
+    assert json.loads(file.read_text())["stage"] == "judge"
 
 
 def test_a_measurement_that_cannot_be_printed_is_kept(

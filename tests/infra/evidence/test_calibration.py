@@ -239,6 +239,19 @@ def test_phases_without_steps_are_named_as_not_measured(tmp_path: Path) -> None:
     assert find(tmp_path, wanted).basis.endswith("; not measured, and assumed: generate, verify)")
 
 
+def test_a_stage_s_measurement_counts_for_that_stage_alone(tmp_path: Path) -> None:
+    place(tmp_path, {**measurement(), "stage": "train"})
+    train, judge = (
+        replace(definition(), run=replace(definition().run, id=f"r1/{name}")) for name in ("train", "judge")
+    )
+    assert isinstance(find(tmp_path, train), Calibration)
+    assert find(tmp_path, judge) is None
+    assert find(tmp_path) is None
+    place(tmp_path, measurement())  # of the file before it had stages
+    assert isinstance(find(tmp_path, train), Calibration)
+
+
 def test_a_file_is_named_by_stack_and_device(tmp_path: Path) -> None:
     path = calibration.path_for(tmp_path, "sft-h100", "NVIDIA H100 80GB HBM3")
     assert path.relative_to(tmp_path).as_posix() == "calibrations/sft-h100/nvidia-h100-80gb-hbm3.json"
+    assert calibration.path_for(tmp_path, "mine", "NVIDIA L4", "judge").name == "nvidia-l4.judge.json"
