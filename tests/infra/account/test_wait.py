@@ -315,6 +315,27 @@ def test_the_fleet_of_a_stage_at_zero_waits_for_the_stage_before(cloud: Cloud, s
     assert "The fleet keeps trying" in said
 
 
+def test_a_stage_that_will_not_begin_is_not_waited_for(cloud: Cloud, stack: StackDefinition) -> None:
+    """The run was asked to end during the stage before it."""
+    fleet, bucket = declare_fleet(cloud), declare_bucket(cloud)
+    cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
+    put(cloud, bucket, "stop.json", {"schema": 1, "by": "you", "at": "2026-11-21T11:59:00Z"})
+    stage = replace(stack, before=("prepare",))
+    code, said = waited(cloud, stage)
+    assert code == 0
+    assert said.startswith("the run was asked to end before its stage")
+    put(cloud, bucket, "attempts/i-1.json", {"booted_at": "2026-11-21T11:59:30Z"})  # it has begun nevertheless
+    assert waited(cloud, stage)[0] == 1
+
+
+def test_a_stage_that_is_done_names_the_next_one(cloud: Cloud, stack: StackDefinition) -> None:
+    fleet = declare_fleet(cloud)
+    put(cloud, declare_bucket(cloud), "done.json", {"reason": "finished", "detail": "3000 steps"})
+    cloud.client("ec2").modify_fleet(FleetId=fleet, TargetCapacitySpecification={"TotalTargetCapacity": 0})
+    code, said = waited(cloud, replace(stack, next_stage="judge"))
+    assert (code, said.partition(";")[2]) == (0, " judge is next.")
+
+
 def test_a_deleted_fleet_launches_nothing_more(cloud: Cloud, stack: StackDefinition) -> None:
     fleet = declare_fleet(cloud)
     cloud.client("ec2").delete_fleets(FleetIds=[fleet], TerminateInstances=True)
