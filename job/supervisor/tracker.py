@@ -12,11 +12,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import IO, Any
 
 from gpufleet.job.command.given import Mask, secrets
 from gpufleet.job.contract import environment, metrics, reading
@@ -120,7 +120,7 @@ class Tracker:
         except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on without a tracker
             self._say(f"warning: no figures are sent to {kind}: {type(error).__name__}: {error}")
 
-    def _pass_on(self, output: Iterable[bytes], mask: Mask) -> None:
-        with suppress(ValueError):  # a kill closed the pipe meanwhile
+    def _pass_on(self, output: IO[bytes], mask: Mask) -> None:
+        with output:
             for line in output:
                 self._write(b"tracker: " + mask(line))
