@@ -114,7 +114,8 @@ class Tracker:
                 while (line := self._lines.get()) is not None:
                     lines.write(json.dumps(line).encode() + b"\n")
                     lines.flush()
-            if code := self._process.wait():
+            code = self._process.wait()
+            if code not in (0, -signal.SIGKILL):  # `kill` is no failure: the next attempt sends the rest
                 self._say(f"warning: log.tracker, {kind}, ended with {code}: its further figures are not sent")
             reading_thread.join()
         except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on without a tracker
