@@ -56,8 +56,11 @@ def look(
         if receipt.at[:7] == f"{now:%Y-%m}" and receipt.owner in ("", owner) and not receipt.rehearsal
     }
     running = [run for run in all_runs([], [], sorted({*regions}), client, now) if run.state != "over"]
-    named = {f"{run.stack}/{run.run.partition('/')[0]}": run for run in running if run.owner == owner}
-    reserved = {name: _limit(run, client) for name, run in named.items() if name not in {*but, *ended}}
+    reserved: dict[str, Decimal] = {}
+    for run in (run for run in running if run.owner == owner):
+        name = f"{run.stack}/{run.run.partition('/')[0]}"
+        if name not in {*but, *ended}:  # of stages the last one, whose fleet waits from the begin, has the whole limit
+            reserved[name] = max(reserved.get(name, Decimal(0)), _limit(run, client))
     return MonthUsd(ended=sum((usd for name, usd in ended.items() if name not in but), Decimal(0)), reserved=reserved)
 
 

@@ -14,7 +14,7 @@ from gpufleet.infra.account import aws, month
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.review.policy import Policy
 from gpufleet.rehearsal.cloud import Cloud
-from tests.infra.commands_world import NAME, declare_bucket, declare_fleet, put
+from tests.infra.commands_world import NAME, advance, declare_bucket, declare_fleet, put
 from tests.receipt_tree import receipt
 
 NOW = datetime(2026, 11, 30, tzinfo=UTC)
@@ -54,6 +54,15 @@ def test_a_run_that_goes_on_counts_with_its_limit_until_it_has_a_receipt(cloud: 
     keep(root, "r1", "1.10", owner="you")
     found = looked(root, f"{NAME}/r3")
     assert (found.reserved, found.total) == ({f"{NAME}/r2": Decimal(3)}, Decimal("4.10"))
+
+
+def test_a_run_in_stages_counts_with_the_limit_of_the_whole(cloud: Cloud, path: Path) -> None:
+    bucket = declare_bucket(cloud)
+    for stage, usd in (("train", "2.00"), ("judge", "3.00")):
+        declare_fleet(cloud, run=f"r1/{stage}")
+        advance(cloud, 60)
+        put(cloud, bucket, "run.json", {"limits": {"max_usd": usd}}, f"r1/{stage}")
+    assert looked(path.parents[1]).reserved == {f"{NAME}/r1": Decimal(3)}
 
 
 def test_a_run_whose_limit_is_not_to_be_seen_lets_nothing_begin(cloud: Cloud, path: Path) -> None:
