@@ -510,6 +510,8 @@ _KNOWN: dict[tuple[type[Any], str], Schema] = {
 _EXAMPLES: dict[tuple[type[Any], str], Any] = {
     (CommandConfig, "workdir"): "{code}/trainer",
     (Code, "exclude"): ["data", "*.ckpt"],
+    (Log, "env"): {"WANDB_PROJECT": "mine"},
+    (Log, "secrets"): {"WANDB_API_KEY": "ssm:/mine/wandb"},
     (Resume, "env"): {"RESUME_FROM": "{checkpoint}"},
     (CommandCheckpoint, "complete"): FORMATS["hf-trainer"].complete,
     (CommandCheckpoint, "unless"): FORMATS["hf-trainer"].unless,

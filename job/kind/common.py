@@ -76,7 +76,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Log:
-    """Console and metrics.jsonl; on request TensorBoard scalars with the same keys, and a tracker outside."""
+    """Console and metrics.jsonl; on request TensorBoard scalars, and W&B or MLflow, with the same figures."""
 
     every: int = bounded(10, 1, 1_000_000)  # in steps
     tensorboard: bool = False
