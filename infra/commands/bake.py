@@ -100,12 +100,12 @@ def _content(place: str, definition: StackDefinition, root: Path) -> Content:
     """What a snapshot of the place will hold. Raises GpufleetError if the place holds nothing."""
     if place.startswith("s3://"):
         folders.listed(place, root, aws.client("s3", definition.fleet.region))
-    found = folders.content(place, root)
-    if found is None:
+    listed = folders.content(place, root)
+    if listed is None:
         raise GpufleetError(
             f"{place}: no folder with files that can be uploaded; allowed are a folder and s3://BUCKET/PREFIX"
         )
-    return Content(place, found.sha256, math.ceil(found.bytes / 2**30 * SPARE) + 1)
+    return Content(place, listed.sha256, math.ceil(listed.bytes / 2**30 * SPARE) + 1)
 
 
 class Made(Protocol):
@@ -330,13 +330,13 @@ class BakeWork:
         """Writes the record of what was made, and its id into the definition; the exit code."""
         catalog = load_catalog(self.root)
         usd = bill_of(self.whole.definition, self.root, catalog).usd.p50
-        kept = self.made.keep(self.engine.outputs(), usd, self._ec2)
-        path = bakes.write(kept, self.root)
+        baked = self.made.keep(self.engine.outputs(), usd, self._ec2)
+        path = bakes.write(baked, self.root)
         definition = stack.definition_of(argparse.Namespace(stack=self.definition.argument))
-        print(f"{path.relative_to(self.root)} and {definition.source.name} name {kept.id}. Commit both.")
+        print(f"{path.relative_to(self.root)} and {definition.source.name} name {baked.id}. Commit both.")
         for sentence in bake.lines(definition, bill_of(definition, self.root, catalog), self.root):
             print("\n".join(wrap(sentence)))
-        tell({"id": kept.id, "until": kept.until, "usd_per_month": f"{kept.usd_per_month:.2f}"})
+        tell({"id": baked.id, "until": baked.until, "usd_per_month": f"{baked.usd_per_month:.2f}"})
         if wrong := list(bakes.not_ready(definition, self.root)):
             raise GpufleetError("\n".join(wrong))
         return 0

@@ -172,12 +172,12 @@ def broken_by_any(
     """Every rule that the parts of a run break, each rule once: a stage has hardware of its own, and all stages have
     the dollars of the whole run, `usd_p90`; None for a run without stages.
     """
-    found: dict[str, Broken] = {}
+    breaches: dict[str, Broken] = {}
     for part in priced:
         of_part = facts(*part)
         of_run = of_part if usd_p90 is None else replace(of_part, usd_p90=usd_p90)
-        found |= {breach.rule: breach for breach in broken(policy, of_run)}
-    return tuple(found.values())
+        breaches |= {breach.rule: breach for breach in broken(policy, of_run)}
+    return tuple(breaches.values())
 
 
 def find_policy(folder: Path) -> Policy | None:

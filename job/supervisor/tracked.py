@@ -60,8 +60,8 @@ class MlflowRun:
 
         self._metric, self._client, name = Metric, MlflowClient(), os.environ["MLFLOW_EXPERIMENT_NAME"]
         own, run = os.environ["WANDB_RUN_ID"], str(config["run"])
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        known = self._client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else self._client.create_experiment(name)
         earlier = self._client.search_runs([experiment], f"tags.{self.TAG} = '{own}'")
         if earlier:
             self._id, figures = earlier[0].info.run_id, earlier[0].data.metrics
