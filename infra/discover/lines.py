@@ -27,7 +27,7 @@ _NO_PROGRESS = re.compile(
 )
 _NO_COUNT = re.compile(r"max|total_|\bnum_(?!update|iter)|\bn_|len\(|\blr\b|rate|_per_|/sec|speed|start|loss|time")
 _COUNT_WORDS = re.compile(r"(step|iter|epoch|update|iteration|it)s?\W*$", re.IGNORECASE)  # directly before a number
-# Figures, by words in the figure's name and before it: words that must be there, and words that must not.
+# For each figure: words that its name, or the text before it, must have, and words that they must not have.
 _FIGURES = (
     ("val", re.compile(r"(?=.*(\bval|\btest|eval)).*(loss|perplexity|bpb|ppl)"), re.compile(r"(?!)")),
     ("loss", re.compile(r"loss"), re.compile(r"val\b|valid|eval|best|test|aux")),
@@ -54,8 +54,8 @@ class PrintedLine:
 
 
 def find_lines(reach: Reach, values: Values) -> list[PrintedLine]:
-    """The lines with a step, an epoch or both. Lines of training come first; among them lines with a loss, and then
-    those that count in the smallest unit.
+    """The printed lines that give a step, an epoch or both. Lines of the training loop come first, among these the
+    lines with a loss, and among these the lines that count in the smallest unit.
     """
     lines: dict[str, PrintedLine] = {}
     for site in reach.sites:
@@ -78,7 +78,7 @@ def _order(line: PrintedLine) -> tuple[int, ...]:
 
 
 def _printed(site: Site, values: Values) -> list[Piece]:
-    """What a call prints, in pieces."""
+    """The pieces of the text that a call prints."""
     first, *more = site.call.args
     if chain := dotted(first):
         bound = (node for node, _ in values.bound(chain, first, site.scope) if pieces(node))
@@ -91,7 +91,9 @@ def _printed(site: Site, values: Values) -> list[Piece]:
 
 
 def _line(several: list[Piece], site: Site, values: Values) -> str:
-    """The regular expression of one printed line, up to its last useful figure; empty without a step or an epoch."""
+    """The regular expression of one printed line, up to its last useful figure; empty if the line has neither step nor
+    epoch.
+    """
     text, used, last, says_what = "", list[str](), 0, False
     several = list(joined(several))
     for before, piece, after in zip(["", *several], several, [*several[1:], ""], strict=False):
@@ -142,7 +144,7 @@ def _group(value: ast.expr | None, before: str, after: str, used: list[str], sit
 
 
 def _counted(value: ast.expr | None, named: str, near: str, in_epoch: bool, site: Site, values: Values) -> str:
-    """What a printed number counts, by the number's name, else by the loop that counts it; empty if not known."""
+    """What a printed number counts, read from its name, or else from the loop that counts it; empty if not known."""
     plain = re.sub(r"\s*[-+]\s*\d+|\b(int|str)\(|\)", "", named).strip("() ")
     is_setting = isinstance(value, ast.Attribute) and dotted(value.value) != "self" and values.settings.find(value.attr)
     counted: str | None = None
@@ -159,7 +161,7 @@ def _counted(value: ast.expr | None, named: str, near: str, in_epoch: bool, site
 
 
 def _bar(site: Site, values: Values) -> str:
-    """The pattern of a progress bar over steps or epochs, or over the batches of an epoch that its words name."""
+    """The pattern of a progress bar over steps or epochs, or over batches if the bar's text names the epoch."""
     loop = next(
         (
             statement

@@ -114,7 +114,7 @@ def test_where_two_scripts_look_alike_it_asks_instead_of_guessing(tmp_path: Path
     [
         (None, "", "no folder"),
         ({"readme.txt": "x"}, "", "no Python file"),
-        ({"tool.py": "print('a tool')\n"}, "", r"which file in .* trains is not clear; |none of them is seen to train"),
+        ({"tool.py": "print('a tool')\n"}, "", r"unclear which file in .* trains \(none of them is seen to train"),
         ({"t.py": PLAIN}, "python other.py", r"other\.py is not in the folder; it has t\.py"),
         ({"t.py": PLAIN}, "python 't.py", "No closing quotation"),
     ],
@@ -144,7 +144,7 @@ def test_a_value_that_does_not_load_is_a_comment_and_never_written(tmp_path: Pat
     assert re.search(r"# ami: of-mine.*# CHECK: allowed", made.text)
     assert value(made.text, "job.checkpoint.format") == "none"
     assert any("of-mine" in sentence and "does not load" in sentence for sentence in made.unknown)
-    with pytest.raises(GpufleetError, match="so none is written"):
+    with pytest.raises(GpufleetError, match="so no file is written"):
         loadable(Draft(text="run: {id: r1}\n"), "mine")
 
 

@@ -327,6 +327,6 @@ def test_a_script_whose_python_lacks_a_module_is_not_run(code: Path) -> None:
     (code / "t.py").write_text("import absent_one\nopen('ran', 'w')\n")
     seen = trial(code, Trial(command="python t.py", resume=""))
     (why,) = seen.problems
-    assert why.startswith("it was not run: ")
+    assert why.startswith("the command was not run: ")
     assert "lacks what the script imports: absent_one (t.py:1)" in why
     assert seen.output == []
