@@ -129,7 +129,7 @@ def through_nat(cloud: Cloud) -> None:
     ("change", "state", "said"),
     [
         pytest.param(lambda cloud: None, "ok", "out through igw-", id="public"),
-        pytest.param(private, "problem", "gives no public address", id="no addresses"),
+        pytest.param(private, "problem", "gives nodes no public address", id="no addresses"),
         pytest.param(no_way_out, "warning", "cannot tell how nodes reach", id="no route"),
         pytest.param(through_nat, "warning", "through nat-", id="a NAT for S3 too"),
     ],
@@ -173,7 +173,7 @@ ALL = allow("s3:*", "logs:*", "ec2:*", "ssm:*", "ssmmessages:*", "kms:*", "sched
 @pytest.mark.parametrize(
     ("statements", "state", "said"),
     [
-        ([ALL], "ok", "allows all that a node does"),
+        ([ALL], "ok", "allows everything that a node does"),
         ([allow("s3:*", "logs:*", "ssm:*", "ssmmessages:*")], "problem", "ec2:DeleteFleets"),
         ([ALL, {**allow("ec2:TerminateInstances"), "Effect": "Deny"}], "problem", "a node ec2:TerminateInstances"),
         ([ALL, {**allow("s3:*", StringNotEquals={"aws:PrincipalOrgID": "o-1"}), "Effect": "Deny"}], "warning", "s3:"),

@@ -123,7 +123,7 @@ def test_an_ami_of_a_bake_is_kept_until_its_day_and_then_a_leftover(
     assert found.note.startswith("100 GiB")
     assert found.usd_per_month.quantize(Decimal("0.01")) == Decimal("5.37")
     said = "\n".join(sweep.table(stack, [found]))
-    assert "Kept by `gpufleet bake`; `gpufleet bake small-growth --delete` takes it away:" in said
+    assert "Kept by `gpufleet bake`; `gpufleet bake small-growth --delete` deletes it:" in said
     late = leftovers_by_kind(stack, datetime(2026, 12, 21, 12, 1, tzinfo=UTC))["AMI"]
     assert late.unwanted
     late.steps[0].do(lambda service: cloud.client(service))
@@ -197,7 +197,7 @@ def test_a_right_that_is_missing_hides_no_node_and_is_not_taken_for_nothing(
         cloud.deny(action)
     assert main(["sweep", "small-growth"]) == 2
     _, title, volumes, roles, last = capsys.readouterr().out.splitlines()
-    assert title == "Not looked at, so these may exist and cost money:"
+    assert title == "AWS did not show these; they may exist and cost money:"
     assert re.fullmatch(r" +volumes +AWS does not let you call DescribeVolumes: .*", volumes)
     assert re.fullmatch(r" +roles +AWS does not let you call ListRoles: .*", roles)
     assert last == "small-growth in us-east-2: nothing billable is among the things that AWS shows."

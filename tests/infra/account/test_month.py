@@ -59,7 +59,7 @@ def test_a_run_that_goes_on_counts_with_its_limit_until_it_has_a_receipt(cloud: 
 def test_a_run_whose_limit_is_not_to_be_seen_lets_nothing_begin(cloud: Cloud, path: Path) -> None:
     declare_fleet(cloud)
     cloud.tick()
-    with pytest.raises(GpufleetError, match=f"run r1 of {NAME} goes on, and its bucket with its limit is not"):
+    with pytest.raises(GpufleetError, match=f"run r1 of {NAME} goes on, but its limit is unknown"):
         looked(path.parents[1])
 
 

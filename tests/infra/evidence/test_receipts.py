@@ -233,7 +233,7 @@ def test_results_keeps_the_receipt_of_a_run_on_aws_only(
     s3 = SimpleNamespace(meta=SimpleNamespace(endpoint_url=endpoint))
     said = results.keep(definition(path), s3, downloaded, path.parents[1])
     assert (path.parents[1] / "receipts" / "small-growth" / "r1.json").is_file() is kept
-    assert ("to be committed: receipts/small-growth/r1.json" in said) is kept
+    assert ("commit it: receipts/small-growth/r1.json" in said) is kept
 
 
 def test_results_says_why_a_damaged_receipt_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
