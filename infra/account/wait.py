@@ -171,8 +171,8 @@ class WaitLoop:
             self.say(f"`gpufleet doctor {self.definition.argument}` compares the block with the file.")
         self.say(
             f"fleet {fleet['FleetId']} has {wants(fleet) - missing} of {counted(wants(fleet), 'node')}, and asks for no"
-            " more. End it; then `pulumi up` launches all nodes again while the block lasts, and they go on from the last"
-            " checkpoint:"
+            " more. End it; then `pulumi up` launches all nodes again while the block lasts, and they go on from the"
+            " last checkpoint:"
         )
         self.say(f"  {end_command(fleet, self.definition.fleet.region)}")
 
