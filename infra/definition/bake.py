@@ -1,7 +1,7 @@
-"""The definition by which `gpufleet bake STACK` runs a builder: a node that pulls the stack's images and then waits.
+"""The definition with which `gpufleet bake STACK` runs a builder: a node that pulls the stack's images and then waits.
 
-It is a plain definition of a command, in the folder of a campaign's trials: so limits, stop, status and sweep of a run
-hold for the builder without code of its own.
+It is a plain definition of a command, in the folder of campaigns' trials, so that limits, stop, status and sweep work
+for the builder as for any run.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import atomic
 
-ENDING = "-bake"  # of the builder's name
-# The cheapest type that the catalog has; a pull needs no GPU. Without instance store docker's images are on its root
-# disk.
+ENDING = "-bake"  # the end of the builder's name
+# The cheapest type in the catalog, since a pull needs no GPU. It has no instance store, so that docker keeps its images
+# on the root disk.
 TYPE = "c7i.xlarge"
 WAITS_S = 3600  # longer than the builder's limit of hours
-# What was pulled is on the disk before the first step, and the AMI is made after it.
+# The images are on the disk before the first step, and the AMI is made after that step.
 COMMAND = f"sync; echo step 1; exec sleep {WAITS_S}"
 
 
 def builder_name(stack: str) -> str:
-    """The name of the builder's stack, which also keeps the AMI. Raises GpufleetError for a name that is too long."""
+    """The name of the builder's stack, which also keeps the AMI. Raises GpufleetError if the name is too long."""
     name = f"{stack}{ENDING}"
     if not STACK_NAME.fullmatch(name):
         raise GpufleetError(f"{stack}: {name} is too long for a stack; allowed are names of 2 to {40 - len(ENDING)}")
@@ -36,12 +36,11 @@ def builder_name(stack: str) -> str:
 
 
 def is_builder(definition: StackDefinition) -> bool:
-    """Whether this is the definition of a builder."""
     return getattr(definition.job.parameters, "command", "") == COMMAND
 
 
 def write_builder(definition: StackDefinition, root: Path) -> Path:
-    """Writes the builder's definition; returns its path."""
+    """Writes the builder's definition, and returns its path."""
     path = root / TRIALS / f"{builder_name(definition.name)}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write_bytes(path, text(definition).encode())
@@ -49,7 +48,6 @@ def write_builder(definition: StackDefinition, root: Path) -> Path:
 
 
 def text(definition: StackDefinition) -> str:
-    """The builder's definition as text."""
     fleet, storage, job = definition.fleet, definition.storage, definition.job
     images = dict.fromkeys(job.images)
     began = hashlib.sha256(" ".join([*images, fleet.ami]).encode()).hexdigest()

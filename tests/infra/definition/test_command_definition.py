@@ -74,7 +74,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a type without a GPU": (
         {"fleet": {**FLEET, "instance_types": ["c7i.4xlarge"]}},
         "line 7, fleet.instance_types[0]: 'c7i.4xlarge' is not accepted; allowed: a type with a GPU, or job.device:"
-        " cpu, by which the job asks for none. c7i.4xlarge has no GPU.",
+        " cpu for a job that needs none. c7i.4xlarge has no GPU.",
     ),
     "both kinds": (
         {"experiment": "sft-h100"},
@@ -109,7 +109,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"checkpoint": {"format": "dcp"}, "progress": {"stdout": "(?P<step>.)"}},
         "line 5, job.checkpoint.every: missing; allowed: how often the command saves by itself, {steps: N},"
         " {epochs: N} or {minutes: N}. On spot a lost node's work after the last save is repeated, and the bill"
-        " prices that by this key. A command that saves nothing: checkpoint: none.",
+        " prices that by this key. If the command saves nothing, write checkpoint: none.",
     ),
     "every is no number": (
         {"checkpoint": {**SAVES, "every": {"steps": "often"}}},
@@ -170,11 +170,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a dataset": (
         {"storage": {"dataset": "data/x"}},
         "line 9, storage.dataset: 'data/x' is not accepted; allowed: nothing when job.command is set. Name it under"
-        " storage.inputs: {inputs.NAME} is where it lies for the command.",
+        " storage.inputs: in the command, {inputs.NAME} is its path.",
     ),
     "an input at home": (
         {"storage": {"inputs": {"text": "~/text"}}},
-        "line 9, storage.inputs.text: '~/text' is not accepted; allowed: a folder, as seen from the project's, or"
+        "line 9, storage.inputs.text: '~/text' is not accepted; allowed: a folder, relative to the project, or"
         " s3://bucket/prefix. No shell expands ~ here: write the path relative to the project, as in"
         " ../my-model, or in full.",
     ),
@@ -185,8 +185,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "code in a bucket": (
         {"code": {"folder": "s3://bucket/code"}},
-        "line 7, job.code.folder: 's3://bucket/code' is not accepted; allowed: a folder, as seen from the project's. A"
-        " folder of this machine is shipped.",
+        "line 7, job.code.folder: 's3://bucket/code' is not accepted; allowed: a folder, relative to the project."
+        " Only a folder of this machine can be shipped.",
     ),
     "unlike GPUs": (
         {"fleet": {**FLEET, "instance_types": ["g5.2xlarge", "g5.12xlarge"]}},
@@ -224,7 +224,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "GPUs of the fleet": (
         {"fleet": {**FLEET, "gpus": 8}},
-        "line 7, fleet.gpus: unknown key. It belongs under job, where that is a command of your own. Allowed: ",
+        "line 7, fleet.gpus: unknown key. It belongs under job, but only if the job is a command of your own. Allowed: ",
     ),
     "an image of Docker Hub": (
         {"image": "pytorch/pytorch:2.9"},

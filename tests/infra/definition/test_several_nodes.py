@@ -64,7 +64,7 @@ def test_more_gpus_than_a_step_has_rows_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("old", "new", "said"), [
-    ("p5.48xlarge", "p5.4xlarge", "no further network card"),
+    ("p5.48xlarge", "p5.4xlarge", "only one network card"),
     ("nodes: 2", "nodes: 1", "where fleet.nodes is 1"),
 ])  # fmt: skip
 def test_all_cards_want_several_nodes_and_several_cards(tmp_path: Path, old: str, new: str, said: str) -> None:
