@@ -1,4 +1,4 @@
-"""What an AMI of `gpufleet bake` costs, and after how many starts it pays."""
+"""Says what an AMI of `gpufleet bake` costs, and after how many starts it has paid for itself."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def most_usd_per_month(catalog: Catalog, definition: StackDefinition) -> Decimal
 
 
 def usd(bake: Bake) -> Decimal:
-    """All that the AMI costs until it is deleted."""
+    """USD for the AMI from its making until it is deleted."""
     lives = datetime.fromisoformat(bake.until) - datetime.fromisoformat(bake.made)
     return bake.builder_usd + bake.usd_per_month * Decimal(lives.total_seconds()) / 3600 / MONTH_H
 
 
 def lines(definition: StackDefinition, bill: Bill, root: Path) -> list[str]:
-    """A sentence or two about the baked AMI that the nodes start from; empty without one."""
+    """A sentence or two about the baked AMI from which the nodes start; empty if there is none."""
     bake = bakes.read(definition, root)
     if bake is None:
         return []
@@ -47,7 +47,7 @@ def pays_after(bake: Bake, usd_per_hour: Decimal) -> str:
     """After how many starts of nodes at this price the AMI has paid for itself."""
     saved = bake.pulled_s / 3600 * usd_per_hour
     if not saved:
-        return "Its builder's pull took no time."
+        return "Its builder pulled the images in no time."
     starts = math.ceil(usd(bake) / saved)
     return (
         f"Its builder pulled the images in {bake.pulled_s / 60:.1f} min: if a start here saves as much,"

@@ -103,7 +103,7 @@ def test_what_it_costs_elsewhere_is_said_as_not_priced(stack: Path, tmp_path: Pa
     plain = bill_of(definition(stack), tmp_path, load_catalog())
     found = bill_of(with_account(stack, vpc={"id": VPC, "subnets": SUBNETS}, kms_key=KEY), tmp_path, load_catalog())
     network, key = sorted(set(found.warnings) - set(plain.warnings), reverse=True)
-    assert network.startswith("not priced: account.vpc's own NAT gateways")
+    assert network.startswith("not priced: NAT gateways and endpoints of account.vpc")
     assert key.startswith("not priced: account.kms_key")
     assert found.usd == plain.usd
 

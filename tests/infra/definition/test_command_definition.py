@@ -224,7 +224,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "GPUs of the fleet": (
         {"fleet": {**FLEET, "gpus": 8}},
-        "line 7, fleet.gpus: unknown key. It belongs under job, but only if the job is a command of your own. Allowed: ",
+        "line 7, fleet.gpus: unknown key. It belongs under job, but only if the job is a command of your own."
+        " Allowed: ",
     ),
     "an image of Docker Hub": (
         {"image": "pytorch/pytorch:2.9"},

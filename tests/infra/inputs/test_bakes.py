@@ -120,4 +120,6 @@ def test_it_pays_once_the_pulls_have_cost_as_much_as_builder_and_snapshot() -> N
     assert bill.usd(month) == Decimal("5.06")
     assert "0.50 USD, its 5.06 USD are paid after 11 starts" in bill.pays_after(month, Decimal(3))
     assert "0.51 USD, its 5.06 USD are paid after 10 starts" in bill.pays_after(month, Decimal("3.036"))
-    assert bill.pays_after(replace(month, pulled_s=Decimal(0)), Decimal(3)) == "Its builder's pull took no time."
+    assert (
+        bill.pays_after(replace(month, pulled_s=Decimal(0)), Decimal(3)) == "Its builder pulled the images in no time."
+    )
