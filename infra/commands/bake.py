@@ -1,8 +1,8 @@
-"""`gpufleet bake STACK`: an AMI that holds the stack's images, in a Pulumi stack of its own, STACK-bake.
+"""`gpufleet bake STACK`: makes an AMI that contains the stack's images, in a Pulumi stack of its own, STACK-bake.
 
-A builder, a node without a GPU, pulls the images and waits. Then the stack is declared anew, with an AMI of the
-builder's disk in its place. The AMI's id goes into the definition, as fleet.baked_ami, and its record into bakes/. Like
-`gpufleet run`, this keeps no record of its own: stopped anywhere and started again, it goes on.
+A builder (a node without a GPU) pulls the images and waits. Then the stack is declared anew: an AMI of the builder's
+disk takes the builder's place. The AMI's id goes into the definition as fleet.baked_ami, and its record into bakes/.
+Like `gpufleet run`, the command keeps no state: stopped anywhere and started again, it goes on.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from gpufleet.job.contract.attempt import AttemptRecord, record
 from gpufleet.job.contract.bucket import ATTEMPTS
 from gpufleet.job.text import stamp
 
-LOOK_S = 15.0  # between two looks at the builder
+LOOK_S = 15.0  # seconds between two looks at the builder
 DAYS, MOST_DAYS = 30, 365
 
 
 class BakeEngine(run_command.RunEngine, Protocol):
-    """What this command needs of the Pulumi engine."""
+    """What this command needs from the Pulumi engine."""
 
     def up(self, approved: str, config: dict[str, str] | None = None) -> None: ...
 
@@ -54,17 +54,16 @@ class BakeEngine(run_command.RunEngine, Protocol):
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds STACK, the AMI's days, the approval, and the AMI's end."""
     stack.argument(parser)
     parser.add_argument(
         "--days", type=_days, default=DAYS, metavar="N", help="delete the AMI after so many days (default: %(default)s)"
     )
-    parser.add_argument("--approve", metavar="HASH", help="of the bill that was shown; without it you are asked")
+    parser.add_argument("--approve", metavar="HASH", help="the hash of the bill that was shown (else you are asked)")
     parser.add_argument("--delete", action="store_true", help="delete the AMI and its stack now")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when the AMI is there, or deleted; 1 if it was not approved, or if something is left."""
+    """0 if the AMI exists, or was deleted; 1 if it was not approved, or if something is left."""
     root = project_root(Path.cwd())
     definition = stack.definition_of(args)
     name = builders.builder_name(definition.name)
@@ -84,18 +83,18 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BakeWork:
-    """One bake, from wherever it is to its end."""
+    """Carries a bake on, from wherever it is, to its end."""
 
     definition: StackDefinition
-    whole: run_command.WholeRun  # the builder's
+    whole: run_command.WholeRun  # the run of the builder
     root: Path
     engine: BakeEngine
     days: int
     sleep: Callable[[float], None] = time.sleep
 
     def carry_out(self) -> int:
-        """The exit code, as of `run`. Raises GpufleetError if the builder ends before its disk is kept, or if the stack
-        keeps an AMI of other images.
+        """Makes the AMI; returns the exit code of `run`. Raises GpufleetError if the builder ends before its disk is
+        kept, or if the stack keeps an AMI of other images.
         """
         if "ami" not in self.engine.outputs():
             if not self.whole.has_begun():
@@ -112,8 +111,8 @@ class BakeWork:
         return self._keep()
 
     def delete(self) -> int:
-        """Deletes the AMI and everything of the builder; the exit code, as of `run`. Raises GpufleetError while a fleet
-        may start nodes from it.
+        """Deletes the AMI and everything of the builder; returns the exit code of `run`. Raises GpufleetError if a
+        fleet may still start nodes from the AMI.
         """
         ami, fleets = self.definition.fleet.baked_ami, fleets_of(self._ec2, self.definition, every_run=True)
         going_on = [fleet["FleetId"] for fleet in fleets if may_launch(fleet, datetime.now(UTC))]
@@ -131,13 +130,13 @@ class BakeWork:
         return aws.client("ec2", self.definition.fleet.region)
 
     def _require_pins(self) -> None:
-        """Raises GpufleetError for an image without a digest: only a digest says what is in the AMI."""
+        """Raises GpufleetError if an image has no digest: only a digest says what is in the AMI."""
         if loose := [image for image in self.definition.job.images if "@sha256:" not in image]:
             pinned = f"`gpufleet doctor {self.definition.argument} --pin` writes digests"
             raise GpufleetError(f"{self.definition.source}: {', '.join(loose)} has no digest; {pinned}")
 
     def _approved(self) -> str:
-        """The hash of the builder's bill, if it is approved; else empty."""
+        """The hash of the builder's bill; empty if it is not approved."""
         most = bake.most_usd_per_month(load_catalog(self.root), self.definition)
         size = f"{self.definition.storage.root.size_gib} GiB root disk"
         print(f"An AMI of {', '.join(self.definition.job.images)}, for {self.days} days, by this builder:")
@@ -145,7 +144,7 @@ class BakeWork:
         return self.whole.approved()
 
     def _wait(self) -> AttemptRecord | None:
-        """Waits for the builder until it has pulled; None, with the reason on the screen, if no node comes."""
+        """Waits until the builder has pulled the images. If no node comes, prints the reason and returns None."""
         s3 = aws.client("s3", self.definition.fleet.region)
         watch = WaitLoop(definition=self.whole.definition, ec2=self._ec2, s3=s3, sleep=self.sleep)
         while (builder := self._builder(s3)) is None:
@@ -153,7 +152,7 @@ class BakeWork:
                 name, again = self.whole.definition.name, f"gpufleet bake {self.definition.argument}"
                 raise GpufleetError(
                     f"{name} ended before its disk was kept: `gpufleet status {name}` says why. `{again} --delete`"
-                    f" takes away what it left; then `{again}` begins anew."
+                    f" deletes what it left; then `{again}` begins anew."
                 )
             if watch.until_node(math.inf):
                 return None
@@ -161,7 +160,7 @@ class BakeWork:
         return builder
 
     def _builder(self, s3: Any) -> AttemptRecord | None:
-        """The node that has pulled, and waits; None as long as there is none."""
+        """The node that has pulled the images and waits; None as long as there is none."""
         folder = find_folder(s3, self.whole.definition)
         if folder is None:
             return None
@@ -169,7 +168,7 @@ class BakeWork:
         return next((node for node in records if node.started_s is not None and node.exit is None), None)
 
     def _describe_kept(self, builder: AttemptRecord) -> dict[str, Any]:
-        """What the stack's program and its outputs say of the AMI."""
+        """What the stack's program and its outputs say about the AMI."""
         now = datetime.now(UTC)
         return {
             "builder": builder.instance,
@@ -181,11 +180,11 @@ class BakeWork:
         }
 
     def _keep(self) -> int:
-        """Writes the AMI's record, and its id into the definition; the exit code."""
+        """Writes the AMI's record, and its id into the definition; returns the exit code."""
         outputs, region, catalog = self.engine.outputs(), self.definition.fleet.region, load_catalog(self.root)
         described, ami = outputs[BAKE], str(outputs["ami"])
         snapshot = self._ec2.describe_snapshots(SnapshotIds=[outputs["snapshot"]])["Snapshots"][0]
-        stored = snapshot.get("FullSnapshotSizeInBytes")  # AWS does not say it of every snapshot
+        stored = snapshot.get("FullSnapshotSizeInBytes")  # AWS does not give it for every snapshot
         gb = Decimal(stored) / 10**9 if stored else Decimal(snapshot["VolumeSize"]) * bake.GB_PER_GIB
         made = bakes.Bake(
             ami=ami,

@@ -19,7 +19,6 @@ from gpufleet.job.supervisor import machine
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds STACK and the number of steps."""
     stack.argument(parser)
     progress.argument(parser)
     parser.add_argument(
@@ -35,7 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the probe and writes calibrations/STACK/DEVICE.json. Raises GpufleetError for invalid arguments and if the
+    """Runs the probe and writes calibrations/STACK/DEVICE.json. Raises GpufleetError if arguments are invalid or the
     job fails.
     """
     plain = definition = stack.definition_of(args)
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     require_place(root / calibration.FOLDER / definition.name)
     tree = measure(definition, root, steps=args.steps, gpus=machine.gpus(), say=progress.say(args))
     path = calibration.path_for(root, definition.name, tree["device"]["name"])
-    try:  # if the file cannot be written, the measurement is printed: it cost minutes of a rented GPU
+    try:  # if the file cannot be written, print the measurement: it cost minutes of a rented GPU
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_bytes(path, (json.dumps(tree, indent=1, sort_keys=True) + "\n").encode())
     finally:

@@ -1,7 +1,7 @@
-"""`gpufleet run NAME`: the whole of a run in one command: its bill, an approval, up, wait, results, destroy, sweep.
+"""`gpufleet run NAME`: carries out a whole run: its bill, an approval, up, wait, results, destroy, sweep.
 
-It keeps no record of its own. What exists says how far the run is: the stack's output, its fleet, the run's folder in
-the bucket, the results on this machine. So the same command goes on wherever an earlier one was stopped.
+The command keeps no state. What exists shows how far the run is: the stack's output, its fleet, the run's folder in the
+bucket, the results on this machine. So the same command goes on wherever an earlier one was stopped.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from gpufleet.infra.program.run_guard import Previous
 from gpufleet.infra.review import policy
 from gpufleet.job.contract.workdir import RECEIPT
 
-LOOK_S = 60.0  # between two looks at a run
+LOOK_S = 60.0  # seconds between two looks at a run
 
 
 class RunEngine(Protocol):
-    """What this command needs of the Pulumi engine."""
+    """What this command needs from the Pulumi engine."""
 
     def select(self) -> None: ...
 
@@ -50,21 +50,20 @@ class RunEngine(Protocol):
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds STACK and the approval."""
     stack.argument(parser)
-    parser.add_argument("--approve", metavar="HASH", help="of the bill that was shown; without it you are asked")
+    parser.add_argument("--approve", metavar="HASH", help="the hash of the bill that was shown (else you are asked)")
     parser.add_argument("--begin", action="store_true", help="end as soon as `up` is done, and do nothing later")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when the run is over and nothing unwanted is left; 1 if it was not approved, left no results, or left
-    something in the account.
+    """0 if the run is over and nothing unwanted is left; 1 if it was not approved, left no results, or left something
+    in the account.
     """
     return opened(args).carry_out()
 
 
 def opened(args: argparse.Namespace) -> WholeRun:
-    """The run of STACK, its Pulumi stack made and selected."""
+    """The run of STACK, whose Pulumi stack is made and selected."""
     root = project_root(Path.cwd())
     name = Path(args.stack).stem if is_path(args.stack) else args.stack
     definition = stack.definition_of(args)  # first: a mistyped name makes no Pulumi stack
@@ -75,17 +74,17 @@ def opened(args: argparse.Namespace) -> WholeRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeRun:
-    """One run, from wherever it is to its end."""
+    """Carries a run on, from wherever it is, to its end."""
 
     args: argparse.Namespace
     definition: StackDefinition
     root: Path
     engine: RunEngine
-    begins_with: str = ""  # the command that begins it; empty: gpufleet run STACK
+    begins_with: str = ""  # the command that begins it; empty for `gpufleet run STACK`
     sleep: Callable[[float], None] = time.sleep
 
     def carry_out(self) -> int:
-        """The exit code, as of `run`."""
+        """Carries the run out; returns the exit code of `run`."""
         if not self.is_over():
             if not self.has_begun():
                 approved = self.approved()
@@ -105,7 +104,7 @@ class WholeRun:
         return self.finish()
 
     def finish(self) -> int:
-        """Brings the results of a run that is over, destroys and sweeps; the exit code, as of `run`."""
+        """Downloads the results of a run that is over, destroys and sweeps; returns the exit code of `run`."""
         if self.folder() is not None:
             asked = argparse.Namespace(stack=self.args.stack, run_id=None, to=None, light=False, exports=False)
             asked.quiet = False
@@ -121,19 +120,19 @@ class WholeRun:
         return code
 
     def _tell(self, state: str, **more: Any) -> None:
-        """Puts how far the run is into the answer of --json."""
+        """Adds the state of the run to the answer of --json."""
         tell({"stack": self.definition.name, "run": self.definition.run.id, "state": state, **more})
 
     def _client(self, service: str) -> Any:
         return aws.client(service, self.definition.fleet.region)
 
     def folder(self) -> RunFolder | None:
-        """The run's folder in the bucket; None without one of this owner."""
+        """The run's folder in the bucket; None if this owner has none."""
         folder = find_folder(self._client("s3"), self.definition)
         return folder if folder and folder.is_of(self.definition.run.owner) else None
 
     def is_over(self) -> bool:
-        """Whether the run has come to an end: by its bucket, or where that is gone, by its receipt on this machine."""
+        """Whether the run is over: by its bucket, or, if that no longer exists, by its receipt on this machine."""
         folder = self.folder()
         if folder is None:
             receipt = self.root / "results" / self.definition.name / self.definition.run.id / RECEIPT
@@ -144,15 +143,15 @@ class WholeRun:
         return bool(ended and ended.reason) or self._came_to_nothing()
 
     def has_begun(self) -> bool:
-        """Whether an earlier `up` made the run's fleet, also one that was cut short after it."""
+        """Whether an earlier `up` made the run's fleet, even if that `up` was interrupted later."""
         return self._of_stack() == self.definition.run.id or bool(self._fleets())
 
     def _of_stack(self) -> str | None:
-        """The run of the last whole `up`; None after a destroy."""
+        """The run of the last complete `up`; None after a destroy."""
         return (self.engine.outputs().get("run") or {}).get("id")
 
     def _came_to_nothing(self) -> bool:
-        """Whether `up` was done, and the run has neither a node nor a fleet that may launch one."""
+        """Whether `up` is done but the run has neither a node nor a fleet that may launch one."""
         if self._of_stack() != self.definition.run.id or self._fleets():
             return False
         return all(node["State"]["Name"] in GONE for node in nodes_of(self._client("ec2"), self.definition))
@@ -164,7 +163,7 @@ class WholeRun:
         return [fleet for fleet in fleets if not is_over(fleet, now) and aws.owner_of(fleet) in ("", owner)]
 
     def plan(self) -> plan.Plan:
-        """What `up` would begin now. Raises GpufleetError for what it would refuse, or what breaks policy.yaml."""
+        """What `up` would begin now. Raises GpufleetError if `up` would refuse it, or if it breaks policy.yaml."""
         definition, now = stack.definition_of(self.args, past_deadline=False), datetime.now(UTC)
         if missing := not_ready(definition, self.root):
             raise GpufleetError("\n".join([f"{definition.source}: not ready", *(f"  - {line}" for line in missing)]))
@@ -184,8 +183,8 @@ class WholeRun:
         return made
 
     def approved(self) -> str:
-        """The hash of the bill as it is now, if it is approved; else empty. Shows the bill unless the hash that was
-        given is that one. Raises GpufleetError as plan().
+        """The hash of the bill as it is now; empty if the user does not approve it. Shows the bill unless --approve has
+        this hash. Raises GpufleetError like plan().
         """
         made, now = self.plan(), datetime.now(UTC)
         digits = approval(made)
@@ -196,7 +195,7 @@ class WholeRun:
             print(f"gpufleet: {warning}", file=sys.stderr)
         usd = {name: f"{amount:.2f}" for name, amount in asdict(made.bill.usd).items()}
         self._tell("not approved", usd=usd | {"stops_before": f"{self.definition.limits.max_usd:.2f}"})
-        if self.args.approve:  # whoever guesses learns nothing from it
+        if self.args.approve:  # the right hash is not shown, so that a wrong guess does not reveal it
             print(f"{self.args.approve} is not the hash of this bill, which has not been approved.")
         else:
             begins = self.begins_with or f"gpufleet run {self.definition.argument}"
@@ -204,8 +203,8 @@ class WholeRun:
         return digits if agreed() else ""
 
     def _wait(self) -> int:
-        """Waits until the run is over; 1, with the reason, if it cannot go on by itself. The run needs nobody to wait:
-        a stopped command changes nothing about it.
+        """Waits until the run is over; if it cannot go on by itself, prints why and returns 1. The run does not need
+        this: stopping the command changes nothing about it.
         """
         ec2, s3, scheduler = (self._client(service) for service in ("ec2", "s3", "scheduler"))
         watch = WaitLoop(definition=self.definition, ec2=ec2, s3=s3, sleep=self.sleep)
@@ -221,7 +220,7 @@ class WholeRun:
         return 0
 
     def _require_own_stack(self) -> None:
-        """Raises GpufleetError if the stack has another run up, which a destroy would end."""
+        """Raises GpufleetError if another run of the stack is up, which a destroy would end."""
         began = self._of_stack()
         if began and began != self.definition.run.id:
             raise GpufleetError(
@@ -231,7 +230,7 @@ class WholeRun:
 
 
 def agreed() -> bool:
-    """Whether the person at the terminal says yes; without a terminal nobody does."""
+    """Whether the person at the terminal says yes; False if there is no terminal."""
     try:
         return input("Begin it now? Type yes: ").strip() == "yes"
     except EOFError:
