@@ -1,7 +1,7 @@
-"""Declares what a bake keeps: an AMI of its builder's disk, and the schedule that deletes it.
+"""Declares what a bake keeps: an AMI of its builder's disk, and the schedule that deletes the AMI.
 
-It is declared in the builder's own stack, in place of the builder: the engine makes the AMI first, and deletes the
-builder after it. A destroy deletes the AMI with its snapshot.
+Both are declared in the builder's stack, in place of the builder: the engine first makes the AMI, and then deletes the
+builder. A destroy deletes the AMI with its snapshot.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class BakedImage(pulumi.ComponentResource):
             name=f"{label}-{builder}",
             description="holds the images of a gpufleet job",
             source_instance_id=builder,
-            # A reboot would run the builder's second boot. Its command writes all buffers before it says that it waits.
+            # A reboot would start the builder again. Its command has written all buffers before it reports that it
+            # waits.
             snapshot_without_reboot=True,
             tags=named({**tags(definition), DELETE_AFTER: until}, label),
             opts=pulumi.ResourceOptions(parent=self),
@@ -46,7 +47,7 @@ class BakedImage(pulumi.ComponentResource):
 
 
 def declare_bake(definition: StackDefinition, builder: str, until: str) -> aws.ec2.AmiFromInstance:
-    """Declares the AMI and the schedule that deletes it at `until` (UTC); gives the AMI."""
+    """Declares the AMI and the schedule that deletes it at `until` (UTC); returns the AMI."""
     options, region = with_provider(Surroundings(), definition.fleet.region), definition.fleet.region
     image = BakedImage("baked", definition, builder=builder, until=until, opts=options).image
     rights = pulumi.Output.all(image.id, image.root_snapshot_id).apply(lambda ids: delete_statements(region, *ids))
