@@ -58,7 +58,7 @@ class Scale:
     setup_minutes: float = 6
 
     def without_gpu(self) -> Scale:
-        """The same scale for nodes without a GPU."""
+        """This scale for nodes without a GPU."""
         return replace(self, gpus=0, device="cpu")
 
 

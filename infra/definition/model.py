@@ -413,7 +413,7 @@ class StackDefinition:
         return self.fleet.nodes
 
     def on_nodes(self, count: int) -> StackDefinition:
-        """The same work on `count` nodes."""
+        """This work on `count` nodes."""
         cards: Cards = self.fleet.cards if count > 1 else "one"
         if (count, cards) == (self.nodes, self.fleet.cards):
             return self

@@ -187,8 +187,8 @@ def _named_by_user(text: str, coded: dict[str, tuple[object, str]], settings: Sc
 
 
 def _which_trains(code: CodeFolder, begun: list[StartedProgram]) -> tuple[StartedProgram, Reach | None]:
-    """Of the programs that a command starts, the one that trains, and its reached code; the first program if none seems
-    to train.
+    """The program that trains, of those that a command starts, and its reached code; the first program if none seems to
+    train.
     """
     own = sorted((program for program in begun if program.script), key=lambda program: not program.launcher)
     reaches = [

@@ -1,5 +1,5 @@
-"""The bakes of a project: which AMI holds which images, until when, at what price. `gpufleet bake` writes
-bakes/<ami>.json, to be committed.
+"""The bakes of a project: which AMI contains which images, until when, and at what price. `gpufleet bake` writes
+bakes/<ami>.json, which users commit.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ class Bake:
 
     ami: str
     region: str
-    base_ami: str  # the AMI that its builder started from
+    base_ami: str  # the AMI from which its builder started
     images: tuple[str, ...]  # with their digests
     made: str
-    until: str  # when a schedule deletes it
-    usd_per_month: Decimal  # of its snapshot
-    builder_usd: Decimal  # of making it, by the builder's bill
+    until: str  # the time at which a schedule deletes it
+    usd_per_month: Decimal  # the price of its snapshot
+    builder_usd: Decimal  # what making it cost, by the builder's bill
     pulled_s: Decimal  # how long its builder took to pull the images
 
 
 def path_of(ami: str, root: Path) -> Path:
-    """The file of an AMI."""
     return root / FOLDER / f"{ami}.json"
 
 
 def write(bake: Bake, root: Path) -> Path:
-    """Writes the file; returns its path."""
+    """Writes the file, and returns its path."""
     path = path_of(bake.ami, root)
     path.parent.mkdir(exist_ok=True)
     tree = {name: str(value) if isinstance(value, Decimal) else value for name, value in asdict(bake).items()}
@@ -51,8 +50,8 @@ def write(bake: Bake, root: Path) -> Path:
 
 
 def read(definition: StackDefinition, root: Path) -> Bake | None:
-    """The bake that the definition's nodes start from; None without one. Raises GpufleetError for a file that no bake
-    wrote.
+    """The bake from which the definition's nodes start; None if there is none. Raises GpufleetError if no bake wrote
+    the file.
     """
     if definition.fleet.baked_ami is None:
         return None
@@ -68,33 +67,33 @@ def read(definition: StackDefinition, root: Path) -> Bake | None:
 
 
 def not_ready(definition: StackDefinition, root: Path) -> Iterator[str]:
-    """Why nodes may not start from the definition's baked AMI."""
+    """Yields the reason why nodes may not start from the definition's baked AMI, if there is one."""
     fleet, bake = definition.fleet, read(definition, root)
     if fleet.baked_ami is None:
         return
     if bake is None:
-        why = f"has no {FOLDER}/{fleet.baked_ami}.json, so what it holds is not known"
+        why = f"has no {FOLDER}/{fleet.baked_ami}.json, so its images are unknown"
     elif missing := [image for image in definition.job.images if image not in bake.images]:
-        why = f"holds {', '.join(bake.images)}, and the job needs {', '.join(missing)}"
+        why = f"contains {', '.join(bake.images)}, but the job needs {', '.join(missing)}"
     elif bake.base_ami != fleet.ami:
-        why = f"was made from {bake.base_ami}, and fleet.ami is {fleet.ami}"
+        why = f"was made from {bake.base_ami}, but fleet.ami is {fleet.ami}"
     elif bake.region != fleet.region:
-        why = f"is in {bake.region}, and fleet.region is {fleet.region}"
+        why = f"is in {bake.region}, but fleet.region is {fleet.region}"
     else:
         return
     yield f"fleet.baked_ami, {fleet.baked_ami}, {why}: {_advice(definition)}."
 
 
 def gone_before_the_end(definition: StackDefinition, root: Path, now: datetime) -> Iterator[str]:
-    """Why the baked AMI may be gone while the fleet of a run that begins now still replaces nodes."""
+    """Yields a warning if the baked AMI may be deleted while the fleet of a run that begins now replaces nodes."""
     bake, end = read(definition, root), definition.expiry(now)
     if bake is not None and datetime.fromisoformat(bake.until) <= end:
         yield (
-            f"fleet.baked_ami, {bake.ami}, is deleted at {bake.until}, and the fleet may launch nodes until"
+            f"fleet.baked_ami, {bake.ami}, is deleted at {bake.until}, but the fleet may launch nodes until"
             f" {stamp(end)}: {_advice(definition)}."
         )
 
 
 def _advice(definition: StackDefinition) -> str:
     stack = definition.argument
-    return f"`gpufleet bake {stack} --delete`, then `gpufleet bake {stack}`, or take fleet.baked_ami out"
+    return f"run `gpufleet bake {stack} --delete`, then `gpufleet bake {stack}`, or remove fleet.baked_ami"

@@ -89,7 +89,7 @@ def test_a_rehearsal_that_shares_the_files_folder_does_not_replace_its_data(
     assert main(["prepare", "pretrain-d64", "mine"]) == 0
     made = read_manifest(project / "data" / "numbers")
     assert main(["prepare", "pretrain-d64", "--rehearsal"]) == 2
-    assert "give `rehearsal` a storage.dataset of its own" in capsys.readouterr().err
+    assert "give `rehearsal` its own storage.dataset" in capsys.readouterr().err
     assert read_manifest(project / "data" / "numbers") == made
 
 

@@ -144,14 +144,14 @@ def test_times_modes_and_order_do_not_change_the_archive(tmp_path: Path) -> None
 
 
 REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
-    "not there": ({}, {}, "line 7, job.code.folder: '../mine' is not accepted; allowed: a folder that is there."),
-    "empty": ({".git/x": ""}, {}, "allowed: a folder with files. Nothing in it is shipped."),
+    "not there": ({}, {}, "line 7, job.code.folder: '../mine' is not accepted; allowed: a folder that exists."),
+    "empty": ({".git/x": ""}, {}, "allowed: a folder with files. No file in it would be shipped."),
     "too large": (
         {f"{number}.bin": "x" * (100_000 * number) for number in range(1, 8)},
         {"max_mib": 1},
         "job.code.folder: '2.8 MB' is not accepted; allowed: at most job.code.max_mib, 1 MiB. The largest: 7.bin"
         " (0.7 MB), 6.bin (0.6 MB), 5.bin (0.5 MB), 4.bin (0.4 MB), 3.bin (0.3 MB). Name what the command"
-        " does not need under job.code.exclude; data is storage.inputs.",
+        " does not need under job.code.exclude; data is for storage.inputs.",
     ),
 }
 
