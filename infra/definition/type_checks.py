@@ -176,7 +176,7 @@ def _misfit(kind: Instance, config: JobConfig | None) -> str:
 
 
 def _suggested_type(kind: Instance, config: JobConfig | None, current: Sequence[Instance]) -> str:
-    """The type with the least GPU memory, then with the fewest GPUs and vCPUs, of those that fit and are no smaller than
+    """The type with the least GPU memory, then the fewest GPUs and vCPUs, of those that fit and are no smaller than
     `kind`. A type whose speed cannot be derived has no bill, and is suggested only if there is no other.
     """
     gpus = 1 if config is None else config.gpus_needed()

@@ -250,7 +250,7 @@ def _too_large(tree: Tree, code: Code) -> tuple[str, str]:
     named = ", ".join(f"{name} ({_size(size)})" for size, name in sizes[:LARGEST])
     return (
         f"at most job.code.max_mib, {code.max_mib} MiB",
-        f"The largest: {named}. Name what the command does not need under job.code.exclude; data is for storage.inputs.",
+        f"The largest: {named}. Name what the command does not need under job.code.exclude; data is storage.inputs.",
     )
 
 

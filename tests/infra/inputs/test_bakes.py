@@ -78,8 +78,8 @@ def test_a_bake_of_something_else_is_refused(file: Path, bake: Bake | None, why:
     (sentence,) = said(file, bake)
     stack = file.stem
     assert sentence == (
-        f"fleet.baked_ami, {BAKED}, {why}: run `gpufleet bake {definition(file).argument} --delete`, then `gpufleet bake"
-        f" {stack}`, or remove fleet.baked_ami."
+        f"fleet.baked_ami, {BAKED}, {why}: run `gpufleet bake {definition(file).argument} --delete`, then"
+        f" `gpufleet bake {stack}`, or remove fleet.baked_ami."
     )
     with pytest.raises(GpufleetError, match="not ready for up"):
         plan.make(file.parents[1], file.stem, now=NOW, previous=Previous(outputs={}), preview=False)

@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         {"max_mib": 1},
         "job.code.folder: '2.8 MB' is not accepted; allowed: at most job.code.max_mib, 1 MiB. The largest: 7.bin"
         " (0.7 MB), 6.bin (0.6 MB), 5.bin (0.5 MB), 4.bin (0.4 MB), 3.bin (0.3 MB). Name what the command"
-        " does not need under job.code.exclude; data is for storage.inputs.",
+        " does not need under job.code.exclude; data is storage.inputs.",
     ),
 }
 
