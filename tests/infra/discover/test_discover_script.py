@@ -104,7 +104,7 @@ def test_a_framework_is_known_by_what_is_imported_and_used(tmp_path: Path, text:
 
 def test_where_two_scripts_look_alike_it_asks_instead_of_guessing(tmp_path: Path) -> None:
     code = folder(tmp_path, {"train_a.py": "loss.backward()\n", "train_b.py": "loss.backward()\n"})
-    with pytest.raises(GpufleetError, match=r"train_a\.py, train_b\.py\); say it: --command"):
+    with pytest.raises(GpufleetError, match=r"train_a\.py, train_b\.py\); name it: --command"):
         look(code)
     assert look(code, "python train_b.py").script == "train_b.py"
 
@@ -112,7 +112,7 @@ def test_where_two_scripts_look_alike_it_asks_instead_of_guessing(tmp_path: Path
 @pytest.mark.parametrize(
     ("files", "command", "why"),
     [
-        (None, "", "no folder"),
+        (None, "", "is not a folder"),
         ({"readme.txt": "x"}, "", "no Python file"),
         ({"tool.py": "print('a tool')\n"}, "", r"unclear which file in .* trains \(none of them is seen to train"),
         ({"t.py": PLAIN}, "python other.py", r"other\.py is not in the folder; it has t\.py"),

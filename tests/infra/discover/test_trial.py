@@ -122,7 +122,7 @@ def test_a_link_to_a_folder_elsewhere_is_named(code: Path, tmp_path: Path) -> No
 def test_a_folder_too_large_to_copy_is_refused(code: Path) -> None:
     with (code / "huge.bin").open("wb") as file:
         os.truncate(file.fileno(), 600 * 1024 * 1024)
-    with pytest.raises(GpufleetError, match="MB of at most 500 MiB"):
+    with pytest.raises(GpufleetError, match="MB, but a trial copies at most 500 MiB"):
         trial(code, Trial(command="true"))
 
 
