@@ -114,7 +114,7 @@ def test_without_credentials_nothing_is_asked_and_the_way_to_them_is_said(
 
 def test_a_place_that_no_folder_can_have_is_an_error_before_anything_is_asked(project: Path) -> None:
     (project / "file").write_text("")
-    with pytest.raises(GpufleetError, match="no folder that prices can go into"):
+    with pytest.raises(GpufleetError, match="is not a writable folder"):
         renew(load_catalog(), ["us-east-2"], project / "file", pricing=None, ec2_in=lambda region: None, now=NOW)
 
 
