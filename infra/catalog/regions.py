@@ -30,7 +30,7 @@ class Region:
 
     @property
     def zone_id_prefix(self) -> str:
-        """The prefix of its zone ids, such as use2- for us-east-2, apne1- for ap-northeast-1 (EC2 User Guide, AZ IDs)."""
+        """The prefix of its zone ids: use2- for us-east-2, apne1- for ap-northeast-1 (EC2 User Guide, AZ IDs)."""
         continent, *middle, number = self.name.split("-")
         sides = "".join(_SIDES.get(word, word[0]) for word in middle)
         return f"{continent}{sides}{number}-"

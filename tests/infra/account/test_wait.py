@@ -205,7 +205,7 @@ def test_what_aws_said_stands_last_and_what_cannot_pass_ends_the_wait_at_once(
             "Waiting cannot help: the account's quota for disks",
         ),
         ("Server.Odd", "nobody knows", False, "AWS says: Server.Odd: nobody knows"),
-        ("Client.InstanceInitiatedShutdown", "Instance initiated shutdown", False, "came and went"),
+        ("Client.InstanceInitiatedShutdown", "Instance initiated shutdown", False, "started and ended"),
     ],
 )
 def test_nodes_that_end_at_launch_are_told_with_their_reason_and_that_each_start_is_billed(
