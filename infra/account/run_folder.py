@@ -40,7 +40,7 @@ class Buckets(NamedTuple):
     # the stack's buckets with their tags, newest first; several if an earlier one was kept
     ours: list[dict[str, Any]]
     closed: dict[str, AwsRefused]  # buckets whose tags cannot be read, with AWS's answer
-    untagged: list[str]  # buckets without tags whose names look like the stack's
+    untagged: list[str]  # buckets without tags whose names have the stack's prefix
 
 
 def find_buckets(s3: Any, stack: str) -> Buckets:

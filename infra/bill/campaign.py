@@ -66,7 +66,7 @@ class PlayedCampaigns(NamedTuple):
         """The figures of a campaign of `count` runs."""
         return (
             f"{_range(self.begun, 0)} of {count} begin in eight campaigns of ten, cost {_range(self.spent, 2)} USD, and"
-            f" take {_range(self.hours, 1)} h by the wall"
+            f" take {_range(self.hours, 1)} wall-clock hours"
         )
 
 

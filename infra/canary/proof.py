@@ -59,7 +59,7 @@ def make(
 
 
 def _replayed(answers: dict[str, Any], recorded: Proof | None) -> dict[str, Any]:
-    """How the embedded AWS's answers differ from AWS's."""
+    """The differences between the answers of the embedded AWS and those of AWS."""
     theirs = recorded.tree["answers"] if recorded else replay.documented(answers)
     differences = [difference._asdict() for difference in replay.differences(theirs, answers)]
     return {"beside": recorded.path.name if recorded else replay.STANDS_IN, "differences": differences}
@@ -153,7 +153,7 @@ def lines(proof: dict[str, Any]) -> Iterator[str]:
 def check(root: Path, region: str, today: date) -> Check:
     """The line of `gpufleet doctor` about the region's newest canary."""
     if (last := newest(root, region)) is None:
-        return Check(name="canary", found=f"none has flown in {region}: `gpufleet canary` holds AWS to what is assumed")
+        return Check(name="canary", found=f"none has run in {region}: `gpufleet canary` checks what is assumed of AWS")
     age = (today - last.day).days
     finding = f"the newest of {region} is {counted(age, 'day')} old. {summary(last.tree)}"
     if age > STALE_DAYS:

@@ -14,7 +14,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--follow", "-f", action="store_true", help="print new lines until the run is done")
     group.add_argument(
-        "--boot", action="store_true", help="print the output of the nodes' boot scripts instead of the job's"
+        "--boot", action="store_true", help="print the output of the nodes' boot scripts, not of the job"
     )
 
 

@@ -71,7 +71,7 @@ def server(call: Execute) -> MCPServer:
 
     @reads
     def cost(stack: str) -> dict[str, Any]:
-        """The bill of a stack's run, or of a campaign's: p10, p50, p90 in USD, lines, cap, warnings."""
+        """The bill of a stack's run, or of a campaign: p10, p50, p90 in USD, lines, cap, warnings."""
         return call(["cost", _stack(stack), "--json"])
 
     @reads

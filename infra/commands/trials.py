@@ -100,7 +100,7 @@ class StackTrial:
         except GpufleetError as error:
             if not trial.file or trial.text is None:
                 raise
-            message = f"{error}\nThis file is made from {trial.file}: correct that file, or the campaign's."
+            message = f"{error}\nThis file is made from {trial.file}: correct that file, or the file of the campaign."
             raise GpufleetError(message) from None
         priced = PricedTrial.build(str(trial), made.definition, made.bill, is_made=trial.is_made)
         digits = approval.begins_with(made)

@@ -44,7 +44,7 @@ def fill(figure: Any, rows: Sequence[Row], frontier: Sequence[Row], shades: Mapp
     panels = figure.subplots(1, 2, sharey=True)
     for axes, unit, values in (
         (panels[0], "USD to finish", [row.usd for row in shown]),
-        (panels[1], "hours by the wall", [row.wall_hours for row in shown]),
+        (panels[1], "wall-clock hours", [row.wall_hours for row in shown]),
     ):
         for place, (row, quantiles, colour) in enumerate(zip(shown, values, colours, strict=True)):
             assert quantiles is not None  # for mypy: `_shown` has no other rows

@@ -197,7 +197,7 @@ def ranked(rows: Sequence[Row], frontier: Sequence[Row]) -> Iterator[str]:
             yield from textwrap.wrap(why.strip(), WIDTH, initial_indent="     ", subsequent_indent="     ")
     yield ""
     yield from wrap(
-        "* nothing does the same work for fewer mean dollars in fewer hours by the wall. Below an option: why it is not"
+        "* nothing does the same work for fewer mean dollars in fewer wall-clock hours. Below an option: why it is not"
         " the first of its work. less: probability that it costs less than the file's own fleet. free: mean dollars of"
         " interrupted first hours, which AWS does not charge, already left out of USD. stops: interruptions, p50."
         " USD is at what a fleet that picks by price may expect over the zones; dear: p50 in the dearest, by which"

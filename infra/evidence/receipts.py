@@ -108,7 +108,7 @@ def keep(content: bytes, root: Path, stack: str, run: str) -> Path:
 
 
 def score(root: Path, stack: str | None = None) -> Accuracy | None:
-    """The score of all receipts under `root`, or of one stack's; None if none counts."""
+    """The score of all receipts under `root`, or of those of one stack; None if none counts."""
     return grade(read(root, stack)[0])
 
 

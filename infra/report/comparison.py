@@ -17,7 +17,7 @@ def html(comparison: Comparison) -> str:
     frontier = comparison.own_frontier
     return page.page(
         comparison.title,
-        "hours by the wall: with waits for capacity",
+        "wall-clock hours: with waits for capacity",
         (
             "" if charts.drawable() else paragraph(charts.LACKING),
             page.charts([(f"The cheapest that can be run ({plot.CAPTION})", _picture(comparison))]),

@@ -29,7 +29,7 @@ class Upload:
     """A local file, or a small text, that becomes an object. `name`: the resource's name. `key`: the object's key."""
 
     name: str
-    # the resource's earlier names, which must be stated because they do not follow from its parent's
+    # the resource's earlier names, which must be stated because they do not follow from its parent
     earlier: tuple[str, ...] = ()
     key: str
     file: Path | None = None

@@ -315,8 +315,8 @@ def test_a_ready_made_job_takes_no_inputs_and_no_keys_of_a_command(tmp_path: Pat
     storage = {"dataset": "data/x", "inputs": {"text": "../text"}}
 
     assert refused(command_file(tmp_path, **keys, storage=storage)) == [
-        "line 7, storage.inputs: 'a section' is not accepted; allowed: nothing unless job.command is set. Its"
-        " data is storage.dataset."
+        "line 7, storage.inputs: 'a section' is not accepted; allowed: nothing unless job.command is set."
+        " Use storage.dataset for this job."
     ]
     (problem,) = refused(command_file(tmp_path, **keys, storage={"dataset": "data/x"}, setup="x"))
     assert problem == "line 5, job.setup: unknown key; allowed: experiment, image, parameters."
