@@ -24,7 +24,6 @@ CAMPAIGN_TAG = (
 
 
 def bucket_name(campaign: str, account: str) -> str:
-    """The name of a campaign's bucket in the account with this number."""
     return f"gpufleet-{campaign}-ledger-{hashlib.sha256(account.encode()).hexdigest()[:12]}"
 
 

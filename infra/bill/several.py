@@ -69,7 +69,6 @@ class Several:
         return sum((part.times * part.max_usd for part in self.parts), Decimal(0))
 
     def lines(self) -> Iterator[str]:
-        """The table."""
         runs, (name, p10, *others) = sum(part.times for part in self.parts), QUANTILES
         whole = (("all, each with its own luck", self.independent), ("all, equally fast or slow", self.alike))
         rows = [(1, figures(part.name, part.one, 2)) for part in self.parts]

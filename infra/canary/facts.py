@@ -74,7 +74,6 @@ class FlightFacts:
         self._lock = threading.Lock()
 
     def add(self, name: str, value: Any) -> None:
-        """Adds a value of the fact `name`."""
         with self._lock:
             self.seen.setdefault(name, []).append(value)
 

@@ -407,7 +407,6 @@ def _ok(result: EngineResult) -> EngineResult:
 
 
 def _history(ec2: Any, fleet: str, since: datetime) -> Iterator[dict[str, Any]]:
-    """The records of the fleet's history."""
     for page in pages(ec2.describe_fleet_history, FleetId=fleet, StartTime=since):
         yield from page["HistoryRecords"]
 

@@ -94,12 +94,10 @@ def write(proof: dict[str, Any], folder: Path) -> Path:
 
 
 def path(proof: dict[str, Any], folder: Path) -> Path:
-    """The path of the file."""
     return folder / f"{proof['at'][:10]}-{proof['region']}.json"
 
 
 def page(proof: dict[str, Any]) -> Iterator[str]:
-    """The page's lines."""
     says = {assumption.id: assumption for assumption in known()}
     where = "the embedded AWS, which proves nothing of AWS" if proof["embedded"] else proof["region"]
     yield f"# A canary in {where}, {proof['at'][:10]}"

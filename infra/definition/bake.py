@@ -40,7 +40,6 @@ def is_builder(definition: StackDefinition) -> bool:
 
 
 def write_builder(definition: StackDefinition, root: Path) -> Path:
-    """Writes the builder's definition, and returns its path."""
     path = root / TRIALS / f"{builder_name(definition.name)}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write_bytes(path, text(definition).encode())

@@ -383,7 +383,6 @@ def _field(cls: type[Any], name: str, page: Page, *, partial: bool = False, defa
 
 
 def _value(hint: Any, rule: Rule) -> Schema:
-    """The schema of values of this type."""
     origin = typing.get_origin(hint)
     if origin is tuple:
         item = _value(typing.get_args(hint)[0], rule)

@@ -41,7 +41,6 @@ def path_of(ami: str, root: Path) -> Path:
 
 
 def write(bake: Bake, root: Path) -> Path:
-    """Writes the file, and returns its path."""
     path = path_of(bake.ami, root)
     path.parent.mkdir(exist_ok=True)
     tree = {name: str(value) if isinstance(value, Decimal) else value for name, value in asdict(bake).items()}

@@ -127,7 +127,6 @@ def _read_trial(described: CampaignFile, folder: Path) -> ReportedTrial:
 
 
 def html(results: CampaignResults) -> str:
-    """The page."""
     of, best = results.described, results.best
     allowed = f"{of.max_usd:f} USD allowed, {of.at_once} at once"
     return page.page(

@@ -13,7 +13,6 @@ from gpufleet.infra.show.html import paragraph
 
 
 def html(comparison: Comparison) -> str:
-    """The page."""
     frontier = comparison.own_frontier
     return page.page(
         comparison.title,

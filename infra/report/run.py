@@ -82,7 +82,6 @@ def read(folder: Path) -> RunResults:
 
 
 def html(run: RunResults) -> str:
-    """The page."""
     receipt = run.receipt
     kind = "rehearsal" if receipt.rehearsal else receipt.reason
     detail = f" ({receipt.detail})" if receipt.detail else ""

@@ -140,7 +140,6 @@ def trust(group_arn: str) -> dict[str, Any]:
 
 
 def schedule_arn(group_arn: str) -> str:
-    """The schedule's ARN, within a group."""
     return f"{group_arn.replace(':schedule-group/', ':schedule/')}/{SCHEDULE}"
 
 
