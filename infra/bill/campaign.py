@@ -97,8 +97,8 @@ class CampaignBill:
         hours = f", {terms.max_hours:f} hours" if terms.max_hours is not None else ""
         yield from text.wrap(
             f"Under {terms.max_usd:f} USD{hours}, {terms.at_once} at once: {self.played.text(count)}. A run begins only"
-            " while its own limit fits what is left, so the cap holds whatever each costs. Where less is left, but"
-            " enough for nine runs in ten, the limit becomes that."
+            " while its own limit fits what is left of the cap, so the cap holds whatever each run costs. Where what is"
+            " left is below a run's limit, but enough in nine cases of ten, it becomes the run's limit."
         )
         yield from text.wrap(self._worth()) if terms.pruner else ()
         if too_dear := [trial for trial in self.trials if trial.least_usd > terms.max_usd]:
@@ -118,12 +118,12 @@ class CampaignBill:
         """A sentence about what the pruner saves, and what this assumes."""
         of = self.described
         if self.stopped is None:
-            return f"What {of.pruner} is worth is not known, as a run does not say how many steps it has."
+            return f"What {of.pruner} saves is not known: a run does not say how many steps it has."
         return (
             f"With {of.pruner}, which judges {of.metric} every {counted(of.every or 1, 'step')}:"
-            f" {self.stopped.text(len(self.trials))}. Assumed is that good and bad runs come in any order, that each"
-            " keeps its rank from its first figure on, and that what loses stops at once. Where each run is better"
-            " than all before it, nothing is stopped."
+            f" {self.stopped.text(len(self.trials))}. This assumes that good and bad runs come in any order, that"
+            " each keeps its rank from its first figure on, and that a run which loses stops at once. If each run is"
+            " better than all before it, none is stopped."
         )
 
     def to_json(self) -> dict[str, Any]:

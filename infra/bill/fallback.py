@@ -165,7 +165,7 @@ def fallback_problems(definition: StackDefinition, bill: Bill, fallbacks: Iterab
     if not definition.fleet.market.stands_by or bill.only_priced:
         return
     if bill.on_demand is None:
-        yield definition.problem("fleet.fallback", "on-demand", "types with an on-demand price: none of the listed has")
+        yield definition.problem("fleet.fallback", "on-demand", "types with an on-demand price: no listed type has one")
     most = definition.limits.max_usd
     for usd in (fallback.metered_usd for fallback in fallbacks if most < fallback.metered_usd.p50):
         allowed = f"at least {enough(usd.p50)} USD with fleet.fallback: half of the simulated runs need"

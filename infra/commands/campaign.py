@@ -93,7 +93,7 @@ def _carried_out(args: argparse.Namespace) -> int:
     if args.approve != approved:
         print("\n".join(price([trial.priced for trial in trials if trial.priced], described).lines()))
         if described.open:
-            print(f"It also takes what is put into {campaigns.FOLDER}/{described.name}/, under the same cap.")
+            print(f"It also begins runs put into {campaigns.FOLDER}/{described.name}/, under the same cap.")
         print("This is not the approved campaign." if args.approve else f"Hash of this campaign: {approved}.")
         if not run_command.agreed():
             return 1
@@ -332,7 +332,7 @@ class Campaign:
         if waiting:
             print(f"Not begun, since their limits do not fit: {', '.join(waiting)}.")
         for name, driver in held.items():
-            print(f"{name} is {driver}'s. If that is gone for good: --take-over '{driver}'.")
+            print(f"{name} is driven by {driver}. If that driver is gone for good: --take-over '{driver}'.")
         if wrong:
-            print(f"Look at {', '.join(wrong)}: `gpufleet run` of each goes on.")
+            print(f"Look at {', '.join(wrong)}: `gpufleet run` continues each of them.")
         return 1 if waiting or wrong or held else 0

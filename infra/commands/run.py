@@ -99,7 +99,7 @@ class WholeRun:
                 return code
         self._tell("over")
         if self.args.begin:
-            print(f"{self.definition.name}, run {self.definition.run.id}, is over. Without --begin its results come.")
+            print(f"{self.definition.name}, run {self.definition.run.id}, is over. Omit --begin to get its results.")
             return 0
         return self.finish()
 

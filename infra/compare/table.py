@@ -140,8 +140,8 @@ def _stages(comparison: Comparison, command: str) -> Iterator[str]:
         return
     usd, theirs = (sum((row.usd.p50 for row in rows if row.usd), Decimal(0)) for rows in (best, own))
     yield from wrap(
-        f"{comparison.definition.name}: with the cheapest type for each stage about {usd:.2f} USD in all, with the"
-        f" file's about {theirs:.2f}."
+        f"{comparison.definition.name}: with the cheapest type for each stage about {usd:.2f} USD in all; with the"
+        f" types of the file about {theirs:.2f} USD."
     )
     yield from sheet(best, columns.STAGES).text()
     yield from wrap(

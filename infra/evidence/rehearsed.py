@@ -24,6 +24,6 @@ def saves_doubt(definition: StackDefinition, root: Path) -> str:
         return ""
     why = "in the newest rehearsal it saved nothing" if results else "no rehearsal here has shown it"
     return (
-        f"job.stop.saves is true, and {why}: where the script saves nothing on a signal, each notice costs what it has"
-        f" trained since its last checkpoint. `gpufleet rehearse {definition.name}` tells"
+        f"job.stop.saves is true, and {why}: if the script saves nothing on a signal, each notice costs what it has"
+        f" trained since its last checkpoint. `gpufleet rehearse {definition.name}` checks it"
     )

@@ -127,7 +127,7 @@ def _column(rows: Sequence[dict[str, str | Any]], key: str) -> Floats:
         try:
             numbers[number] = float(row[key] or "")
         except ValueError:
-            raise ValueError(f"row {number + 1} below the names: {key} is {row[key] or ''!r}, no number") from None
+            raise ValueError(f"row {number + 1} below the names: {key} is {row[key] or ''!r}, not a number") from None
     return numbers
 
 

@@ -51,7 +51,7 @@ class InBlock(Market):
         if block.last <= block.start:
             findings.add(END, f"more than 30 minutes after its start, {stamp(block.start)}", _ENDED)
         elif block.end - block.start > LONGEST:
-            findings.add(END, f"at most {LONGEST.days} days after its start: AWS sells none longer")
+            findings.add(END, f"at most {LONGEST.days} days after its start: AWS sells no longer blocks")
         elif block.last <= beside.now and not beside.past_end:
             hint = f"{_ENDED} Another block wants a new run.id."
             findings.add(END, f"more than 30 minutes after now, {stamp(beside.now)}", hint)

@@ -67,7 +67,7 @@ def read(folder: Path) -> RunResults:
     try:
         receipt = parse((folder / RECEIPT).read_bytes())
     except FileNotFoundError:
-        hint = "`gpufleet results STACK` brings that of a run that has ended, `gpufleet rehearse` leaves one"
+        hint = "`gpufleet results STACK` downloads that of an ended run, `gpufleet rehearse` writes one"
         raise GpufleetError(f"{folder}: there is no {RECEIPT}; {hint}") from None
     except DoubtError as error:
         raise GpufleetError(f"{folder / RECEIPT} cannot be read: {error}") from error

@@ -78,7 +78,7 @@ def test_a_deadline_in_hours_counts_from_the_runs_first_up_and_does_not_move() -
 
 
 def test_another_deadline_in_hours_is_another_setting() -> None:
-    with pytest.raises(DefinitionError, match=r"run.id: 'r1' .* Give run.id a new value"):
+    with pytest.raises(DefinitionError, match=r"run.id: 'r1' .* give run.id a new value"):
         verdict(limits(deadline=4 * HOUR), previous=verdict(limits(deadline=3 * HOUR)))
 
 
@@ -124,7 +124,7 @@ def test_types_and_zones_in_another_order_are_the_same_run() -> None:
 
 @pytest.mark.parametrize("changed", OTHER_SETTINGS.values(), ids=OTHER_SETTINGS.keys())
 def test_other_settings_under_the_same_id_are_refused(changed: StackDefinition) -> None:
-    with pytest.raises(DefinitionError, match=r"run.id: 'r1' .* Give run.id a new value"):
+    with pytest.raises(DefinitionError, match=r"run.id: 'r1' .* give run.id a new value"):
         verdict(changed, previous=verdict())
 
 
@@ -242,7 +242,7 @@ def test_no_up_deletes_what_one_that_was_cut_short_has_replaced_while_the_run_go
     assert verdict(previous=first, objects=own).continues
     others = (*own[1:], replaced)
     with pytest.raises(
-        DefinitionError, match=r"run.id: 'r1' .*Run r1 goes on, but an `up` for another run .* cut short"
+        DefinitionError, match=r"run.id: 'r1' .*Run r1 goes on, but an `up` for another run .* interrupted before"
     ):
         verdict(previous=first, objects=others)
     assert verdict(previous=first, objects=others, fleets=set()).over  # no node of the old run boots any more
