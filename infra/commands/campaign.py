@@ -215,7 +215,7 @@ def _forget(described: CampaignFile, root: Path, region: str) -> int:
         print(f"{described.name} has no ledger.")
         return 0
     if ledger.is_there() and (goes_on := ledger.read().open_runs()):
-        raise GpufleetError(f"{', '.join(goes_on)} go on by the ledger, so it stays. Let the campaign end first.")
+        raise GpufleetError(f"the ledger stays until {', '.join(goes_on)} have ended: let the campaign end first")
     CampaignRecords(store=ledger.store).bring(results_folder(described, root))
     campaign_bucket.delete_bucket(aws.client, described.name, region)
     print(f"The ledger of {described.name} is deleted. A new campaign of that name has its whole cap.")

@@ -418,7 +418,7 @@ def _take_signal(seen: TrialFindings, first: TrialRun, signalled_at: float) -> N
         seen.signal_evidence = f"in the trial: after SIGTERM it wrote {Path(later[0].name).name} and {ended}"
     elif first.code is not None:
         seen.saves_on_signal = False
-        why = "wrote nothing" if first.catches else "dies of it, as nothing in it catches it,"
+        why = "wrote nothing" if first.catches else "dies of it, because nothing in the script catches it,"
         seen.signal_evidence = f"in the trial: on SIGTERM it {why} and {ended}"
 
 

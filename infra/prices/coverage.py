@@ -55,7 +55,7 @@ def render(catalog: Catalog, regions: Sequence[str], today: date) -> str:
         name, known = region["region"], _launchable(catalog, region["region"], today)
         if lacks := catalog.missing(name):
             brings = f"`gpufleet prices refresh --region {name}`"
-            lines += wrap(f"{name}: no bill yet, without a price of {', '.join(lacks)}; {brings} reads them")
+            lines += wrap(f"{name}: no bill until there is a price of {', '.join(lacks)}; {brings} reads it")
         for kind in ("on_demand", "spot"):
             if missing := region[kind]["missing"]:
                 lines += wrap(f"{name}: no {kind.replace('_', '-')} price of {', '.join(_families(missing, known))}")
