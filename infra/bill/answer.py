@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gpufleet.infra.bill.fallback import Fallback
 
 LINES = 12
-CHARGES = 3  # at most so many charges get their own line
+CHARGES = 3  # the most charges that get their own line
 SHARE = Decimal("0.05")  # a charge below this share of p50 gets no line of its own
 _RUN = re.compile(r"(.*): run (`[^`]+`)\.")  # a warning that names its command
 
@@ -133,7 +133,7 @@ def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:
 
 
 def figures_within(values: Quantiles) -> tuple[str, str, str]:
-    """p10, p50 and p90 as text, with so many decimals as their range justifies."""
+    """p10, p50 and p90 as text, with as many decimals as their range justifies."""
     return amount_within(values.p10, values), amount_within(values.p50, values), amount_within(values.p90, values)
 
 

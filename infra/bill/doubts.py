@@ -25,8 +25,8 @@ from gpufleet.job.text import counted
 _IMAGE_AND_SYSTEM_GIB = 30  # what image and system are assumed to take on the root disk
 _FREE_SHARE = Decimal("0.1")  # above this share of free node-hours, p50 falls while interruptions rise
 _EMPTY_SHARE = 0.05  # the bill warns if a larger share of a step's rows is empty
-_SPOILS = Decimal("1.25")  # the bill advises against a zone that costs so many times as much as the next one
-_SPREAD = 2  # the bill warns if the dearest spot zone costs so many times as much as the cheapest
+_SPOILS = Decimal("1.25")  # the bill advises against a zone that costs this many times as much as the next one
+_SPREAD = 2  # the bill warns if the dearest spot zone costs this many times as much as the cheapest
 
 
 def warnings(basis: BillBasis, bill: Bill) -> Iterator[str]:

@@ -55,7 +55,7 @@ class Fallback:
 
     @property
     def needed_h(self) -> float:
-        """A run that has done no work begins on demand so many hours before the deadline."""
+        """A run that has done no work begins on demand this many hours before the deadline."""
         return self.stop_h + self.start_h + self.work_h + self.margin_h
 
     def row(self) -> tuple[str, Quantiles]:

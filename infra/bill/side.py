@@ -310,7 +310,7 @@ def _unknown(definition: StackDefinition, option: TypeCost, runtime: Runtime, pr
 
 
 def reserve_h(config: JobConfig, option: TypeCost) -> float:
-    """At the end of its work, the job's meter stops it so many hours before a limit, so that everything is saved in
+    """At the end of its work, the job's meter stops it this many hours before a limit, so that everything is saved in
     time.
     """
     notice = [

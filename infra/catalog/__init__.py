@@ -132,7 +132,7 @@ class Instance:
         return self.efa_cards if cards == "all" else int(self.efa_cards == self.network_cards)
 
     def used(self, ranks: int) -> str:
-        """The part of a node that so many processes use: `8 GPUs`, `one GPU`, or all `16 vCPUs`."""
+        """The part of a node that this many processes use: `8 GPUs`, `one GPU`, or all `16 vCPUs`."""
         if not self.gpu_count:
             return f"{self.vcpu} vCPUs"
         return f"{ranks} GPUs" if ranks > 1 else "one GPU"

@@ -20,7 +20,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import atomic
 
 PICTURES = (".png", ".svg")
-LONGEST_H = 366 * 24  # limits.deadline may be at most so many hours ahead
+LONGEST_H = 366 * 24  # limits.deadline may be at most this many hours ahead
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -31,7 +31,7 @@ from gpufleet.infra.show.sheet import plain
 from gpufleet.job.text import counted
 
 SHOWN = 3
-REFINED = 6  # so many rows are simulated with more runs, so that noise neither adds an option to the list nor hides one
+REFINED = 6  # rows that are simulated with more runs, so that noise neither adds an option to the list nor hides one
 ATTEMPTS = 64  # nodes after which a run is extrapolated, which moves the mean by less than ranking.LEAST
 SURE = 0.8  # an option must be cheaper in at least this share of runs
 CENT = Decimal("0.01")

@@ -10,9 +10,9 @@ from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.market import WAYS
 
-SHOWN = 20  # so many of the cheapest options are shown, besides those of the frontier
+SHOWN = 20  # the cheapest options that are shown, besides those of the frontier
 LINE_IN = 0.19  # inches from one option to the next
-LOG_FROM = 6  # if the largest figure is so many times the smallest, the scale is logarithmic
+LOG_FROM = 6  # if the largest figure is this many times the smallest, the scale is logarithmic
 CAPTION = "dot: p50, line: p10 to p90; bold: nothing is cheaper and sooner"
 
 

@@ -80,7 +80,7 @@ def every_option(
     likely: bool = True,
 ) -> list[Row]:
     """A row for every (work, type, capacity), and for the work's own types also on several nodes. The best row comes
-    first; rows that cannot run come last, with the reason. `below`: only rows that may have a mean below so many USD,
+    first; rows that cannot run come last, with the reason. `below`: only rows that may have a mean below this many USD,
     in no order. `likely`: whether to use the price that a fleet may expect, not that of its most expensive zone.
     """
     catalog = study.catalog

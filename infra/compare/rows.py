@@ -279,7 +279,7 @@ def filled(
     below: Decimal | None = None,
 ) -> list[Row]:
     """The rows, of which each with a price is simulated `runs` times. `attempts`: as in simulation.simulate. `below`:
-    rows whose mean is not below so many USD are dropped.
+    rows whose mean is not below this many USD are dropped.
     """
     prepared = [row.prepared for row in rows if row.prepared is not None]
     outcomes = iter(_simulated([ready.exposure.unlimited for ready in prepared], runs=runs, attempts=attempts))

@@ -82,7 +82,7 @@ class CampaignFile:
     direction: Literal["minimize", "maximize"] | None = None
     pruner: Literal["asha", "median"] | None = None  # stops losing trials
     every: int | None = field(default=None, metadata={"minimum": 1, "maximum": 1_000_000_000})  # steps
-    reduction: int = field(default=4, metadata={"minimum": 2, "maximum": 100})  # asha lets one trial in so many go on
+    reduction: int = field(default=4, metadata={"minimum": 2, "maximum": 100})  # asha continues one trial in this many
     sampler: Literal["tpe", "random"] | None = None
     trials: int | None = field(default=None, metadata={"minimum": 1, "maximum": MOST})  # most trials that are drawn
     grid: Named[str, tuple[Node, ...]] = field(default_factory=dict)  # every combination of the keys' values

@@ -274,7 +274,7 @@ class Interruptions:
     without_notice: int = 1
     notice_at: Place = "step"
     loss_at: Place = "step"
-    stage_results: int = 1  # after so many results of a stage after training, a node is interrupted
+    stage_results: int = 1  # after this many results of a stage after training, a node is interrupted
     notice_s: int = 20  # seconds of notice; AWS gives 120 s, and the rehearsal does not wait that long
 
 

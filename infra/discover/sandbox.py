@@ -33,7 +33,7 @@ from gpufleet.job.kind.command import filled
 
 MOST_MIB = 500  # the most MiB of a folder that is copied
 LOOK_S = 0.1
-ENOUGH_SAVES, ENOUGH_LINES = 3, 6  # after so many saves and lines the trial ends
+ENOUGH_SAVES, ENOUGH_LINES = 3, 6  # the trial ends after this many saves and lines
 LEAVES_S = 20.0  # seconds that a command has to save and end after the request
 
 

@@ -15,7 +15,7 @@ from gpufleet.infra.evidence.speeds import OURS, ProvenStartUp, Speed, SpeedGrou
 from gpufleet.job.kind import from_json
 
 _HOST_BOUND = 0.7  # if the host's launches take a larger share of a step, they decide its time, not the GPU
-NEWEST = 10  # the start-up of so many of the newest nodes counts
+NEWEST = 10  # the number of newest nodes whose start-up counts
 
 
 def known(root: Path, instances: Mapping[str, Instance], stack: str = "") -> Speeds:

@@ -143,7 +143,7 @@ def _figure(row: Mapping[str, str], peak: float) -> Speed:
 
 
 def _covariance(rows: Sequence[SpeedGroup], columns: Sequence[SpeedGroup]) -> Floats:
-    """The covariance of ln share, without the rest."""
+    """The covariance of ln share, without the part of REST_SIGMA, which no two measurements share."""
     covariance = np.full((len(rows), len(columns)), MEAN_SIGMA**2)
     for at, sigma in ((0, GPU_SIGMA), (1, KIND_SIGMA), (2, SOURCE_SIGMA)):
         row_keys, column_keys = (np.array([group[at] for group in some], dtype=object) for some in (rows, columns))

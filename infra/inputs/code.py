@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gpufleet.job.kind.common import Code
 
 MIB = 1024 * 1024
-LARGEST = 5  # if the files are too large together, a message names so many of the largest
+LARGEST = 5  # if the files are too large together, a message names this many of the largest
 _LEFT_OUT = (".git", "__pycache__")
 ENVIRONMENTS = (".venv", "venv")  # folders in which the code may have its own Python
 _ENVIRONMENT = "pyvenv.cfg"  # a folder with this file is a virtual environment, which works only where it is

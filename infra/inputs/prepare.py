@@ -16,7 +16,7 @@ from gpufleet.job.kind.common import Say
 from gpufleet.job.kind.dataset import Dataset, Given
 from gpufleet.job.text import counted
 
-OFTEN = 50  # above so many passes over the data a warning is given; the shipped pretraining makes 8
+OFTEN = 50  # more passes over the data than this give a warning; the shipped pretraining makes 8
 
 
 def prepare_inputs(

@@ -14,9 +14,9 @@ from gpufleet.infra.text import table, wrap
 
 SCHEMA = 1
 PLACES = Decimal("0.0001")  # spot prices have fewer decimals: 27.433 is the on-demand price of 27.43298
-SPREAD = 3  # if the most expensive zone costs so many times as much as the cheapest, a line names them
+SPREAD = 3  # if the most expensive zone costs this many times as much as the cheapest, a line names them
 ABREAST = 2  # zones of a type per line, because some regions have six
-BESIDE = 4  # the service prices of so many regions are shown side by side; of more, only the number of known prices
+BESIDE = 4  # the most regions whose service prices are shown side by side; of more, only the number of known prices
 
 
 def to_json(catalog: Catalog, regions: Sequence[str], today: date) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from gpufleet.infra.prices import price_list, spot_history
 from gpufleet.infra.prices.price_list import NoFigure
 
 JUMP = 3  # a price that changed by more than this factor is shown
-PATIENCE = 5  # after so many failed requests in a row, each with botocore's own retries, no more are made
+PATIENCE = 5  # after this many failed requests in a row, each with botocore's own retries, no more are made
 _HOPELESS = (
     "AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "AuthFailure", "InvalidClientTokenId",
     "UnrecognizedClientException", "SignatureDoesNotMatch", "ExpiredToken", "ExpiredTokenException", "RequestExpired",

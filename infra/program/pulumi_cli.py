@@ -88,7 +88,7 @@ def streamed(
     end_s: float | None = END_S,
 ) -> tuple[int, str]:
     """Runs a command, passes each line to `say` as it comes, and returns the exit code and the whole output. After a
-    Ctrl-C the engine finishes its current resource; if `end_s` is not None, it is killed so many seconds later.
+    Ctrl-C the engine finishes its current resource; if `end_s` is not None, it is killed this many seconds later.
     """
     process = subprocess.Popen(
         command,

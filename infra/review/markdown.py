@@ -17,7 +17,7 @@ from gpufleet.infra.show.sheet import Column, Sheet
 MARKER = "<!-- gpufleet-cost-review{} -->"  # by this line, with the project's folder, a workflow finds its own comment
 _LONGEST = 80  # most characters of a value that are shown
 LIMIT = 65_536  # most characters of a comment (GitHub's REST API, 2026-11)
-_KEPT = 512  # so many of them are reserved for the sentence about the cut
+_KEPT = 512  # the part of them that is reserved for the sentence about the cut
 
 
 def render(review: Review) -> str:

@@ -10,7 +10,7 @@ from gpufleet.infra.risk.gathering import mean_billed_h
 from gpufleet.infra.risk.hazard import gang, left_share
 from gpufleet.infra.risk.simulation import NOTICE_H, Exposure
 
-KEEPS_NOTHING = 100  # a run without checkpoints has an interval of so many times its work
+KEEPS_NOTHING = 100  # a run without checkpoints has an interval of this many times its work
 FINEST, HIGHEST = 1e-4, 10.0  # the finest step and the highest rate of the search, in interruptions per node-hour
 
 

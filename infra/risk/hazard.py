@@ -197,7 +197,7 @@ def learn(observations: Iterable[Observation]) -> dict[Key, Hazard]:
 
 
 def find(learned: Hazards, kind: str, zone: str | None, gpus: int = 1) -> Hazard:
-    """The most specific known hazard: of the zone, or else of the type, or else the prior for so many `gpus`."""
+    """The most specific known hazard: of the zone, or else of the type, or else the prior for this number of `gpus`."""
     return learned.get(Key(kind, zone)) or learned.get(Key(kind, None)) or prior(gpus)
 
 

@@ -51,10 +51,10 @@ FREE_H, MINIMUM_H = FREE_S / 3600, MINIMUM_S / 3600
 RUNS = 10_000
 SEED = 7
 _EDGE_H = 1e-9
-_CHUNK = 50_000  # so many runs are simulated together, because they fit into the processor's cache
+_CHUNK = 50_000  # runs that are simulated together, because they fit into the processor's cache
 _TOGETHER = 4_096  # random numbers of one kind that are drawn at once for late attempts
 MAX_ATTEMPTS = 200
-_NOWHERE = 1e4  # a run that would need more than so many times its finished work counts as never ending
+_NOWHERE = 1e4  # a run that would need more than this many times its finished work counts as never ending
 
 Flags = NDArray[np.bool_]
 Hours = TypeVar("Hours", float, Floats)
@@ -306,7 +306,7 @@ def _chunk(
         wait_h=_of_each(exposures, runs, lambda exposure: exposure.wait_h),
         wait_sigma=_of_each(exposures, runs, lambda exposure: exposure.wait_sigma),
     )
-    with np.errstate(divide="ignore"):  # for a life without hazard; here, because entering it for each node is slow
+    with np.errstate(divide="ignore"):  # a hazard may be 0; entered once, because entering it for each node is slow
         return _account(exposures, runs, first_wait_h, next_node, attempts, factors, only, unfinished)
 
 
