@@ -102,7 +102,7 @@ def test_a_dataset_of_another_experiment_is_said(chats: Path, tmp_path: Path) ->
     file = project(tmp_path, "tinystories-growth")
     shutil.copytree(chats / "data" / "generated-pairs", tmp_path / "data" / "generated-stories")
     (sentence,) = said(file, tmp_path)
-    assert "is a dataset of packed, tinystories-growth needs windows: run `gpufleet prepare" in sentence
+    assert "is a dataset of packed, but tinystories-growth needs windows: run `gpufleet prepare" in sentence
 
 
 def test_more_ids_than_the_model_has_are_said(tmp_path: Path) -> None:
