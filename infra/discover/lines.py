@@ -163,7 +163,8 @@ def _group(value: ast.expr | None, before: str, after: str, used: list[str], sit
         counted = "batch"  # a total: rows, or batches of the epoch
     if counted and counted not in used:
         return counted
-    words = f"{near} {named}"
+    # a meter's newest value and its mean, as of PyTorch's ImageNet example
+    words = f"{near} {re.sub(r'[.](val|avg)$', '', named)}"
     for group, wanted, unwanted in _FIGURES:
         if group not in used and wanted.search(words) and not unwanted.search(words):
             return group

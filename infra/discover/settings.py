@@ -56,6 +56,7 @@ class Setting:
     is_truth: bool = False  # the option takes true or false
     is_positional: bool = False  # a positional argument
     is_environment: bool = False  # an environment variable, written before the command
+    is_of_file: bool = False  # a value of a configuration file, which precedes the default in the code
     typed: str | None = None  # the setting's value in the typed command
 
     @property
@@ -91,7 +92,10 @@ class ScriptSettings:
     def __init__(self, declared: Iterable[Setting], start: StartedProgram) -> None:
         self._by_name: dict[str, Setting] = {}
         for setting in declared:
-            self._by_name.setdefault(setting.name, setting)
+            there = self._by_name.setdefault(setting.name, setting)
+            if setting.is_of_file and not there.is_of_file:
+                of_file = replace(there, default=setting.default, where=setting.where, is_of_file=True)
+                self._by_name[setting.name] = replace(of_file, form=setting.form or there.form)
         self._take_typed(list(start.words), start.environment)
 
     def find(self, name: str) -> Setting | None:
@@ -325,7 +329,8 @@ def of_file(folder: CodeFolder, name: str, style: str, prefix: str = "") -> Iter
     for key, value, line in pairs:
         form = style.replace("{name}", prefix + key)
         where = f"{name}:{line}" if line else name
-        yield Setting(name=(prefix + key).replace("-", "_"), form=form, default=value, where=where)
+        name_there = (prefix + key).replace("-", "_")
+        yield Setting(name=name_there, form=form, default=value, where=where, is_of_file=True)
 
 
 def _add_values(pairs: list[tuple[str, object, int]], above: str, value: object) -> None:
