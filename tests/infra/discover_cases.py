@@ -935,4 +935,24 @@ CASES: dict[str, CodeCase] = {
         command="python t.py",
         expects={"job.progress.stdout": r"^(?!.*P<val>).*P<loss>"},
     ),
+    "values of yacs are those of its file and of the code, and an option sets one of its name": CodeCase(
+        files={
+            "t.py": script(
+                "torch.save({'step': step}, os.path.join(cfg.OUTPUT, f'at-{step}.pt'))",
+                head="from defaults import cfg",
+                arguments="parser.add_argument('--cfg'); parser.add_argument('--output')",
+                before="cfg.merge_from_file(args.cfg); cfg.OUTPUT = args.output or cfg.OUTPUT",
+                bound="cfg.TRAIN.STEPS",
+            ).replace("step % 50", "step % cfg.SAVE_FREQ"),
+            "defaults.py": "from yacs.config import CfgNode as CN\n_C = CN()\n_C.TRAIN = CN()\n"
+            "_C.TRAIN.STEPS = 900\n_C.SAVE_FREQ = 20\n_C.OUTPUT = ''\ncfg = _C.clone()\n",
+            "big.yaml": "TRAIN:\n  STEPS: 5000\n",
+        },
+        command="python t.py --cfg big.yaml",
+        expects={
+            "job.work.steps": "^5000$",
+            "job.checkpoint.every.steps": "^20$",
+            "job.command": r"--output \{checkpoints\}$",
+        },
+    ),
 }
