@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
+from functools import cached_property
 
 from gpufleet.infra.bill import lines, options
 from gpufleet.infra.bill.lines import Line
@@ -46,7 +47,7 @@ class Quantiles:
         return Quantiles(p10=self.p10 * count, p50=self.p50 * count, p90=self.p90 * count, mean=self.mean * count)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Prepared:
     """A side before its runs are simulated: type, zone, price, lines, and the run's exposure to interruptions."""
 
@@ -66,7 +67,7 @@ class Prepared:
         """The line of the node itself."""
         return next(line for line in self.lines if line.kind == "compute")
 
-    @property
+    @cached_property
     def total(self) -> Decimal:
         """USD of the run without interruptions: the sum of the lines."""
         return sum((line.amount for line in self.lines), Decimal(0))
@@ -77,22 +78,65 @@ class Prepared:
         return float(self.total) - self.exposure.uninterrupted_usd
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Side(Prepared):
-    """A definition on one instance type, with the figures of its simulated runs."""
+    """A definition on one instance type, with its simulated runs. A figure is computed when it is first asked for: a
+    comparison has hundreds of sides and asks most of them for two or three.
+    """
 
-    usd: Quantiles  # USD within the limits of the definition
-    hours: Quantiles  # hours of each node
-    wall_hours: Quantiles  # including the waits for capacity
-    needed_usd: Quantiles  # USD to finish the work, without limits
-    needed_hours: Quantiles
-    metered_usd: Quantiles  # needed_usd as the job's meter counts, for which interrupted first hours are not free
-    alone_usd: Quantiles  # needed_usd if only interruptions differed from the lines
-    interruptions: Quantiles  # whole numbers except the mean, which a few runs with a high hazard dominate
-    probability_stopped: float  # the share of runs that a limit stops before the work is done
-    within: simulation.SimulatedRuns = field(repr=False, compare=False)  # the simulated runs behind usd
-    needed: simulation.SimulatedRuns = field(repr=False, compare=False)  # the simulated runs behind needed_usd
-    runs: int
+    within: simulation.SimulatedRuns = field(repr=False, compare=False)  # within the limits of the definition
+    needed: simulation.SimulatedRuns = field(repr=False, compare=False)  # without the limits: until the work is done
+    # the same, if only interruptions differed from the lines
+    alone: simulation.SimulatedRuns = field(repr=False, compare=False)
+
+    @cached_property
+    def usd(self) -> Quantiles:
+        """USD within the limits of the definition."""
+        return _usd(self, self.within.usd)
+
+    @cached_property
+    def hours(self) -> Quantiles:
+        """Hours of each node within the limits."""
+        return quantiles_of(self.within.hours)
+
+    @cached_property
+    def wall_hours(self) -> Quantiles:
+        """Hours within the limits, including the waits for capacity."""
+        return quantiles_of(self.within.wall_hours)
+
+    @cached_property
+    def needed_usd(self) -> Quantiles:
+        """USD to finish the work, without the limits."""
+        return _usd(self, self.needed.usd)
+
+    @cached_property
+    def needed_hours(self) -> Quantiles:
+        """Hours of each node to finish the work, without the limits."""
+        return quantiles_of(self.needed.hours)
+
+    @cached_property
+    def metered_usd(self) -> Quantiles:
+        """needed_usd as the job's meter counts: interrupted first hours are not free."""
+        return _usd(self, self.needed.metered_usd)
+
+    @cached_property
+    def alone_usd(self) -> Quantiles:
+        """needed_usd if only interruptions differed from the lines."""
+        return _usd(self, self.alone.usd)
+
+    @cached_property
+    def interruptions(self) -> Quantiles:
+        """Whole numbers, except the mean, which a few runs with a high hazard dominate."""
+        return quantiles_of(self.within.interruptions.astype(float))
+
+    @property
+    def probability_stopped(self) -> float:
+        """The share of runs that a limit stops before the work is done."""
+        return float(self.within.stopped.mean())
+
+    @property
+    def runs(self) -> int:
+        return len(self.within.usd)
 
     @property
     def trained_hours(self) -> Quantiles:
@@ -153,30 +197,13 @@ def price_side(basis: BillBasis, types: Sequence[TypeCost], capacity: Capacity, 
 
 def settle(
     prepared: Prepared,
-    outcome: simulation.SimulatedRuns,
+    within: simulation.SimulatedRuns,
     needed: simulation.SimulatedRuns,
-    alone: simulation.SimulatedRuns | None = None,
+    alone: simulation.SimulatedRuns,
 ) -> Side:
-    """The side, from simulated runs within the limits, without limits, and with no uncertainty but interruptions."""
-    usd, hours, wall_hours, metered_usd = _figures(outcome, prepared)
-    needed_usd, needed_hours = usd, hours
-    if needed is not outcome:
-        needed_usd, needed_hours, _, metered_usd = _figures(needed, prepared)
-    return Side(
-        **{spec.name: getattr(prepared, spec.name) for spec in fields(Prepared)},
-        usd=usd,
-        hours=hours,
-        wall_hours=wall_hours,
-        needed_usd=needed_usd,
-        needed_hours=needed_hours,
-        metered_usd=metered_usd,
-        alone_usd=needed_usd if alone is None else _figures(alone, prepared)[0],
-        interruptions=quantiles_of(outcome.interruptions.astype(float)),
-        probability_stopped=float(outcome.stopped.mean()),
-        within=outcome,
-        needed=needed,
-        runs=len(outcome.usd),
-    )
+    """The side, from runs simulated within the limits, without limits, and with interruptions alone."""
+    known = {spec.name: getattr(prepared, spec.name) for spec in fields(Prepared)}
+    return Side(**known, within=within, needed=needed, alone=alone)
 
 
 def cadence(side: Side) -> BestInterval | None:
@@ -218,7 +245,7 @@ def supposed(
         exposures.append(replace(unlimited, unknown=known))
     # all simulations in one call, because that saves the most time
     outcomes = simulation.simulate_each(exposures, runs=min(FEW, side.runs))
-    usd = [_figures(outcome, side)[0] for outcome in outcomes]
+    usd = [_usd(side, outcome.usd) for outcome in outcomes]
     at_hazards = ((word, hazard, quantiles.mean) for (word, hazard), quantiles in zip(words, usd, strict=False))
     return tuple(at_hazards), usd[-1] if measured else None
 
@@ -337,12 +364,8 @@ def _chance(definition: StackDefinition, option: TypeCost, hazards: Hazards) -> 
     return find(hazards, option.type, zones[0] if len(zones) == 1 else None, option.instance.gpu_count)
 
 
-def _figures(outcome: simulation.SimulatedRuns, of: Prepared) -> tuple[Quantiles, Quantiles, Quantiles, Quantiles]:
-    """USD, node-hours, wall-clock hours, and USD as the job's meter counts. Dollars are the exact total without
-    interruptions plus the simulated difference, so that a run without interruptions costs exactly the total.
+def _usd(of: Prepared, usd: Floats) -> Quantiles:
+    """The figures of simulated dollars: the exact total without interruptions plus the simulated difference, so that no
+    interruption costs exactly nothing.
     """
-    exposure, total = of.exposure, of.total
-    beyond = [usd - exposure.uninterrupted_usd for usd in (outcome.usd, outcome.metered_usd)]
-    values = (beyond[0], outcome.hours, outcome.wall_hours, beyond[1])
-    usd, hours, wall_hours, metered_usd = map(quantiles_of, values)
-    return usd.plus(total), hours, wall_hours, metered_usd.plus(total)
+    return quantiles_of(usd - of.exposure.uninterrupted_usd).plus(of.total)

@@ -31,15 +31,14 @@ from gpufleet.infra.risk import simulation
 if TYPE_CHECKING:
     from gpufleet.infra.risk.deadline import DeadlinePlan
 
-# Each row is simulated with RUNS_EACH runs. Rows that are shown are simulated again: the first row of each work with
-# simulation.RUNS runs, like its bill, and the other rows with RUNS_SHOWN.
+# simulated runs per row of every_option; the rows that are shown are simulated again: the first row of each work
 RUNS_EACH = 250
 RUNS_SHOWN = 2_000
 NODE_COUNTS = (2, 4, 8)
-ATTEMPTS_EACH = 24  # nodes after which a run of a row that is not shown is extrapolated
-REFINED, REFINED_EACH = 24, 3  # rows that the table shows: in all, and at least for each work
-# USD per GB from one region to another, for most pairs in AWS's table of EC2 data transfer (read 2026-11); some pairs
-# cost more.
+ATTEMPTS_EACH = 24  # simulated nodes of such a run before the rest is extrapolated
+REFINED, REFINED_EACH = 12, 3  # rows with so many: those that an answer shows and two more; at least for each work
+# USD per GB from one region to another, for most pairs in AWS's table of EC2 data transfer (read 2026-11); some cost
+# more.
 BETWEEN_REGIONS = Decimal("0.02")
 SURE = 0.5  # an option that misses the deadline in a larger share of runs is not ranked
 # a smaller relative difference in dollars or hours is only noise of the simulation
@@ -115,8 +114,7 @@ def every_option(
     if below is not None:
         return rows
     theirs = {name: _own(rows, name, fleet) for name, fleet in fleets.items()}
-    rows = [replace(row, cheaper=chance_below(row.side, theirs[row.scenario])) for row in rows]
-    return _ranked(rows, study.hours_left)
+    return _in_order([replace(row, cheaper=chance_below(row.side, theirs[row.scenario])) for row in rows])
 
 
 def _is_sold(type_: str, region: str, catalog: Catalog) -> bool:
@@ -256,7 +254,9 @@ def _own(rows: Sequence[Row], name: str, fleet: Fleet) -> Side | None:
 
 
 def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row]:
-    """The rows in order. The first rows of each work are simulated with more runs, so that their noise is small."""
+    """The rows in order and with reasons. The first rows of each work are simulated with more runs, so that their noise
+    is small.
+    """
     seen = Counter[str]()
     shown: dict[int, list[Row]] = {simulation.RUNS: [], RUNS_SHOWN: []}
     most = max(REFINED_EACH, REFINED // max(1, len({row.scenario for row in rows})))
@@ -267,7 +267,7 @@ def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row
     better: dict[int, Row] = {}
     for runs, some in shown.items():
         better.update(zip(map(id, some), filled(some, hours_left, runs=runs), strict=True))
-    return _ranked([better.get(id(row), row) for row in rows], hours_left)
+    return with_reasons([better.get(id(row), row) for row in rows], hours_left)
 
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
@@ -343,16 +343,19 @@ def _by_the_hour(basis: BillBasis) -> BillBasis:
     return basis.with_definition(replace(work, fleet=work.fleet.bought_as(work.fleet.market.by_the_hour)))
 
 
-def _ranked(rows: list[Row], hours_left: float | None) -> list[Row]:
-    """The rows in order: rows in time by mean dollars, then late rows, then rows that cannot run. Each gets a reason
-    why it is not the first row of the same work.
-    """
+def _in_order(rows: Iterable[Row]) -> list[Row]:
+    """Rows in time come first, by mean dollars; then late rows; then rows that cannot run."""
 
     def order(row: Row) -> tuple[int, Decimal, str]:
         group = 2 if not row.ranked else 1 if row.late > SURE else 0
         return group, row.mean_usd, row.type
 
-    ordered = sorted(rows, key=order)
+    return sorted(rows, key=order)
+
+
+def with_reasons(rows: Iterable[Row], hours_left: float | None) -> list[Row]:
+    """The rows in order; the reason of each compares it with the first row of the same work."""
+    ordered = _in_order(rows)
     first: dict[str, Row] = {}
     for row in ordered:
         if row.ranked and row.late <= SURE:

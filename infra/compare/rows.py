@@ -212,8 +212,8 @@ class Row:
 
     @property
     def mean_usd(self) -> Decimal:
-        """The mean USD; zero if the row has no figures."""
-        return self.usd.mean if self.usd else Decimal(0)
+        """The mean of a row with figures; else zero."""
+        return self.side.usd.mean + self.inputs_usd if self.side else Decimal(0)
 
     @property
     def dearer_usd_h(self) -> Decimal:
@@ -290,7 +290,7 @@ def filled(
             continue
         outcome = next(outcomes)
         if below is None or side.mean_usd(row.prepared, outcome) < below:
-            settled = side.settle(row.prepared, outcome, outcome)
+            settled = side.settle(row.prepared, outcome, outcome, outcome)
             rows_filled.append(replace(row, side=settled, hours_left=hours_left))
     return rows_filled
 

@@ -61,7 +61,9 @@ def find_lines(reach: Reach, values: Values) -> list[PrintedLine]:
     for site in reach.sites:
         regex = ""
         is_bars_own = site.name == "write" and re.search(r"std(out|err)|tqdm|bar", dotted(site.call.func))
-        if site.call.args and (_PRINTS.fullmatch(site.name) or is_bars_own):
+        into = site.keyword("file")
+        is_output = into is None or dotted(into) in ("sys.stdout", "sys.stderr")
+        if site.call.args and is_output and (_PRINTS.fullmatch(site.name) or is_bars_own):
             regex = _line(_printed(site, values), site, values)
         elif site.name in _BARS:
             regex = _bar(site, values)
@@ -80,14 +82,42 @@ def _order(line: PrintedLine) -> tuple[int, ...]:
 def _printed(site: Site, values: Values) -> list[Piece]:
     """The pieces of the text that a call prints."""
     first, *more = site.call.args
+    is_json = called(first) == "dumps" and isinstance(first, ast.Call) and bool(first.args)
+    if is_json and not more:
+        first = first.args[0]  # type: ignore[attr-defined]
     if chain := dotted(first):
-        bound = (node for node, _ in values.bound(chain, first, site.scope) if pieces(node))
-        first = next((node for node in bound if isinstance(node, ast.expr)), first)
+        bound = (node for node, _ in values.bound(chain, first, site.scope))
+        first = next((node for node in bound if isinstance(node, ast.expr) and (pieces(node) or _items(node))), first)
+    if items := _items(first):
+        return [] if more else _of_dictionary(items, '"' if is_json else "'")
     if more and _PRINTS_ALL.fullmatch(site.name):
         return [piece for argument in site.call.args for piece in (" ", *(pieces(argument) or [(argument, "")]))][1:]
     if more and isinstance(text := literal(first), str):  # logging.info("step %d", step)
         return percented(text, more) if "%" in text else braced(text, ast.Call(first, more, []))
     return pieces(first)
+
+
+def _items(node: ast.AST) -> list[tuple[str, ast.expr]]:
+    """The keys and values of a dictionary that the code writes out; empty if a key is no constant text."""
+    if isinstance(node, ast.Dict):
+        keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
+        pairs = list(zip(keys, node.values, strict=True))
+    elif called(node) == "dict" and isinstance(node, ast.Call) and not node.args:
+        pairs = [(keyword.arg, keyword.value) for keyword in node.keywords]
+    else:
+        return []
+    known = [(key, value) for key, value in pairs if isinstance(key, str)]
+    return known if len(known) == len(pairs) else []
+
+
+def _of_dictionary(items: list[tuple[str, ast.expr]], quote: str) -> list[Piece]:
+    """The pieces of a printed dictionary: `{'step': 7, 'loss': 0.5}`, or the same as JSON with the other quote."""
+    opening = ["{", *[", "] * (len(items) - 1)]
+    return [
+        piece
+        for before, (key, value) in zip(opening, items, strict=True)
+        for piece in (f"{before}{quote}{key}{quote}: ", (value, ""))
+    ]
 
 
 def _line(several: list[Piece], site: Site, values: Values) -> str:
@@ -135,7 +165,8 @@ def _group(value: ast.expr | None, before: str, after: str, used: list[str], sit
         counted = "batch"  # a total: rows, or batches of the epoch
     if counted and counted not in used:
         return counted
-    words = f"{near} {named}"
+    # a meter's newest value and its mean, as of PyTorch's ImageNet example
+    words = f"{near} {re.sub(r'[.](val|avg)$', '', named)}"
     for group, wanted, unwanted in _FIGURES:
         if group not in used and wanted.search(words) and not unwanted.search(words):
             return group
@@ -155,9 +186,18 @@ def _counted(value: ast.expr | None, named: str, near: str, in_epoch: bool, site
         own = [loop for loop in loops if value.id in (n.id for n in walk(loop.target) if isinstance(n, ast.Name))]
         kind = values.kinds(value, site.scope) if counted is None and own else None
         counted = counted or ("epoch" if kind == "step" and near.strip() == "epoch" else kind)
-        if counted == "step" and in_epoch and any(loop_unit(values, loop, site.scope) == "batch" for loop in own):
+        anew = [loop for loop in own if not _goes_on(loop)]
+        if counted == "step" and in_epoch and any(loop_unit(values, loop, site.scope) == "batch" for loop in anew):
             counted = "batch"
     return counted or ""
+
+
+def _goes_on(loop: ast.For) -> bool:
+    """Whether the loop counts on from epoch to epoch: `for step, batch in enumerate(loader, epoch * len(loader))`."""
+    if called(loop.iter) != "enumerate" or not isinstance(loop.iter, ast.Call):
+        return False
+    starts = [*loop.iter.args[1:], *(keyword.value for keyword in loop.iter.keywords)]
+    return any(not isinstance(start, ast.Constant) for start in starts)
 
 
 def _bar(site: Site, values: Values) -> str:

@@ -122,7 +122,8 @@ def look(folder: Path, command: str = "") -> ScriptFacts:
     if reach is None:
         files = (posixpath.normpath(word.rpartition("=")[2]) for word in start.words)
         files = (file for file in files if file in code.files and file.endswith((".yaml", ".yml", ".toml")))
-        settings = ScriptSettings([setting for name in files for setting in of_file(code, name, "")], start)
+        style = row.form if row is not None else ""
+        settings = ScriptSettings([setting for name in files for setting in of_file(code, name, style)], start)
         facts = ScriptFacts(folder=folder, start=start, settings=settings, framework=row, requirements=requirements)
         facts.total = _named_total(settings, row, {})
         facts.resume = Finding(row.resume, row.name) if row is not None and row.resume else None

@@ -40,6 +40,7 @@ _PARSERS = tuple(
 )
 # By name, the calls after which the command line can override values of configuration files, and the form of that.
 _OVERRIDES = {"from_cli": "{name}={}", "merge_from_args": "--{name}={}", "parse_args_and_config": "--{name} {}"}
+_YACS = ("CfgNode", "CN")
 _ARITHMETIC = {ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.sub, ast.Pow: operator.pow}
 
 
@@ -56,6 +57,7 @@ class Setting:
     is_truth: bool = False  # the option takes true or false
     is_positional: bool = False
     is_environment: bool = False  # an environment variable, written before the command
+    is_of_file: bool = False  # a value of a configuration file, which precedes the default in the code
     typed: str | None = None  # the setting's value in the typed command
 
     @property
@@ -91,12 +93,25 @@ class ScriptSettings:
     def __init__(self, declared: Iterable[Setting], start: StartedProgram) -> None:
         self._by_name: dict[str, Setting] = {}
         for setting in declared:
-            self._by_name.setdefault(setting.name, setting)
+            there = self._by_name.setdefault(setting.name, setting)
+            if setting.is_of_file and not there.is_of_file:
+                of_file = replace(there, default=setting.default, where=setting.where, is_of_file=True)
+                self._by_name[setting.name] = replace(of_file, form=setting.form or there.form)
         self._take_typed(list(start.words), start.environment)
 
     def find(self, name: str) -> Setting | None:
-        """The setting of this name, or else the only setting whose name ends with `name`; None if there is none."""
-        name = name.replace("-", "_")
+        """The setting of this name, or the only setting whose name ends with `name`; None without one. A value of a
+        file, `OUTPUT`, is set by the option of that name, `--output`, if there is one.
+        """
+        there = self._find(name.replace("-", "_"))
+        if there is None or there.form:
+            return there
+        option = self._by_name.get(there.name.rpartition(".")[2].lower())
+        if option is None or not option.form:
+            return there
+        return replace(option, default=there.default, where=there.where)
+
+    def _find(self, name: str) -> Setting | None:
         if name in self._by_name:
             return self._by_name[name]
         last = [setting for key, setting in self._by_name.items() if key.rpartition(".")[2] == name.rpartition(".")[2]]
@@ -179,6 +194,9 @@ def declared(reach: Reach, start: StartedProgram, overrides: str = "") -> Iterat
     named = [file for file in files if CONFIG.fullmatch(file) and file in reach.folder.files and file != reach.entry]
     for file in dict.fromkeys((*named, *([reach.entry] if "merge_from_args" in reach.by_name else []))):
         yield from of_file(reach.folder, file, style)
+    for site in (site for name in _YACS for site in reach.by_name.get(name, [])):
+        if not site.scope.functions and not site.call.args:  # _C = CfgNode(), whose values the lines after it set
+            yield from of_file(reach.folder, site.scope.file, "")
     read_at = text[: text.find("configurator")].count("\n") + 1
     for name, values in reach.names(reach.entry).assigned.items() if is_globals else ():
         if (value := literal(values[0])) is not None and values[0].lineno < read_at:
@@ -325,7 +343,8 @@ def of_file(folder: CodeFolder, name: str, style: str, prefix: str = "") -> Iter
     for key, value, line in pairs:
         form = style.replace("{name}", prefix + key)
         where = f"{name}:{line}" if line else name
-        yield Setting(name=(prefix + key).replace("-", "_"), form=form, default=value, where=where)
+        name_there = (prefix + key).replace("-", "_")
+        yield Setting(name=name_there, form=form, default=value, where=where, is_of_file=True)
 
 
 def _add_values(pairs: list[tuple[str, object, int]], above: str, value: object) -> None:

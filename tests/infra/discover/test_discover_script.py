@@ -59,6 +59,48 @@ def test_patterns_match_what_the_script_prints(tmp_path: Path) -> None:
         assert match.groupdict() == {"step": "12", "loss": loss}
 
 
+IN_EPOCHS = """
+import json, sys, torch
+log = open("log.txt", "w")
+for epoch in range(9):
+    for step, batch in enumerate(loader{start}):
+        loss.backward()
+        stats = {stats}
+        print({printed})
+"""
+AS_DICT = "dict(epoch=epoch, step=step, lr=optimizer.param_groups[0]['lr'], loss=loss.item())"
+AS_BRACES = "{'step': step, 'loss': float(loss)}"
+
+
+@pytest.mark.parametrize(
+    ("start", "stats", "printed", "line", "figures"),
+    [
+        (
+            ", start=epoch * len(loader)",
+            AS_DICT,
+            "json.dumps(stats)",
+            '{"epoch": 2, "step": 740, "lr": 0.1, "loss": 1.5e-05}',
+            {"epoch": "2", "step": "740", "loss": "1.5e-05"},
+        ),
+        (", epoch * len(loader)", AS_BRACES, "stats", "{'step': 740, 'loss': nan}", {"step": "740", "loss": "nan"}),
+        (", epoch * len(loader)", AS_BRACES, "json.dumps(stats), file=sys.stderr", '{"step": 7, "loss": 1}', None),
+        (", epoch * len(loader)", AS_BRACES, "json.dumps(stats), file=log", "", {}),
+        ("", AS_DICT, "json.dumps(stats)", "", {}),  # a batch of an epoch, and nothing says of how many
+        (", 1", AS_DICT, "json.dumps(stats)", "", {}),
+    ],
+)
+def test_a_printed_dictionary_states_the_step(
+    tmp_path: Path, start: str, stats: str, printed: str, line: str, figures: dict[str, str] | None
+) -> None:
+    code = folder(tmp_path, {"t.py": IN_EPOCHS.format(start=start, stats=stats, printed=printed)})
+    patterns = [line.regex for line in look(code).lines]
+    assert len(patterns) == (1 if line else 0)
+    for pattern in patterns:
+        match = re.search(pattern, line)
+        assert match is not None
+        assert match.groupdict() == (figures or {"step": "7", "loss": "1"})
+
+
 TRAINER = """
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 (training_args,) = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()
