@@ -27,8 +27,8 @@ _KEPT = 4096  # cached answers
 
 
 def remembered(function: F) -> F:
-    """The function with a cache for frozen parameters, which a comparison passes thousands of times: objects are found
-    by identity first, because hashing parameters takes longer than the lookup.
+    """The function with a cache for frozen parameters, which a comparison passes thousands of times. Objects are found
+    by identity first, because hashing the parameters takes longer than the lookup.
     """
     of_equal, cached = lru_cache(maxsize=_KEPT)(function), dict[tuple[Any, ...], tuple[Any, Any]]()
 

@@ -317,8 +317,8 @@ UNREAD = ("ep 3 of 9", "ep 4 of 9")
          ["no line matched job.progress.stdout, step (?P<step>[0-9]+); the last ones with numbers were:",
           "  | ep 4 of 9"]),
         ({"lines": 50, "unread": UNREAD, "checkpoints": 1, "begun": 1, "told": True}, 0, []),
-        ({"lines": 50, "told": True, "elsewhere": "x was written, where nobody looks"}, 20,
-         ["no checkpoint was saved in the declared place: x was written, where nobody looks"]),
+        ({"lines": 50, "told": True, "elsewhere": "x was written elsewhere"}, 20,
+         ["no checkpoint was saved in the declared place: x was written elsewhere"]),
         ({"lines": 50, "told": True, "elsewhere": "x.json came into {checkpoints}"}, 9, []),  # before its first save
         ({"lines": 50, "told": True}, 29, []),
         ({"lines": 50, "told": True}, 31, ["nothing came into {checkpoints} by step 31, though job.checkpoint.every"]),
