@@ -22,7 +22,7 @@ from gpufleet.job.supervisor.leash import ABOVE
 from gpufleet.job.supervisor.rendezvous import Rendezvous
 from gpufleet.job.text import printable
 
-FIRST_SIGN_S = 1800.0  # the longest silence: imports, data, compilation, a growth boundary
+FIRST_SIGN_S = 1800.0  # the longest silence in seconds: imports, data, compilation, a growth boundary
 QUIET_MIN_S = 900.0
 SHUTDOWN = "--shutdown-timeout"  # an option of torchrun
 KILL_S = 5.0  # seconds that a killed process may take to end
@@ -53,7 +53,7 @@ class JobLog:
 
 
 def _open_no_link(path: str, flags: int) -> int:
-    """Opens a file, but no link: with a link the training process could redirect the log into other files of this
+    """Opens a file, but no link: by a link the training process could redirect the log into other files of this
     process.
     """
     return os.open(path, flags | os.O_NOFOLLOW, 0o644)
@@ -154,7 +154,7 @@ class Child:
             self._process.stdout.close()
 
     def _read(self) -> None:
-        with suppress(ValueError):  # a kill closed the pipe meanwhile
+        with suppress(ValueError):  # a kill has closed the pipe
             for line in self._process.stdout:
                 self.output_at = self._clock()
                 self._log.write(line)
@@ -164,8 +164,8 @@ def trainer(
     workdir: Path, rung: int | None, ranks: int, module: str, place: Rendezvous | None = None, parent: str = ""
 ) -> list[str]:
     """The command line of a job's `module`: one process, or torchrun with one process for each of this node's `ranks`.
-    Without a rung the trainer waits for one. `place`: how the trainer meets those of other nodes. `parent`: the leash's
-    parent process; without it, this process.
+    Without a rung the trainer waits for one. `place`: how the trainer reaches those of other nodes. `parent`: the
+    parent process of the leash; if empty, this process.
     """
     leash = ["-m", "gpufleet.job.supervisor.leash"]
     train = ["-m", module, str(workdir), *(["--wait"] if rung is None else ["--rung", str(rung)])]
@@ -213,7 +213,7 @@ class MetricsFollower:
             size = self._path.stat().st_size
         except OSError:
             return
-        if size < self._offset:  # the trainer cut off records that a resume repeats
+        if size < self._offset:  # the trainer has cut off records that a resume repeats
             self._offset = size
         if size == self._offset:
             return

@@ -19,7 +19,7 @@ QUERY = "name,memory.total,driver_version"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriverGpu:
-    """`memory_gb` in units of 1e9 bytes, as the driver reports it."""
+    """One GPU, with its memory in units of 1e9 bytes, as the driver reports it."""
 
     name: str
     memory_gb: float

@@ -139,7 +139,7 @@ def test_an_interruption_is_restart_repeated_steps_and_idling_less_what_was_free
     ("reclaimed", "noticed", "said"),
     [
         (True, 1, "the rest is in compute\n"),
-        (False, 0, ": notice, as the fleet was changed, deleted or expired\n"),
+        (False, 0, ": notice, because the fleet was changed, deleted or expired\n"),
         (None, 1, "; 1 more counted: the fleet's history did not say that AWS took the node\n"),
     ],
 )
