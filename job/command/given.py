@@ -62,7 +62,6 @@ class Folders:
             self.own.make(folder)
 
     def values(self, run: str, gpus: int) -> dict[str, str | int]:
-        """The values of the placeholders."""
         named = self.user / NAMED
         inputs = {f"inputs.{name}": str(named / name) for name in self.own.names(named)}
         meeting = {name: os.environ.get(environment.COMMAND[name], alone) for name, alone in ALONE.items()}

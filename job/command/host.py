@@ -146,7 +146,6 @@ class Host:
             self._close()
 
     def _run_start(self, before: list[End]) -> tuple[Verdict, str, End, Stop | None]:
-        """One start from beginning to end."""
         start = CommandStart(
             self.config, self.folders, self.values, self.checkpoints, self.progress, self.output, self.clock
         )
@@ -438,7 +437,6 @@ class Host:
             self.gpus.close()
 
     def warn(self, text: str) -> None:
-        """A warning in the log."""
         say(f"warning: {text}")
 
     def alarm(self, kind: str, text: str) -> None:

@@ -96,7 +96,6 @@ class FoundCheckpoint:
         return min((look.written for look in self.files.values()), default=0) / 1e9
 
     def without_files(self, names: Collection[str]) -> FoundCheckpoint:
-        """The checkpoint without the files of these names."""
         files = {name: look for name, look in self.files.items() if name not in names}
         outer = frozenset(top for top in self.places if any(name.startswith(top) for name in files))
         return replace(self, files=files, inner={name: self.inner[name] for name in files}, places=outer)

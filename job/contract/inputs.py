@@ -20,7 +20,7 @@ from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import DoubtError, Fields, Name
 
 DATASET, WEIGHTS = "dataset.json", "weights.json"
-_HEAD = ("schema", "kind", "source", "files", "train", "validation")  # keys of dataset.json that are no facts
+_HEAD = ("schema", "kind", "source", "files", "train", "validation")  # other keys of dataset.json are facts
 M = TypeVar("M", bound="InputManifest")
 Checks = Mapping[str, Callable[[Fields], object]]  # by kind of dataset: reads the kind's facts, or raises DoubtError
 
@@ -31,7 +31,7 @@ class InputFile:
 
     name: Name
     bytes: int
-    sha256: str  # empty: not hashed, because the file lies in a user's bucket
+    sha256: str  # empty if not hashed, because the file lies in a user's bucket
 
     @classmethod
     def from_file(cls, path: Path, folder: Path, advance: progress.Advance = lambda count: None) -> InputFile:
@@ -53,7 +53,7 @@ def digest(files: Iterable[tuple[str, int, str]]) -> str:
 
 
 def is_file(key: str) -> bool:
-    """Whether an object is a file, not the mark of a folder that S3's console makes."""
+    """Whether an object is a file, not the marker of a folder that S3's console makes."""
     return not key.endswith("/") and key != ""
 
 
@@ -119,7 +119,7 @@ def read_dataset(folder: Path, checks: Checks) -> DatasetManifest:
             validation=fields.take("validation", shards, ()),
         )
 
-    absent = f"not a prepared dataset, there is no {DATASET}"
+    absent = f"not a prepared dataset, because {DATASET} is missing"
     return _read(folder / DATASET, manifest, absent, "prepare the dataset again")
 
 
@@ -150,7 +150,7 @@ def other_size(folder: Path, manifest: InputManifest) -> str | None:
 
 
 def verify(folder: Path, manifest: DatasetManifest) -> None:
-    """Reads and hashes every file. Raises ValueError naming the first that differs."""
+    """Reads and hashes every file. Raises ValueError that names the first one that differs."""
     with progress.shown(f"checking {folder}", manifest.bytes) as advance:
         for file in manifest.files:
             path = folder / file.name

@@ -144,7 +144,7 @@ def test_a_trainer_told_to_wait_begins_at_the_rung_it_is_told(tmp_path: Path, mo
 def test_a_trainer_that_waits_ends_with_whoever_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parents = iter([7, 7, 1])
     monkeypatch.setattr("gpufleet.job.contract.messages.os.getppid", lambda: next(parents))
-    with pytest.raises(SystemExit, match="start it is gone"):
+    with pytest.raises(SystemExit, match="start it has ended"):
         await_start(tmp_path)
 
 
