@@ -7,7 +7,7 @@ from gpufleet.rehearsal.handlers.table import Aws, Properties, UnsupportedError
 
 
 def _validate(aws: Aws, inputs: Properties) -> None:
-    """Validates the machine's definition, as soon as it is known, as the provider does before it makes or changes a
+    """Validates the machine's definition as soon as it is known; the provider does so before it makes or changes a
     machine.
     """
     answer = aws.client("stepfunctions").validate_state_machine_definition(definition=inputs["definition"])
