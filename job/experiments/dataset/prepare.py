@@ -121,7 +121,7 @@ def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[
     """Fills a temporary folder, writes dataset.json from the fields that `fill` returns, and moves the folder to its
     place.
     """
-    place = folder.resolve()  # a link, perhaps to a larger disk, stays one
+    place = folder.resolve()  # a link stays a link, perhaps to a larger disk
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as scratch:
         made = Path(scratch) / "dataset"
@@ -131,7 +131,7 @@ def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[
         files = [asdict(file) for file in inputs.hashed(paths, made)]
         tree = json.dumps({"schema": 1, **fields, "files": files}, indent=1)
         atomic.write_bytes(made / MANIFEST, f"{tree}\n".encode())
-        # checked late, because another preparation may have finished; only folders of this kind are replaced
+        # checked only now, because another preparation may have finished; only folders of this kind are replaced
         existing = existing_dataset(folder)
         if existing is not None and existing.sha256 == atomic.sha256(made / MANIFEST):
             say(f"{folder} is prepared already: {describe(existing)}")
@@ -174,7 +174,7 @@ def _read_existing(folder: Path) -> DatasetManifest:
             raise
         why = str(error).removeprefix(f"{folder / MANIFEST}: ").removesuffix("; prepare the dataset again")
         raise ValueError(
-            f"{folder}: its {MANIFEST} cannot say what is in it ({why}); move the folder away, then prepare again"
+            f"{folder}: {MANIFEST} does not show what the folder contains ({why}); move it away, then prepare again"
         ) from error
 
 

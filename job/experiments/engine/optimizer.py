@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from gpufleet.job.experiments.engine import parallel
 
-KEYS = (1 << 62) - 1  # fits int64 with an element's number added
+KEYS = (1 << 62) - 1  # fits int64 even with an element's number added
 Tensors = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]  # weights, first and second moments
 
 
@@ -67,7 +67,7 @@ def groups(module: nn.Module, decays: Callable[[str], bool], weight_decay: float
 
 
 def moments(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's moment tensors by kind and parameter name, which a checkpoint holds beside the weights."""
+    """The optimizer's moment tensors by kind and parameter name; a checkpoint holds them beside the weights."""
     by_kind: dict[str, dict[str, Tensor]] = {}
     for name, parameter in module.named_parameters():
         for kind, tensor in optimizer.state.get(parameter, {}).items():
@@ -96,7 +96,7 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def clip(optimizer: Optimizer, max_norm: float) -> Tensor:
-    """Scales the parameters' gradients down to a global norm of `max_norm` (0: only measures); NarrowAdamW scales them
+    """Scales the parameters' gradients down to a global norm of `max_norm` (0 only measures); NarrowAdamW scales them
     when its next step reads them. Returns the norm before, fp32, on the device. Unlike torch's function, this one sums
     bf16 gradients in fp32.
     """

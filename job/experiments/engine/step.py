@@ -19,7 +19,7 @@ from gpufleet.job.experiments.engine.cuda_graph import CudaRecorder, RecordedPas
 from gpufleet.job.experiments.engine.data import mix
 from gpufleet.job.experiments.engine.experiment import Experiment, ForwardOutput, Micro, Work
 
-GRAPHS = 16  # the most graphs of one phase's block: sizes of micro-batches, training and evaluation, take up to 8
+GRAPHS = 16  # most graphs of one phase's block: sizes of micro-batches, training and evaluation, take up to 8
 
 
 class StepResult(NamedTuple):
@@ -109,7 +109,7 @@ def _with_last(micros: Iterable[Micro]) -> Iterator[tuple[Micro, bool]]:
 def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) -> Iterator[bool]:
     """Within the block each block's forward runs compiled on CUDA, if wanted: one graph for all blocks, static shapes,
     without FSDP2's hooks, which no graph can hold. The module's own `loss` is compiled too, so that the passes over the
-    logits become one. Outside, and on a CPU, the module runs as written. Yields whether anything is compiled.
+    logits become one. After the block, and on a CPU, the module runs as written. Yields whether anything is compiled.
     """
     blocks = list(getattr(module, "blocks", ())) if device.type == "cuda" and wanted else []
     if not blocks:
@@ -131,8 +131,8 @@ def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) ->
 def recorded(
     opt: Optimizer, device: torch.device, say: Callable[[str], None], *, wanted: bool = True
 ) -> Iterator[RecordedPasses | None]:
-    """Within the block a phase's passes run as a CUDA graph, if wanted and on CUDA; behind it the graph's memory is
-    free.
+    """Within the block a phase's passes run as a CUDA graph, if wanted and on CUDA. After the block the graph's memory
+    is free.
     """
     if device.type != "cuda" or not wanted:
         yield None

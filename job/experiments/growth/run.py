@@ -47,7 +47,7 @@ class TinystoriesGrowth(Experiment):
         self.sizes = self.config.phases()
         self.phases = Phase.chain(self.sizes)
         self.progress: dict[str, Any] = {"boundaries": [], "phases": {}, "capacity": {}}
-        self._at: tuple[Phase, growth.Growth] | None = None  # what is trained now
+        self._at: tuple[Phase, growth.Growth] | None = None  # the phase and model that are being trained
         self.probe_BT = next(iter(self.dataset.fixed(PROBE, PROBE, session.world).micros)).inputs[0]
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
@@ -114,11 +114,9 @@ class TinystoriesGrowth(Experiment):
         return now
 
     def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
-        """Windows drawn by (seed, step)."""
         return self.dataset.batch(self.config.seed, step, self.config.batch.sequences, rung.micro, self.session.world)
 
     def validation(self, phase: Phase, rung: Rung) -> Work:
-        """Windows of held-out stories."""
         return self.dataset.fixed(self.config.eval.windows, rung.micro, self.session.world)
 
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:

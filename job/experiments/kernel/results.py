@@ -30,7 +30,7 @@ HEAD = {"schema": 1, "experiment": "kernel-sft"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """What results need of a training that is over; JSON in final/ of the part `train`."""
+    """The facts about a finished training that results need; JSON in final/ of the part `train`."""
 
     phases: Sequence[Phase]
     progress: Mapping[str, Any]  # as in the run's checkpoints

@@ -46,7 +46,7 @@ from gpufleet.job.experiments.models.generate import generate
 from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.ledger import Ledger
 
-SILENT_S = 60.0  # between two lines within a batch
+SILENT_S = 60.0  # seconds between two lines within a batch
 T = TypeVar("T")
 Pair = tuple[KernelTask, int]  # a task, and the number of its candidate
 Made = Mapping[str, Sequence[Candidate]]  # the candidates of each phase, by its name, in the order of the phases
@@ -103,7 +103,7 @@ def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, fl
         look = partial(_look, session)
         with _judge(session, kernel.config) as judge:
             verdicts = figures.verify(judge, written, ledger, check=look, say=session.say)
-        correct = [verdict.task for verdict in verdicts if verdict.passed]  # at any speed
+        correct = [verdict.task for verdict in verdicts if verdict.passed]  # correct at any speed
         return {task.name: correct.count(task.name) / TRIED for task in TASKS[: kernel.config.generate.tasks]}
 
     return session.world.agree(_by_the_first(session, judged) or {})
@@ -119,7 +119,7 @@ def _written(
     folder, rank = session.workdir / STAGES, session.world.rank
     wanted = [(task, number) for task in TASKS[: config.tasks] for number in range(count)]
     ledger = Ledger(folder / (f"{file}.jsonl" if rank == 0 else f"{file}-{rank}.jsonl"))
-    session.world.barrier()  # by now no rank's last line is half written
+    session.world.barrier()  # now no rank's last line is half written
     known = _known(folder, file, weights)
     session.world.barrier()
     missing = [pair for pair in wanted if _name(prefix, *pair) not in known]
@@ -136,8 +136,8 @@ def _written(
     if missing:
         if module is None:
             raise ValueError(
-                f"{folder}: {len(missing)} candidates of {prefix} are missing and its weights are gone: "
-                "start the run anew, under another run id"
+                f"{folder}: {len(missing)} candidates of {prefix} are missing and its weights are gone:"
+                " start the run again, with another run.id"
             )
         session.say(
             f"{prefix}: generating {len(missing)} of {len(wanted)} candidates, at most {config.max_tokens} tokens each"
@@ -158,7 +158,7 @@ def candidate(entry: dict[str, Any]) -> tuple[str, Candidate]:
     fields = Fields(entry)
     name, task, source = fields.need("name", reading.text), fields.need("task", reading.text), entry.get("source")
     if task not in BY_NAME or not isinstance(source, str):  # any characters: stage 1 judges them
-        raise DoubtError(f"{name} is no candidate")
+        raise DoubtError(f"{name} is not a candidate")
     made = Candidate(name=name, task=task, source=source, origin="generated", label="")
     return fields.need("weights", reading.text), made
 
@@ -171,9 +171,9 @@ def _generate_share(
     keep: Callable[[list[Pair], list[str]], None],
     name: str,
 ) -> None:
-    """Generates this rank's share of `wanted`, batch by batch; `keep` gets each finished batch, and the log shows it
+    """Generates this rank's share of `wanted`, batch by batch. `keep` gets each finished batch, and the log shows it
     under `name`, because a silent job counts as stuck. Raises Stopped on all ranks if any rank was stopped: within a
-    batch no rank waits for another, after the last batch all meet.
+    batch no rank waits for another; after the last batch all wait for each other.
     """
     session, world = kernel.session, kernel.session.world
     model = _as_kept(kernel, module)
@@ -260,7 +260,7 @@ def _verified(session: Session, config: KernelConfig, made: Made) -> dict[str, l
     ledger = Ledger(session.workdir / STAGES / "verdicts.jsonl")
     with _judge(session, config) as judge:
         session.say(
-            f"funnel: {len(judged)} candidates, {len(ledger.entries)} verdicts are there, {judge.parallel} workers, "
+            f"funnel: {len(judged)} candidates, {len(ledger.entries)} verdicts exist, {judge.parallel} workers, "
             f"at most {judge.bound_s(len(judged)) / 60:.0f} min; stage 2 {judge.compilation.words}"
         )
         verify = partial(figures.verify, judge, ledger=ledger, check=partial(_look, session), say=session.say)

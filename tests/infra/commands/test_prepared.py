@@ -61,7 +61,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("held_out", "0.05\n      loss_on: all", "was prepared with data.loss_on response, the file says all"),
         ("held_out", "0.5", "was prepared with 2 examples held out, data.held_out in the file says 20"),
         ("family", "qwen3", "was prepared with the chat template llama-3, the file says chatml"),
-        ("vocab", "64", "ids, model.vocab is 64: raise it to "),
+        ("vocab", "64", "ids, but model.vocab is 64: raise it to "),
     ],
 )
 def test_rows_of_other_settings_are_said(chats: Path, tmp_path: Path, key: str, new: str, words: str) -> None:

@@ -1,6 +1,6 @@
-"""Extracts the program from a model's answer, without the parts that the program never uses. Models like to add a test,
-a main block, a module class or imports. The rules would refuse these parts, though they do not matter. Such parts are
-dropped before anything is judged. Rules and process get only the rest, so the dropped parts can do nothing.
+"""Extracts the program from a model's answer, without parts that the program never uses. Models like to add a test, a
+main block, a module class or imports, which the rules would refuse though they do not matter. Such parts are dropped
+before anything is judged. Rules and process get only the rest, so the dropped parts can do nothing.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 # Operators with a constexpr to the left of a tensor. The compiler asks the tensor; the interpreter would make a
-# constexpr of it.
+# constexpr of the result.
 OPERATORS = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift", "lt", "le", "gt", "ge",
     "eq", "ne",

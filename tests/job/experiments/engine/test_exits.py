@@ -259,7 +259,7 @@ def test_a_reason_that_a_full_disk_does_not_take_is_said_and_the_run_ends_no_oth
     assert world.train(workdir) == 65
     said = capsys.readouterr().out
     assert "fatal: loss, gradients or weights are not finite at step 1" in said
-    assert "warning: fatal.json is not written: [Errno 28] No space left on device" in said
+    assert "warning: fatal.json could not be written: [Errno 28] No space left on device" in said
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_a_run_that_may_refuse_no_more_goes_on_with_a_warning(tmp_path: Path, mo
     (tmp_path / "preflight.json").unlink()
     (tmp_path / "accept.json").write_text("{}")
     preflight.run(tmp_path, CPU, World(), gpus=None, say=said.append, hung=said.append)
-    assert "warning: this node would be refused, as others were before it" in said[-1]
+    assert "warning: this node goes on, although others were refused for the same" in said[-1]
     preflight.run(tmp_path, CPU, World(), gpus=None, say=said.append, hung=said.append)
     assert len(calls) == 2  # a restart within the attempt does not measure again
 

@@ -210,7 +210,7 @@ def test_a_wrong_query_is_named_by_its_line(line: str, message: str, tmp_path: P
 def test_queries_in_one_array_are_told_how_to_become_lines(tmp_path: Path) -> None:
     text = folder_of_text(tmp_path / "text")
     (text / "queries.jsonl").write_text('[\n {"id": "q0", "text": "one"}\n]\n')
-    with pytest.raises(ValueError, match=r"queries\.jsonl: a JSON array; one object a line is wanted: `jq -c"):
+    with pytest.raises(ValueError, match=r"queries\.jsonl: this is a JSON array; write one object per line: `jq -c"):
         ranking.read_folder(text, Hashed(width=8), of_text(8))
 
 
