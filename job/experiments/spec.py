@@ -87,7 +87,6 @@ class ExperimentConfig(JobConfig):
         return "fp32"
 
     def state_in_words(self) -> str:
-        """In words, the dtype of weights, gradients and moments, and which other numbers are in fp32."""
         return "fp32; loss and norms in fp32"
 
     def waits_for_saves(self) -> bool:

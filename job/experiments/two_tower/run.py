@@ -38,7 +38,7 @@ from gpufleet.job.kind.common import Rung
 from gpufleet.job.text import counted
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's defaults; the record names none
-FLOOR = 0.1  # of the learning rate, where the cosine ends
+FLOOR = 0.1  # share of the learning rate at which the cosine ends
 SCORED = 512  # queries scored at once when a phase has ended
 SPOKEN_S = 60.0  # seconds between two lines about one fold's trees, because a silent job counts as stuck
 REFIT_SEEDS = 1_000_000  # seeds of initial weights and dropout: different from every fold's
@@ -59,7 +59,7 @@ class TwoTower(Experiment):
             torch.set_float32_matmul_precision("high")  # TF32: ranks do not need fp32's last digits
         self.phases = Phase.chain(self.config.phases())
         self.progress: dict[str, Any] = {"families": {}, "refit": None}
-        self._losses_K: Tensor | None = None  # of the newest step that was read back
+        self._losses_K: Tensor | None = None  # losses of the newest step that was read back
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
         """Fresh members, with the scores of earlier families."""
@@ -78,7 +78,6 @@ class TwoTower(Experiment):
         return module
 
     def blank(self, phase: Phase) -> nn.Module:
-        """The members of a phase with the weights of their seeds, and their tensors on the device."""
         config, refit = self._config(phase), phase.name == REFIT
         self._members = [refit_member(config.data.queries)] if refit else members(config)
         self._batches = Batches(self._members, self.tables, config, self.session.device.torch)
@@ -104,12 +103,10 @@ class TwoTower(Experiment):
         return lr
 
     def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
-        """Every query of every member, in chunks."""
         place = step - phase.first + (REFIT_SEEDS if phase.name == REFIT else 0)
         return self._batches.work(self._config(phase), place, rung.micro)
 
     def validation(self, phase: Phase, rung: Rung) -> Work:
-        """Not used: `evaluate` ranks instead of measuring a loss."""
         return Work((), 1)
 
     def evaluated(self, phase: Phase, step: int) -> bool:
@@ -156,7 +153,7 @@ class TwoTower(Experiment):
         return clip_each(optimizer.parameters(opt), self.config.optim.clip).mean()
 
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
-        """Stores the members' losses for the line of the epoch; metrics.jsonl gets none of these."""
+        """Keeps the members' losses for the epoch's line; metrics.jsonl gets none of them."""
         self._losses_K = aux["losses"].float().cpu()
         return {}
 
@@ -244,7 +241,8 @@ class TwoTower(Experiment):
                     f"{fold}: {counted(trees, 'tree')} in {now - began:.0f} s, of at most {baselines.MAX_TREES}"
                 )
 
-        # Training is over, and the bill counts on the core that training left to the supervisor (engine/__main__.py).
+        # Training is over: this uses the core that training left to the supervisor, as the bill assumes
+        # (engine/__main__.py).
         is_set = "OMP_NUM_THREADS" in os.environ
         threads = torch.get_num_threads() if is_set else len(os.sched_getaffinity(0))
         scores = baselines.lambdarank(member, self.tables, seed=self.config.seed, threads=threads, stop=after_tree)
@@ -253,7 +251,6 @@ class TwoTower(Experiment):
 
     @torch.no_grad()
     def _watched(self, module: Members) -> list[float]:
-        """Each member's nDCG@10 on the fold that it watches."""
         module.eval()
         ndcg_K: list[float] = self._batches.watched_ndcg(module).tolist()
         module.train()

@@ -54,7 +54,7 @@ class Towers:
 class Weak:
     """Labels for discovery queries from similar training queries, made anew for every fold."""
 
-    similarity: float = common.bounded(0.4, 0.0, 1.0)  # this is a neighbour's weight too, so not negative
+    similarity: float = common.bounded(0.4, 0.0, 1.0)  # this is a neighbour's weight too, so it is not negative
     confidence: float = common.bounded(0.5, 0.0, 1.0)
     neighbours: int = common.bounded(10, 1, 1000)
     queries: int = common.bounded(101, 0, 1_000_000)  # discovery queries used

@@ -296,7 +296,7 @@ def test_what_is_odd_about_base_weights_is_said_again_where_the_data_is_prepared
         assert main(["prepare", "sft-h100", *again]) == 0
         said = capsys.readouterr().out
         assert "rows of the chat template's tokens look untrained" in said
-        assert "made for 512 positions (max_position_embeddings), and examples may have 1,024" in said
+        assert "made for 512 positions (max_position_embeddings), but examples may have 1,024" in said
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_more_ids_than_the_model_has_are_said(tmp_path: Path) -> None:
     prepared(load(file, now=NOW), tmp_path, text=tmp_path / "mine.txt")
     assert said(file, tmp_path) == []
     edit(file, "vocab", "128")
-    assert "has 257 ids, model.vocab is 128: raise it to 257 or more" in said(file, tmp_path)[0]
+    assert "has 257 ids, but model.vocab is 128: raise it to 257 or more" in said(file, tmp_path)[0]
     edit(file, "vocab", "300")
     edit(file, "sequence", "4096")
     assert "for validation (1 % of the stories), data.sequence 4096 needs at least 4097" in said(file, tmp_path)[0]

@@ -179,7 +179,7 @@ def test_keys_that_say_something_and_are_not_read_are_named_with_their_lines(tmp
     lines = [{"instruction": "a", "response": "b", **keys} for keys in extra] + [{"messages": turns, "tools": []}]
     path, said = jsonl(tmp_path, *lines), list[str]()
     prepare_sft(tmp_path / "data", CONFIG, text=path, tokenizer=bpe(tmp_path, *LLAMA), say=said.append)
-    assert "left out, unused in training: context (3 lines), id (3 lines), input (1" in "".join(said)
+    assert "not used in training: context (3 lines), id (3 lines), input (1" in "".join(said)
     assert "messages.name (1" in "".join(said)
     assert "\\ud800 (1 line)" in "".join(said)  # which no output takes as it is
     assert "tools" not in "".join(said)

@@ -150,7 +150,7 @@ def test_counts_that_differ_from_the_config_name_the_key_before_anything_is_enco
         (["q0,m1,0", "q1,m1,0"], r"labels\.csv: no judgement has label 1 or 2"),
         (
             ["q0,m 8B, chat,1"],
-            r"labels\.csv:2: more values than the header names; a name with a comma stands in double",
+            r"labels\.csv:2: more values than the header names; put a name with a comma into double",
         ),
         (["q0,m1,1", "q0,m1,2"], r"labels\.csv:3: query q0 and model m1 are judged twice, differently"),
     ],
