@@ -47,9 +47,7 @@ class Frontier:
     _others: tuple[Option, ...] = field(repr=False, compare=False)
 
     def save(self, path: Path | str) -> None:
-        """Draws USD against hours to a .png or .svg file. Raises GpufleetError if matplotlib is missing, and
-        OSError.
-        """
+        """Draws USD against hours to a .png or .svg file. Raises OSError; GpufleetError if matplotlib is missing."""
         if Path(path).suffix not in plot.KINDS:
             raise GpufleetError(f"{path}: the file's name must end in one of {', '.join(plot.KINDS)}")
         Path(path).write_bytes(self._drawn(Path(path).suffix))

@@ -63,9 +63,7 @@ def rows(answer: str) -> list[list[str]]:
 
 
 class Sampler:
-    """Watches the node's first `gpus` GPUs by one nvidia-smi and one thread on NVML; without these programs it gives
-    nothing.
-    """
+    """Watches the node's first `gpus` GPUs by one nvidia-smi and one thread on NVML; empty without them."""
 
     def __init__(
         self,

@@ -26,9 +26,7 @@ TICK_S = 0.02  # seconds between two looks, which is how exact a save's duration
 
 
 class ProbeFailedError(Exception):
-    """The trainer did not reach the end of the probe. The message is the trainer's own reason, or the end of
-    its log.
-    """
+    """The trainer did not reach the end of the probe. The message is its own reason, or the end of its log."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,4 @@
-"""Makes the resources that an AWS account has before anything is declared, and lists everything that it contains
-later.
-"""
+"""Makes the resources that an AWS account has before anything is declared; lists everything that it contains later."""
 
 from __future__ import annotations
 

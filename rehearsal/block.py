@@ -1,6 +1,4 @@
-"""Makes a Capacity Block for a rehearsal: the account has bought the block that the file names, and it has just
-begun.
-"""
+"""Makes a Capacity Block for a rehearsal: the account has bought the block in the file, and it has just begun."""
 
 from __future__ import annotations
 

@@ -158,9 +158,7 @@ class Cloud:
         }
 
     def client(self, service: str, region: str | None = None) -> Any:
-        """A boto3 client of this Cloud with the dummy credentials. Clients are cached, because making one for EC2 takes
-        50 ms.
-        """
+        """A boto3 client of this Cloud with the dummy credentials. It is cached: making one for EC2 takes 50 ms."""
         import boto3
 
         key = service, region or self.region
@@ -256,9 +254,7 @@ class Cloud:
         return account.inventory(self.account, self._fleet_tags)
 
     def leftovers(self, tags: Mapping[str, str] | None = None) -> dict[account.Resource, dict[str, str]]:
-        """Everything that exists beyond the account's initial resources; with `tags`, only resources that have all of
-        them.
-        """
+        """Everything beyond the account's initial resources; with `tags`, only resources that have all of them."""
         wanted = dict(tags or {}).items()
         return {
             key: has for key, has in self.inventory().items() if key not in self._baseline and wanted <= has.items()

@@ -54,9 +54,7 @@ class FleetController:
         self.lock = threading.RLock()
 
     def create(self, region: str, request: dict[str, Any]) -> dict[str, Any]:
-        """CreateFleet. Raises the errors with which the call itself fails; other errors appear in the fleet's
-        history.
-        """
+        """CreateFleet. Raises the errors with which the call fails; other errors appear in the fleet's history."""
         with self.lock:
             tags = refuse_at_create(self.launcher, region, request)
             now = self.clock.now()

@@ -215,9 +215,7 @@ class InProcess(Engine):
         raise RuntimeError("refresh needs the Pulumi engine")
 
     def destroy(self) -> Result:
-        """Deletes in the reverse order of creation. Resources that no longer exist are skipped, as with `refresh:
-        always`.
-        """
+        """Deletes in reverse order of creation; skips resources that no longer exist, as with `refresh: always`."""
         deleted, retained, regions = [], 0, dict[str, Aws]()
         created = json.loads(self._state.read_text())["resources"] if self._state.exists() else []
         for resource in reversed(created):

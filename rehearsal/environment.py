@@ -19,9 +19,7 @@ def forget_account() -> None:
 
 
 def scratch(settings: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a command in a scratch project: the user's without the variables of AWS and Pulumi, plus
-    `settings`.
-    """
+    """The environment of a command in a scratch project: the user's without AWS and Pulumi, plus `settings`."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "PULUMI_", "GPUFLEET_"))}
     return {**mine, **settings}
 

@@ -87,9 +87,7 @@ def asked(
 
 
 def _of_scheduler(request: Request, place: str) -> Iterator[AccessRequest]:
-    """The rights for a request to EventBridge Scheduler: on the schedule, and on the role that the request
-    hands to it.
-    """
+    """The rights for a request to EventBridge Scheduler: on the schedule, and on the role in the request."""
     fields, name = json.loads(request.body or b"{}"), request.path.rpartition("/")[2]
     group = fields.get("GroupName") or parse_qs(request.query).get("groupName", ["default"])[0]
     yield AccessRequest(f"scheduler:{request.action}", f"arn:aws:scheduler:{place}:schedule/{group}/{name}")

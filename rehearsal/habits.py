@@ -30,15 +30,13 @@ class Habits:
     def sentences(self) -> Iterator[str]:
         """The habits as lines for people."""
         yield f"the first node after {self.launch_s:g} s, the next ones after {self.relaunch_s:g} s"
-        yield f"a notice comes {self.notice_s:g} s ahead;  a new fleet is listed after {self.shown_s:g} s"
+        yield f"a notice comes {self.notice_s:g} s ahead; a new fleet is listed after {self.shown_s:g} s"
         yield f"a deleted fleet has the state deleted after {self.deleted_s:g} s"
         yield from (f"{other} instead of {code}" for code, other in self.codes.items())
 
 
 def recorded(proof: Proof) -> Habits:
-    """The habits of a real account: the median of its times, and the most time that was left when a node saw a
-    notice.
-    """
+    """The habits of a real account: the median of its times, and the most time left when a node saw a notice."""
     usual = Habits()
     return Habits(
         notice_s=proof.figure("notice.left_s", "most") or usual.notice_s,

@@ -126,9 +126,7 @@ class Schedules:
         return "; ".join(failure["Error"]["Message"] for failure in answer["UnsuccessfulFleetDeletions"])
 
     def _execute(self, region: str, machine_arn: str, inputs: Mapping[str, Any]) -> str:
-        """Runs the steps of a state machine up to the first wait; returns why they failed, empty if they did
-        not fail.
-        """
+        """Runs the steps of a state machine up to the first wait; returns why they failed, empty if they did not."""
         machines = stepfunctions_backends[self._account][region].state_machines
         machine = next((candidate for candidate in machines if candidate.arn == machine_arn), None)
         if machine is None:

@@ -22,9 +22,7 @@ FULL_BYTES = 100_000_000  # a rehearsal writes 10 to 60 MB, and its bucket is am
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks `folder`. Raises GpufleetError if another process rehearses in the folder, or if the folder cannot be
-    written.
-    """
+    """Locks `folder`. Raises GpufleetError if another process rehearses there, or if it cannot be written."""
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -232,9 +232,7 @@ class CommandCheckpoints:
         return self.names.lacks(checkpoint, is_part=self._node > 0)
 
     def find(self) -> list[FoundCheckpoint]:
-        """Every checkpoint that has begun, the newest last. Prints a warning about each checkpoint that can never be
-        published.
-        """
+        """Every checkpoint that has begun, the newest last. Warns about each checkpoint that can never be published."""
         checkpoints = self.names.find(self.folder, self._user)
         for name, why in self.names.unfit.items():
             self._say_once(f"warning: {name} does not count, and is never published: {why}")
@@ -386,9 +384,7 @@ class CommandCheckpoints:
                     return  # an older checkpoint is not needed any more
 
     def signalled(self) -> None:
-        """Notes that a signal is about to be sent. A save that has begun or is whole by now is not an answer to this
-        signal.
-        """
+        """Notes that a signal is about to be sent. A save that has begun by now is not an answer to this signal."""
         self._begun_before = {
             checkpoint.key for checkpoint in self.find() if self._done.get(checkpoint.key, (None,))[0] != checkpoint
         }

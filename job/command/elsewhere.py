@@ -1,6 +1,4 @@
-"""Finds checkpoints that a command has written outside of the declared folder, and proposes a line of the definition
-that would find them.
-"""
+"""Finds checkpoints that a command has written outside of the declared folder, and the line that would find them."""
 
 from __future__ import annotations
 
@@ -77,7 +75,7 @@ class Search:
         return ""
 
     def _cure(self, place: str) -> str:
-        """The value that the definition needs for checkpoints in the folder `place`; an empty `place` is the folder of
+        """The value that the definition needs for checkpoints in `place`; an empty `place` is the folder of
         the code.
         """
         if not place:

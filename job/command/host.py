@@ -1,6 +1,4 @@
-"""One start of the host: it starts the command, watches it, asks it to stop, judges its end, and reports to the
-supervisor.
-"""
+"""One start of the host: it starts the command, watches it, asks it to stop, judges its end, and reports it."""
 
 from __future__ import annotations
 
@@ -331,9 +329,7 @@ class Host:
             self.checkpoints.prune(spent.published)
 
     def _ask_to_save(self) -> None:
-        """Asks the command for a save because the machine may go away soon, if the definition names a signal
-        for that.
-        """
+        """Asks the command for a save because the machine may go away soon, if the definition has a signal for it."""
         if (self.workdir / SAVE).exists():
             (self.workdir / SAVE).unlink(missing_ok=True)
             if self.config.stop.request is not None:
@@ -360,9 +356,7 @@ class Host:
             say("a process of the command cannot be ended")
 
     def _hold(self, why: str) -> None:
-        """Keeps the failed command's container for `gpufleet shell` as long as the definition says, but not beyond a
-        stop or a limit.
-        """
+        """Keeps the failed command's container for `gpufleet shell`, as long as definition and limits allow."""
         if not self.config.exit.hold_minutes or self.place is None or self.config.device == "cpu":
             return
         until = self.clock() + self.config.exit.hold_minutes * 60

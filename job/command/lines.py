@@ -71,9 +71,7 @@ class Counting:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any], unit: Unit, batches: int | None) -> Counting:
-        """The counting that a checkpoint has kept. `batches` is the number of batches in an epoch that the definition
-        states.
-        """
+        """The counting that a checkpoint has kept. `batches`: the batches in an epoch that the definition states."""
         numbers = ("batches", "base", "interval")
         stored = {key: value if type(value := tree.get(key)) is int else None for key in numbers}
         return cls(
@@ -161,9 +159,7 @@ def widened(pattern: str) -> re.Pattern[str]:
 
 
 def _with_alternative(pattern: str, name: str, more: str) -> str:
-    """The pattern in which the group `name` also matches `more`, unless a comma follows the group: in CSV a comma
-    separates values.
-    """
+    """The pattern in which the group `name` also matches `more`, unless a comma follows the group, as in CSV."""
     start = pattern.find(mark := f"(?P<{name}>")
     if start < 0:
         return pattern

@@ -1,6 +1,4 @@
-"""Judges whether the ranks that a command starts on several nodes train together, by the numbers that its launcher
-gives them.
-"""
+"""Judges by the numbers of a command's launcher whether the ranks on several nodes train together."""
 
 from __future__ import annotations
 

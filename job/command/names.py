@@ -101,9 +101,7 @@ class FoundCheckpoint:
         return replace(self, files=files, inner={name: self.inner[name] for name in files}, places=outer)
 
     def is_anew(self, before: FoundCheckpoint) -> bool:
-        """Whether the checkpoint was written again after `before` was seen. A file added to its folder does not
-        count.
-        """
+        """Whether the checkpoint was written again after `before` was seen. A file added to its folder is no sign."""
         changed = any(name in before.files and before.files[name] != look for name, look in self.files.items())
         return changed or bool(self.places - before.places)
 
@@ -179,9 +177,7 @@ class Names:
         return sorted(checkpoints, key=lambda candidate: (candidate.number or 0, candidate.written))
 
     def named(self, relative: str) -> FoundCheckpoint | None:
-        """The checkpoint to which a file of this name belongs, without its files; None if it belongs to no
-        checkpoint.
-        """
+        """The checkpoint to which a file of this name belongs, without its files; None if it belongs to none."""
         match = self.match(relative)
         return match and FoundCheckpoint(counts=match[0], folder=match[1], files={}, inner={}, places=frozenset())
 

@@ -1,6 +1,4 @@
-"""Measures how fast the nodes reach one another before a command starts, with the torch and NCCL of the command's
-image.
-"""
+"""Measures how fast the nodes reach one another before a command starts, with the command's own torch and NCCL."""
 
 from __future__ import annotations
 

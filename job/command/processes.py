@@ -99,9 +99,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def survives(pid: int, number: int) -> bool:
-    """Whether the process catches, ignores or awaits the signal. Otherwise the signal ends the process, which then
-    saves nothing.
-    """
+    """Whether the process catches, ignores or awaits the signal. If not, it ends and saves nothing."""
     return _is_in_mask(pid, number, "SigCgt:", "SigBlk:", "SigIgn:")
 
 

@@ -33,9 +33,7 @@ class ResumeCheck:
     def __init__(
         self, config: CommandConfig, restored: Commit, checkpoint: FoundCheckpoint | None, counting: Counting
     ) -> None:
-        """`checkpoint` has the files that were put back; `counting` is what the checkpoint's commit has kept about the
-        lines.
-        """
+        """`checkpoint` has the files that were put back; `counting`: what its commit has kept about the lines."""
         self.verdict: Verdict = "not shown"
         self.why = "it has printed no step and saved nothing yet"
         self._config, self._restored, self._checkpoint, self._counting = config, restored, checkpoint, counting
@@ -48,9 +46,7 @@ class ResumeCheck:
 
     @property
     def expects_lines(self) -> bool:
-        """Whether a line had shown a position when the checkpoint was begun, so that a later position can be compared
-        with it.
-        """
+        """Whether a line had shown a position when the checkpoint was begun, with which later ones are compared."""
         return self._counting.newest is not None and self._reads_lines
 
     @property

@@ -56,9 +56,7 @@ class CommandStart:
         self._observed, self._observed_at, self._looked_at = Observed(), 0.0, 0.0
 
     def begin(self) -> None:
-        """Notes that the command is about to be started: files that the set-up has written are not the
-        command's files.
-        """
+        """Notes that the command is about to be started: files of the set-up are not the command's."""
         self._output.begin()
         self.began, saved = self._clock(), self._checkpoints
         self._search = Search(self._config, saved.names, self._folders, saved.folder, self.began, saved.moment)
@@ -74,9 +72,7 @@ class CommandStart:
         )
 
     def look(self, *, commit: bool = True) -> str:
-        """Looks at files and lines; returns the reason to end the start, empty if there is none. `commit`: saves may be
-        committed.
-        """
+        """Looks at files and lines. Returns the reason to end the start, or "". `commit`: saves may be committed."""
         checkpoints, now = None, self._clock()
         if self._resumption is not None and (self._resumption.is_open or now >= self._looked_at + LOOK_S):
             checkpoints, self._looked_at = self._checkpoints.find(), now
@@ -154,9 +150,7 @@ class CommandStart:
         return False
 
     def observe(self, *, is_over: bool = False) -> Observed | None:
-        """New observations of this start; None if there are none. `is_over`: return all of them, because nothing more
-        comes.
-        """
+        """New observations of this start, or None. `is_over`: returns all of them, because nothing more comes."""
         now = self._clock()
         if now < self._observed_at + LOOK_S and not is_over:
             return None

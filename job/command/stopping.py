@@ -13,9 +13,7 @@ BY_HAND_S = 1740.0  # one minute less than the supervisor waits if a stop has no
 
 
 class Leaving:
-    """One stop of the command. `signalled`: the signal was sent. `ended`: why the command was killed; empty if it was
-    not.
-    """
+    """One stop of the command. `signalled`: the signal was sent. `ended`: why the command was killed, or ""."""
 
     def __init__(self, config: CommandConfig, stop: Stop, now: float, newest: int) -> None:
         self.signalled, self.ended = False, ""

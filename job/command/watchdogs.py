@@ -41,9 +41,7 @@ class StartWatch:
         self._idle_told = self._late_told = False
 
     def stuck(self, output_at: float, step_at: float) -> str:
-        """Why the command counts as stuck: for too long there was no output, step or file, and no GPU in use. Empty if
-        it is not stuck.
-        """
+        """Why the command counts as stuck: no output, step, file or use of a GPU for too long. Empty if it does not."""
         now = self._clock()
         quiet = now - max(self._began, output_at, step_at)
         if quiet < ALIVE_S and quiet < self._silence_s / 2:
@@ -90,9 +88,7 @@ class StartWatch:
         self._note(text)
 
     def _look_at_files(self) -> tuple[int, int]:
-        """A value that changes when the command writes a file. It does not depend on a clock, which somebody
-        may set.
-        """
+        """A value that changes when the command writes a file. It does not depend on a clock, which may be set."""
         count = times = 0
         for folder in self._folders:
             for _, look in self._own.files(folder):

@@ -51,9 +51,7 @@ class Node:
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str], now: float) -> Node:
-        """The node in the container's environment. If the environment names none: a node called `local` that starts
-        now.
-        """
+        """The node in the container's environment; if there is none, a node called `local` that starts now."""
         launched = epoch(variables.get(environment.LAUNCHED_AT, ""))
         return cls(
             instance=variables.get(environment.INSTANCE_ID, "local"),
@@ -68,9 +66,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat: the training's position, and the cost of attempt and run by then. None means that the figure was not
-    known then.
-    """
+    """A heartbeat: the training's position, and the cost of attempt and run by then. None: unknown at that time."""
 
     ts: str = ""  # UTC, ISO
     step: Step = 0

@@ -132,7 +132,5 @@ def has_one_writer(key: str) -> bool:
 
 
 def input_key(sha256: str, file: str = "") -> str:
-    """The key of an input's file, by the input's hash, so that runs share one object. Without `file`: the prefix of all
-    the input's files.
-    """
+    """The key of an input's file, by the input's hash, so that runs share it. Without `file`: the input's prefix."""
     return f"{INPUTS}/{sha256}/{file}"

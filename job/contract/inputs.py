@@ -124,9 +124,7 @@ def read_dataset(folder: Path, checks: Checks) -> DatasetManifest:
 
 
 def read_weights(folder: Path) -> WeightsManifest:
-    """The content of weights.json in `folder`. Raises ValueError if weights.json is missing or damaged, or a size
-    differs.
-    """
+    """The content of weights.json in `folder`. Raises ValueError if it is missing or damaged, or a size differs."""
 
     def manifest(fields: Fields, listed: tuple[InputFile, ...], own: InputFile) -> WeightsManifest:
         return WeightsManifest(sha256=own.sha256, files=(*listed, own))
@@ -139,9 +137,7 @@ def read_weights(folder: Path) -> WeightsManifest:
 
 
 def other_size(folder: Path, manifest: InputManifest) -> str | None:
-    """The first file that is missing or has another size than in the manifest; None if there is no such file. Nothing
-    is hashed.
-    """
+    """The first file that is missing or has another size than in the manifest, or None. Nothing is hashed."""
     for file in manifest.files:
         place = folder / file.name
         if not place.is_file() or place.stat().st_size != file.bytes:

@@ -69,9 +69,7 @@ def await_start(workdir: Path) -> int:
 
 @dataclass(frozen=True)
 class Stop(Message):
-    """Asks the trainer to end after the current step, and with `save` to save that step first. `ends`: no other start
-    follows.
-    """
+    """Asks the trainer to end after the current step; `save`: to save it first. `ends`: no other start follows."""
 
     FILE = workdir.STOP
     reason: str = "asked to"

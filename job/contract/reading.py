@@ -197,9 +197,7 @@ def moment(value: Any) -> float:
 
 
 def name(value: Any) -> str:
-    """A file's name below a folder; no part of the name leads out of that folder. Every name from outside passes this
-    one check.
-    """
+    """A file's name below a folder, out of which no part of it leads. Every name from outside is checked here."""
     path = text(value)
     parts = path.split("/")
     if any(part in ("", ".", "..") or len(part.encode()) > NAME_BYTES for part in parts) or not path.isprintable():

@@ -196,9 +196,7 @@ class Receipt:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Receipt:
-        """Reads the JSON object; raises DoubtError. Values that earlier versions lacked and no figure needs may be
-        absent.
-        """
+        """Reads the JSON object; raises DoubtError. Values that earlier versions lacked may be absent."""
         fields = Fields(tree)
         fields.schema(SCHEMA)
         usd, span, causes = (fields.section(key) for key in ("usd", "range_usd", "causes"))

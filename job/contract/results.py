@@ -27,9 +27,7 @@ _RUN_UNASKED = re.compile(
 
 
 def refusal(name: str) -> str:
-    """Why a file of this name is neither uploaded nor downloaded, as words after "whose name"; empty if such a file is
-    transferred.
-    """
+    """Why a file of this name is not transferred, as words after "whose name"; empty if it is."""
     try:
         reading.name(name)
     except reading.DoubtError as error:

@@ -258,9 +258,7 @@ class Means:
     before: Spent
 
     def when_over(self, newest: Spent | None) -> tuple[float, str]:
-        """The moment (epoch seconds) at which nothing is left, and the limit that sets this moment. `newest`: the
-        meter's last report.
-        """
+        """When (epoch seconds) nothing is left, and which limit causes that. `newest`: the meter's last report."""
         known = newest or self.before
         hours = min(self._hours_over(spent) for spent in (self.before, known))
         usd = known.at + float((self.terms.limits.max_usd - known.spent_usd) / self.usd_per_hour) * 3600

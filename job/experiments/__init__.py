@@ -1,6 +1,4 @@
-"""The ready-made jobs. gpufleet asks a job's config everything that it needs to know about the job; this table alone
-names the configs.
-"""
+"""The ready-made jobs. This table alone names their configs, of which gpufleet asks all that it must know of a job."""
 
 CONFIGS = {  # the module and the class of a job's parameters, by the job's name
     "tinystories-growth": "gpufleet.job.experiments.growth.spec:GrowthConfig",

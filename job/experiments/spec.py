@@ -141,9 +141,7 @@ def halves(whole: int) -> list[int]:
 
 
 def warmup_doubts(key: str, length: int, steps: int, rate: float, whole: str, instead: str) -> Iterator[str]:
-    """A warning if the warm-up optim.`key`, `length` steps long, is longer than the training itself: the `steps` of
-    `whole`.
-    """
+    """A warning if the warm-up optim.`key`, `length` steps, is longer than the training: `steps` of `whole`."""
     if length > steps > 0:
         yield (
             f"optim.{key} is {counted(length, 'step')}, {whole} {steps}: the learning rate never reaches"

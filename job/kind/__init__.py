@@ -38,9 +38,7 @@ class Kinds(Mapping[str, type[JobConfig]]):
 
 
 def _ready_made() -> Mapping[str, str]:
-    """The place (`module:Class`) of each ready-made job's config, by the job's name; empty if job/experiments/ is
-    missing.
-    """
+    """The place (`module:Class`) of each ready-made job's config, by its name; empty without job/experiments/."""
     try:
         places: Mapping[str, str] = named(_READY_MADE)
     except ModuleNotFoundError as error:

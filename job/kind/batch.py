@@ -18,9 +18,7 @@ def is_endless(config: JobConfig) -> bool:
 
 
 def launched(config: JobConfig, ranks: int) -> int:
-    """The number of processes that the supervisor starts for `ranks`: one for a user's own program, whose host starts
-    the ranks.
-    """
+    """The number of processes that the supervisor starts for `ranks`: for a user's program one, its host."""
     return 1 if config.processes == "own" else ranks
 
 

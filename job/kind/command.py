@@ -358,7 +358,7 @@ class CommandConfig(JobConfig):
 
     @property
     def demands(self) -> Demands:  # type: ignore[override]
-        """What the command needs from a node. A command with a set-up, or with `install` in its text, may install
+        """What the command needs from a node. A set-up, or `install` in its text, means that it may install
         packages.
         """
         return Demands(
@@ -419,7 +419,7 @@ class CommandConfig(JobConfig):
         save_steps: int | None = None,
         saves_on_stop: bool = False,
     ) -> CommandConfig:
-        """The config, in which a measured size replaces the declared one; the other values count only if nothing is
+        """The config, in which a measured size replaces the declared one; other values count only if none is
         declared.
         """
         if hours:
@@ -470,9 +470,7 @@ class CommandConfig(JobConfig):
         return (Rung(micro=1),)
 
     def ranks(self, gpu_count: int, nodes: int = 1) -> int:
-        """The number of GPUs that the command uses: as many as the file says, or all if the command starts a process
-        for each.
-        """
+        """The number of GPUs that the command uses: the declared one, or all if it starts a process for each."""
         several = any(word in self.command for word in LAUNCHERS) or any(
             stated.counts and stated.gpus and stated.gpus > 1 for stated in self._told_times()
         )
@@ -784,9 +782,7 @@ def unknown_placeholders(text: str, *, extra: bool = False) -> str:
 
 
 def filled(text: str, values: dict[str, str | int]) -> str:
-    """The text with the values of its placeholders, {step:06d} too; {{ and }} become braces. Unknown
-    placeholders stay.
-    """
+    """The text with its placeholders replaced, {step:06d} too; {{ and }} become braces. Unknown ones stay."""
 
     def replaced(match: re.Match[str]) -> str:
         if match[0] in ("{{", "}}"):

@@ -51,9 +51,7 @@ def hints(cls: type[Any]) -> dict[str, Any]:
 
 
 def unwrap(hint: Any) -> tuple[Any, bool]:
-    """The type without `| None`, and whether None is allowed. For a deadline, which has two types, it is the first of
-    them.
-    """
+    """The type without `| None`, and whether None is allowed. A deadline has two types: this is the first."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return next(arm for arm in typing.get_args(hint) if arm is not types.NoneType), True
     return hint, False

@@ -106,9 +106,7 @@ class Workload(ABC):
         return min(per_node * nodes, max(per_node, rows))
 
     def gpus_needed(self, there: int = 1) -> int:
-        """The least number of GPUs for the job on a node that has `there` GPUs; with `there` = 1, on any node; 0 for a
-        job on a CPU.
-        """
+        """The least number of GPUs for the job on a node that has `there`; if that is 1, on any node; 0 on a CPU."""
         return 0 if self.device == "cpu" else self.gpus or self.ranks(there)
 
     def products(self) -> str:

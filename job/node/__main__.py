@@ -247,9 +247,7 @@ class NodeRun:
         return fleet is not None
 
     def _means(self) -> Means:
-        """What the run may still spend, by the config that came from AWS: the training process may change the other
-        copy.
-        """
+        """What the run may still spend, by the config from AWS: the training process may change the other copy."""
         return self.others.means(terms.read(Fields(atomic.read_object(self.folder / RUN))))
 
     def _spent_before(self) -> tuple[Decimal, Decimal]:
@@ -450,9 +448,7 @@ class NodeRun:
         self._leave("interrupted")
 
     def _ask_again(self, name: str, pause_s: float) -> NoReturn:
-        """Ends this node because others were missing for too long. After a pause without bills, AWS launches all of
-        them again.
-        """
+        """Ends this node, because others were missing for too long. After a pause AWS launches all of them again."""
         pause, once = json.dumps({"pause_s": round(pause_s)}), ("--name", f"{self.settings.run}-{name}")
         begun = retry(3, lambda: self._start_machine("", pause, *once))
         then = f"AWS launches all again in {pause_s / 60:.0f} minutes" if begun else "its fleet launches nodes at once"
@@ -548,9 +544,7 @@ class NodeRun:
             return self._record(replace(self.record, exit=Exit(int(code), reason, self._noticed(), at)))
 
     def _mark_done(self, reason: str, detail: str) -> bool:
-        """Writes done.json, unless the supervisor has written it; sends the supervisor's file if only that could not be
-        sent.
-        """
+        """Writes done.json, unless the supervisor has written it; sends the supervisor's file if it was not sent."""
         if self._list() and DONE in self.keys:
             return True
         unsent = None if self.workdir is None else atomic.read_object(self.workdir / DONE)

@@ -108,9 +108,7 @@ def network(root: Path = Path("/")) -> list[str]:
 
 
 def capabilities(*needed: str) -> list[str]:
-    """The options that take all rights but `needed` from a container's processes, stop them from gaining any, and limit
-    their number.
-    """
+    """The options that take all rights but `needed` from a container, let it gain none, and limit its processes."""
     dropped = ["--cap-drop", "ALL", *(word for name in needed for word in ("--cap-add", name))]
     return [*dropped, "--security-opt", "no-new-privileges", "--pids-limit", str(PROCESSES)]
 

@@ -162,9 +162,7 @@ class HandOver(OneFleet):
                     self.look(spent)
 
     def look(self, spent: Spent) -> None:
-        """Moves the hour later if the run has trained since, and disables the switch while the run's limits do not pay
-        for it.
-        """
+        """Moves the hour later if the run has trained; disables the switch while the limits do not pay for it."""
         now = self._clock()
         if self._ended or spent.switch_at <= 0 or spent.trained_at <= self._trained_at or now < self._again_at:
             return

@@ -72,9 +72,7 @@ class Notices:
         self._briefly(lambda: self._send(event))
 
     def end(self, event: str) -> None:
-        """Sends the last message of the run, and disables the schedule that reports silence, because nothing has to
-        train any more.
-        """
+        """Sends the last message of the run, and disables the schedule that reports silence."""
         self._ended = True
         self._briefly(lambda: self._end(event))
 

@@ -120,9 +120,7 @@ def answer(*command: str) -> str | None:
 
 
 def complaint(seconds: int, *command: str) -> str | None:
-    """None if the command succeeds within `seconds`, else the reason, which may be empty. All output goes to the boot
-    log.
-    """
+    """None if the command succeeds within `seconds`, else the reason (maybe ""). Its output goes to the boot log."""
     result = ask(*bounded(seconds, *command))
     log(f"{result.out}\n" if result.out else "")
     if result.code == 0:

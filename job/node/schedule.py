@@ -36,9 +36,7 @@ class Schedule:
         self._known: dict[str, Any] | None = None
 
     def move(self, at: float, fleets: Sequence[str] = ()) -> bool:
-        """Moves the schedule to this moment (epoch seconds), for these `fleets` if any are given. Returns whether that
-        succeeded.
-        """
+        """Moves the schedule to this moment (epoch seconds), for `fleets` if given. Returns whether that succeeded."""
         changed: dict[str, Any] = {"ScheduleExpression": f"at({_hour(at)})"}
         if fleets and self._ask():
             request = json.dumps({"FleetIds": list(fleets), "TerminateInstances": True})

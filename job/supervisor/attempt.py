@@ -350,9 +350,7 @@ class Supervisor:
         self._end_if_stuck(now)
 
     def _end_if_lost(self) -> None:
-        """Ends the attempt at once if a GPU has fallen off the bus: the trainer cannot save, and the other
-        nodes wait.
-        """
+        """Ends the attempt at once if a GPU is off the bus: the trainer cannot save, and other nodes wait."""
         assert self._child is not None
         if not self.lost and (lost := self._lost()):
             self.lost = lost
@@ -401,8 +399,8 @@ class Supervisor:
         )
 
     def _leaving(self) -> Cause | None:
-        """Why and when this machine goes away; None as long as there is no sign that it will. Only this method checks
-        for a notice.
+        """Why and when this machine goes away; None without a sign that it will. Only this method checks for a
+        notice.
         """
         if (notice := self.world.metadata.notice) is not None:
             return Cause(reason="notice", deadline=notice)
@@ -471,9 +469,7 @@ class Supervisor:
             self._kill_at = now  # this job cannot be asked to save
 
     def _patience_s(self, now: float, needed: float) -> float:
-        """How long to wait for a trainer that knows of a limit: until a minute and the time of a checkpoint after the
-        limit.
-        """
+        """How long to wait for a trainer that knows of a limit: until a minute and a checkpoint's time after it."""
         most, stop_s = max(PATIENCE_S, 3 * needed), self.forecast.stop_s(self.progress.step, self.progress.step_s)
         return min(most, self._left_s(now, most) + PAST_S + stop_s)
 
@@ -643,9 +639,7 @@ class Supervisor:
                 pause = min(2 * pause, 60.0)
 
     def _write_receipt(self, done: ends.Done) -> None:
-        """Writes receipt.json, and the receipt as text into the log. If the bill cannot be compared, the run ends
-        without a receipt.
-        """
+        """Writes receipt.json, and its text into the log. If the bill cannot be compared, there is no receipt."""
         try:
             run, record = self.run_file, self.record.now
             own = count_node(run, replace(record, instance=self.node.instance), self.heartbeat())
@@ -663,9 +657,7 @@ class Supervisor:
         self.world.log.write((text + "\n").encode())
 
     def _objects(self) -> dict[str, int] | None:
-        """The bytes of the run's objects, by key; None if the store does not answer, because a receipt does not wait
-        for it.
-        """
+        """The bytes of the run's objects, by key; None if the store does not answer: a receipt does not wait."""
         try:
             return {entry.key: entry.bytes for entry in self.store.entries("")}
         except StoreError:
@@ -705,9 +697,7 @@ class Supervisor:
             self._beat()
 
     def _note(self, cause: Cause, now: float) -> None:
-        """Records the interruption at once: otherwise a machine that AWS takes during its last upload would seem to
-        have crashed.
-        """
+        """Records the interruption at once: a machine that is taken during its last upload must not look crashed."""
         self.record.update(exit=attempts.interruption(cause, now))
         self._beat()
 

@@ -134,8 +134,8 @@ def read_ended(
 def read_before(
     store: Store, run: RunFile, own: Node, opened: Callable[[str], Store] = open_store
 ) -> tuple[Decimal, Decimal]:
-    """USD and seconds that the stages before this one have spent. Raises StoreError; Raises DoubtError if one of their
-    records is damaged.
+    """USD and seconds that the stages before this one have spent. Raises StoreError; DoubtError for a damaged
+    record.
     """
     usd, seconds = Decimal(0), Decimal(0)
     for stage in run.before:

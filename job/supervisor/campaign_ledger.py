@@ -158,9 +158,7 @@ class LedgerObject:
         raise lost or StoreError(f"{NAME} has changed {TRIES} times in a row; try again")
 
     def _read(self) -> tuple[CampaignLedger, str]:
-        """The ledger, and an etag that is not newer: if the object changes in between, a put with this etag is
-        refused.
-        """
+        """The ledger, and an etag that is not newer: if the object changes in between, a put with it is refused."""
         etags = [entry.etag for entry in self.store.entries(NAME) if entry.key == NAME]
         content = self.store.get_bytes(NAME)
         if not etags or content is None:

@@ -53,16 +53,12 @@ class JobLog:
 
 
 def _open_no_link(path: str, flags: int) -> int:
-    """Opens a file, but no link: by a link the training process could redirect the log into other files of this
-    process.
-    """
+    """Opens a file, but no link: by one the training process could redirect the log into other files."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o644)
 
 
 class TrainerProcess(Protocol):
-    """A training process, wherever it runs. `kill` ends the process and everything that it started, and never waits
-    long.
-    """
+    """A training process, wherever it runs. `kill` ends it and everything that it started, and never waits long."""
 
     @property
     def stdout(self) -> IO[bytes]: ...
@@ -129,9 +125,7 @@ class Child:
         Start(rung=rung).write(self._waits.parent)
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while the trainer runs. Once there is a code, no process of the
-        trainer is left.
-        """
+        """The exit code, negative for a signal; None while the trainer runs. With a code, no process of it is left."""
         code = self._process.poll()
         if code is None and self._killed:
             return -signal.SIGKILL
@@ -248,8 +242,8 @@ class MetricsFollower:
         return median(self._step_s) if self._step_s else None
 
     def quiet_limit_s(self) -> float:
-        """How long silence is normal: 20 median gaps between records, at least 15 minutes, and at most 30 minutes or 3
-        such gaps.
+        """How long silence is normal: 20 median gaps between records, but at least 15 and at most 30 minutes
+        or 3 gaps.
         """
         if not self._gaps:
             return FIRST_SIGN_S

@@ -81,9 +81,7 @@ class Forecast:
         return max(1.0, (step_s or 0.0) / predicted_s) if predicted_s else 1.0
 
     def stop_s(self, step: int, step_s: float | None) -> float:
-        """Seconds from the request to the published manifest, at `step`, with `step_s` per step (None: as in
-        the bill).
-        """
+        """Seconds from the request to the published manifest, at `step`, with `step_s` per step (None: the bill's)."""
         index = self.phase(step)
         name, size = self._phases[index].name, self._config.sizes().checkpoints[index]
         predicted_s = self._step_s.get(name, 0.0)

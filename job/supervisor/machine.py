@@ -1,5 +1,5 @@
-"""Finds this node's GPUs, driver and versions, for the node's record. The module does not import torch, which takes
-seconds and memory.
+"""Finds this node's GPUs, driver and versions, for its record, without torch, which takes seconds and memory
+to import.
 """
 
 from __future__ import annotations

@@ -112,9 +112,7 @@ class GangMember(Supervisor):
         """Does nothing: the checkpoint is known only when a generation begins."""
 
     def _begin_from(self, origin: CheckpointPlace | None) -> bool:
-        """Makes `origin` the only checkpoint on this disk; with None, removes all. Returns False if `origin` does not
-        verify.
-        """
+        """Makes `origin` the only checkpoint on this disk; None removes all. Returns False if it does not verify."""
         steps, folder = [commit.step for commit in commits(self.workdir)], self.workdir / CHECKPOINTS
         if origin is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -478,9 +476,7 @@ class GangMember(Supervisor):
         return super()._drain(until) if self.pulse.leads or self.leads or self._leaves_parts else True
 
     def _waits_in_vain(self) -> bool:
-        """Whether this node waits for parts that cannot come any more, because their nodes are gone or have sent all
-        that they have.
-        """
+        """Whether this node waits for parts that cannot come: their nodes are gone or have sent all that they have."""
         there, number = self.watch.view.alive, self.fence.generation
         members = self.generation.members if self.generation is not None else ()
         missing = [there.get(members[rank]) if members else None for rank in self.uploader.lacking]
@@ -538,9 +534,7 @@ class GangMember(Supervisor):
         return code
 
     def _write_receipt(self, done: ends.Done) -> None:
-        """Writes the receipt. Nodes that still exist do not count as lost: they leave when they read that the run has
-        ended.
-        """
+        """Writes the receipt. Nodes that still exist do not count as lost: they leave when they read of the end."""
         there, ending = self.watch.view.alive, Exit(AttemptExit.FINISHED, done.reason, at=done.at)
         self.others.attempts = [
             replace(attempt, record=replace(attempt.record, exit=ending))

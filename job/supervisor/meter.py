@@ -71,9 +71,7 @@ class Meter:
         return hours(total) * (self.rates.ceiling + self.rates.extras), total
 
     def _others_spent(self, now: float) -> tuple[Decimal, Decimal]:
-        """The spending of the other nodes. While the store is down, these nodes count as running, and training
-        continues.
-        """
+        """The spending of the other nodes. While the store is down, they count as running, and training continues."""
         usd, seconds, read_at = self._others
         more, more_s = self._most_of_peers(max(0.0, now - read_at - GONE_S) if read_at is not None else 0.0)
         return usd + more.quantize(CENT_100), seconds + more_s

@@ -21,9 +21,7 @@ T = TypeVar("T")
 
 
 class Lookout:
-    """One node's view of the others. `look` asks the store, in its own thread (LookoutThread); the other methods use
-    what it saw.
-    """
+    """One node's view of the others. `look` asks the store in a thread; the other methods use what it saw."""
 
     def __init__(self, store: Store, own: Presence, clock: Callable[[], float], say: Callable[[str], None]) -> None:
         self._store, self._clock, self._say = store, clock, say
@@ -37,9 +35,7 @@ class Lookout:
         self._took: deque[float] = deque(maxlen=SLOW_LOOKS)  # seconds that the last looks took
 
     def tell(self, **news: Any) -> None:
-        """Changes what this node reports about itself. `view` has the change at once, the other nodes after the next
-        look.
-        """
+        """Changes what this node reports about itself: at once in `view`, to other nodes with the next look."""
         with self._lock:
             changed = replace(self._own, **news)
             if changed != self._own:

@@ -276,9 +276,7 @@ class Publisher:
         return tuple(inputs.files(Fields(reading.parse(content))) for content in lists)
 
     def _send_all(self, commit: Commit) -> dict[str, str]:
-        """Sends the commit's files, except those that arrived in an earlier try. Returns the sha256 of all files by
-        name.
-        """
+        """Sends the commit's files, except those that arrived earlier. Returns the sha256 of all files by name."""
         paths = {name: self._path(commit) / name for name, _ in commit.files}
         written = {name: self._own.stat(path).st_mtime_ns for name, path in paths.items()}
         there = {entry.key for entry in self._store.entries(CheckpointPlace(commit.step).prefix)}
@@ -372,9 +370,7 @@ class Publisher:
             self._reading.release()
 
     def exported(self) -> list[Path]:
-        """Files of complete exports (meta.json is written last) that the store lacks, or of which it has an older
-        version.
-        """
+        """Files of complete exports (meta.json is written last) that the store lacks, or has in an older version."""
         folders = [meta.parent for meta in sorted((self._workdir / EXPORTS).glob("*/meta.json"))]
         return [path for folder in folders for path in _files(folder) if not self._is_sent(path)]
 
@@ -398,9 +394,7 @@ class Publisher:
         self.metrics()
 
     def _hand_on(self) -> None:
-        """Lists the outputs of a stage, so that later stages can verify them. Later stages begin only after
-        this one.
-        """
+        """Lists the outputs of a stage, so that later stages, which begin only after it, can verify them."""
         folder = self._workdir / FINAL
         files = [
             {"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": self._hash(path)}

@@ -37,9 +37,7 @@ TRIES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """The source and the target of files. The caller's thread calls `check` often; `check` may raise to abandon the
-    work.
-    """
+    """The source and the target of files. The caller's thread calls `check` often, which may raise to stop."""
 
     store: Store
     run: RunFile
@@ -191,9 +189,7 @@ def _reject(stage: Stage, place: CheckpointPlace, why: str) -> None:
 
 
 def best_too(stage: Stage, newest: CheckpointPlace) -> bool:
-    """Downloads the best checkpoint beside a newer one, for a job that exports it. Returns False if the best checkpoint
-    is lost.
-    """
+    """Downloads the best checkpoint beside a newer one, for a job that exports it. Returns False if it is lost."""
     if not stage.run.config.delivers_best:
         return True
     best = Best.from_bytes(retried(stage, lambda: stage.store.get_bytes(BEST), BEST))
@@ -218,9 +214,7 @@ def _sizes(stage: Stage) -> dict[str, int]:
 
 
 def _fit(stage: Stage, place: CheckpointPlace, sizes: dict[str, int]) -> Manifest:
-    """The manifest at `place`. Raises DoubtError if the run must not resume from it, as far as that shows without a
-    download.
-    """
+    """The manifest at `place`. Raises DoubtError if it shows, without a download, that no resume is possible."""
     content = retried(stage, lambda: stage.store.get_bytes(place.manifest), place.manifest)
     manifest = Manifest.from_json(reading.parse(content or b""), place.generation)
     if manifest.place != place:

@@ -42,9 +42,7 @@ class RefusedError(StoreError):
 
 
 class TakenError(StoreError):
-    """A put found another object than its condition allows, or somebody else is putting an object there at
-    this moment.
-    """
+    """A put found another object than its condition allows, or somebody is putting an object there right now."""
 
 
 class SupersededError(StoreError):
@@ -189,9 +187,7 @@ def _etag(path: Path) -> str:
 
 
 class S3Store:
-    """A store below a prefix of a bucket. Large files go in parallel parts; `cancel` gives up the parts not
-    yet sent.
-    """
+    """A store below a prefix of a bucket. Large files go in parallel parts; `cancel` gives up those not sent."""
 
     def __init__(self, uri: str, client: Any = None) -> None:
         from boto3.s3.transfer import TransferConfig, create_transfer_manager
@@ -284,8 +280,8 @@ class S3Store:
 
     @contextmanager
     def _told_apart(self, key: str) -> Iterator[None]:
-        """Distinguishes a missing object from a refusal by a listing: if only a prefix may be listed, the answer is 403
-        for both.
+        """Distinguishes a missing object from a refusal by a listing: the answer is 403 for both if only that is
+        allowed.
         """
         try:
             yield

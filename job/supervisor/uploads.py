@@ -152,9 +152,7 @@ class Pulse:
         self._running: Future[None] | None = None
 
     def beat(self, beat: Beat) -> None:
-        """Adds a heartbeat and sends it; if the last sending is still under way, the next one includes this
-        heartbeat.
-        """
+        """Adds a heartbeat and sends it; if the last sending is still under way, the next one includes it."""
         self._beats.append(json.dumps(beat.to_json(), sort_keys=True))
         if self._running is not None:
             if not self._running.done():

@@ -168,18 +168,14 @@ def written(kind: str, handler: ResourceHandler, aws: Aws, resource_id: str, inp
 
 
 def expected(handler: ResourceHandler, old: Properties, new: Properties) -> Properties:
-    """The properties that a preview may promise: the inputs, and computed properties that the change does not
-    affect.
-    """
+    """The properties that a preview may promise: the inputs, and computed ones that the change does not affect."""
     keep = handler.computed - handler.volatile
     unknown = dict.fromkeys(handler.computed, UNKNOWN)
     return {**unknown, **{key: value for key, value in old.items() if key in keep}, **new}
 
 
 def shaped(live: Any, like: Any) -> Any:
-    """The part of `live` whose keys `like` has. AWS's answer has more properties than the inputs, in another
-    spelling.
-    """
+    """The part of `live` whose keys `like` has. AWS's answer has more properties, in another spelling."""
     if isinstance(like, Mapping) and isinstance(live, Mapping):
         return {key: shaped(live[key], like[key]) for key in like if live.get(key) is not None}
     if isinstance(like, list) and isinstance(live, list) and len(like) == len(live):

@@ -132,9 +132,7 @@ def _printed(argv: list[str], options: argparse.Namespace, record: Path | None =
 
 
 def pull(words: list[str]) -> int:
-    """Notes only the image's name, because 15 GB are too much for a laptop. Fails if a registry would refuse
-    the image.
-    """
+    """Notes only the image's name: 15 GB are too much for a laptop. Fails if a registry would refuse the image."""
     name = words[-1]
     if not re.fullmatch(r"[a-z0-9][a-z0-9._/:-]*(:[\w.-]+)?@sha256:[0-9a-f]{64}", name):
         print(f"docker: {name} names no digest", file=sys.stderr)

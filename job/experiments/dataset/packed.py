@@ -126,9 +126,7 @@ def prepare_packed(
 
 
 def cut(rendered: Rendered, loss_on: str, longest: int) -> Example:
-    """The first `longest` tokens, and which of them the loss counts. It never counts the first token, which nothing
-    predicts.
-    """
+    """The first `longest` tokens, and which of them the loss counts: never the first, which nothing predicts."""
     tokens = np.array(rendered.tokens[:longest], dtype=np.uint32)
     counted = np.array(rendered.answered if loss_on == "response" else rendered.left, dtype=np.bool_)[:longest]
     counted ^= loss_on == "all"  # everything except excluded answers

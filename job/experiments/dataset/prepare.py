@@ -38,9 +38,7 @@ BATCH = 1000  # stories tokenised at once
 
 
 def read_manifest(folder: Path) -> DatasetManifest:
-    """The content of dataset.json in `folder`. Raises ValueError if dataset.json is missing or damaged. No other file
-    is hashed.
-    """
+    """The content of dataset.json in `folder`. Raises ValueError if it is missing or damaged. Hashes no other file."""
     return inputs.read_dataset(folder, FACTS)
 
 
@@ -118,9 +116,7 @@ def describe(manifest: DatasetManifest) -> str:
 
 
 def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[[str], None]) -> DatasetManifest:
-    """Fills a temporary folder, writes dataset.json from the fields that `fill` returns, and moves the folder to its
-    place.
-    """
+    """Fills a temporary folder, writes dataset.json from the fields of `fill`, and moves the folder to its place."""
     place = folder.resolve()  # a link stays a link, perhaps to a larger disk
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as scratch:

@@ -146,9 +146,7 @@ class FileTokenizer:
         return {"tokenizer.json": self._content}
 
     def special(self, name: str) -> int:
-        """The special token's id. Raises ValueError if the tokenizer lacks the token, because it belongs to another
-        family.
-        """
+        """The special token's id. Raises ValueError if the tokenizer lacks it, because it is another family's."""
         token_id = self._bpe.token_to_id(name)
         if token_id is None:
             raise ValueError(f"{self.file}: no token {name}, which the chat template needs; is model.family right?")
@@ -215,9 +213,7 @@ def open_chat_tokenizer(kind: str, folder: Path) -> ChatTokenizer:
 
 
 class Rendered(NamedTuple):
-    """A conversation in ids; the places of answers to learn (with their closing token), and of answers that the loss
-    excludes.
-    """
+    """A conversation in ids; the places of answers to learn (with their end), and of those that the loss excludes."""
 
     tokens: list[int]
     answered: list[bool]

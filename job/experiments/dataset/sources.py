@@ -122,9 +122,7 @@ Named = tuple[Tokenizer, str, str]  # tokenizer, kind, id
 
 
 class Source(Protocol):
-    """At least two stories, and their tokenizer. Reading stories and choosing the tokenizer may download, and raise
-    ValueError.
-    """
+    """At least two stories, and their tokenizer. Both methods may download, and raise ValueError."""
 
     @property
     def name(self) -> str: ...
@@ -164,9 +162,7 @@ class TextTokenizer:
     say: Callable[[str], None] = field(default=lambda line: None)
 
     def choose(self) -> Named:
-        """The tokenizer; raises ValueError if the tokenizer or its package is not available, or if the user's file is
-        not GPT-2's.
-        """
+        """The tokenizer. Raises ValueError if it or its package is missing, or if the user's file is not GPT-2's."""
         if self.file is not None:
             return self._gpt2(self.file)
         if self.model_vocab < GPT2_VOCAB:

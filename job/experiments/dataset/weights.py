@@ -112,9 +112,7 @@ def check(folder: Path) -> dict[str, Stored]:
 
 
 def left_out(folder: Path) -> dict[str, int]:
-    """The bytes of everything that `paths` omits, by the names at the top of the folder; a folder's name ends with a
-    slash.
-    """
+    """The bytes of everything that `paths` omits, by the names at the folder's top; folders end with a slash."""
     taken, sizes = set(paths(folder)), dict[str, int]()
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path not in taken and not _hidden(path, folder):

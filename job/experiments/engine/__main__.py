@@ -133,7 +133,7 @@ class WorkdirBusyError(Exception):
 
 @contextmanager
 def workdir_lock(workdir: Path) -> Iterator[None]:
-    """Within the block no other trainer starts in this folder. A node's first rank holds the lock for all ranks. Raises
+    """Within the block no other trainer starts in this folder: a node's first rank locks it. Raises
     WorkdirBusyError.
     """
     if not parallel.expected().first_here:

@@ -25,9 +25,7 @@ class Stall:
         self._busy, self._blocked_s, self._beside = True, blocked_s, [0.0, 0]
 
     def see(self, step_s: float | None, steps: int, *, busy: bool) -> None:
-        """Notes the end of `steps` steps, each of which took `step_s` (None: not timed). `busy`: a save is on
-        its way.
-        """
+        """Notes the end of `steps` steps of `step_s` each (None: not timed). `busy`: a save is being written."""
         stretch = self._beside if self._busy else self._alone
         stretch[0] += steps * (step_s or 0.0)
         stretch[1] += steps
@@ -52,9 +50,7 @@ class Cadence:
     """
 
     def __init__(self, session: Session, *, improvements: bool, event: Callable[[str], None]) -> None:
-        """`improvements`: whether improvements are saved. `event` gets a line with the reason for each improvement that
-        is not saved.
-        """
+        """`improvements`: whether improvements are saved. `event` gets a line for each one that is not saved."""
         self._session, self._improvements, self._event = session, improvements, event
         self._keeps_best = session.config.delivers_best
         self._phase = ""

@@ -117,9 +117,7 @@ class Checkpoints:
         hand_on((tensor for tensors in state.values() for tensor in tensors.values()), self._world)
 
     def prepare(self, state: State) -> None:
-        """Allocates host memory for saves of `state` while training goes on, so that the first save does not
-        have to.
-        """
+        """Allocates host memory for saves of `state` while training goes on, which spares the first save the wait."""
         if self._world.is_saving:
             self._room = self._thread.submit(self._make_copies, state)
 
@@ -250,9 +248,7 @@ class Checkpoints:
 
 
 def all_finite(state: State) -> Tensor:
-    """Whether all numbers of this rank's part are finite: a scalar bool on the rank's device. Nothing waits for the
-    result here.
-    """
+    """Whether all numbers of this rank's part are finite: a scalar bool on the device. Nothing waits for it here."""
     parts = [local(tensor) for tensors in state.values() for tensor in tensors.values()]
     ends = [end for part in parts if part.is_floating_point() and part.numel() for end in part.aminmax()]
     return torch.stack([end.float() for end in ends]).isfinite().all()  # a NaN is both minimum and maximum

@@ -72,9 +72,7 @@ class Committed:
         atomic.sync_folder(self._folder)  # a run on the user's own machine resumes from its disk
 
     def evaluated(self, step: int, val_loss: float) -> None:
-        """Adds to the checkpoint of `step` a validation loss that was not known when the checkpoint was saved. Raises
-        OSError.
-        """
+        """Adds to the checkpoint of `step` a validation loss that became known after the save. Raises OSError."""
         for checkpoint in self:
             if checkpoint.step == step:
                 atomic.write_json(checkpoint.path / COMMIT, replace(checkpoint.commit, val_loss=val_loss).to_json())

@@ -32,9 +32,7 @@ HIT, MISS, UNCACHEABLE = "fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cac
 
 
 class CompileCache:
-    """The compiled graphs of one phase. Make this object before the phase's first step, because it loads an earlier
-    start's graphs.
-    """
+    """The compiled graphs of one phase. Make this object before the first step: it loads an earlier start's graphs."""
 
     def __init__(self, session: Session, phase: Phase, rung: Rung) -> None:
         self._session, self._phase = session, phase

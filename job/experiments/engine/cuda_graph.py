@@ -92,9 +92,7 @@ class RecordedPasses:
         return self._replay is not None
 
     def run(self, passes: Passes, micros: Sequence[Micro]) -> StepSums:
-        """The sums of `passes` over `micros`. The parameters, which must have no gradients before, have those of this
-        step afterwards.
-        """
+        """The sums of `passes` over `micros`. The parameters have no gradients before, and this step's afterwards."""
         if (shapes := [_shape(micro) for micro in micros]) != self._shapes:
             self.drop()
             self._shapes, self._launched, self._refused = shapes, 0, False

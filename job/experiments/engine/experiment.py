@@ -78,9 +78,7 @@ class Work(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The weights after `step` steps. `val_loss`: the loss of exactly these weights, None if they were not
-    evaluated.
-    """
+    """The weights after `step` steps. `val_loss`: the loss of exactly these weights; None if not evaluated."""
 
     step: int
     val_loss: float | None

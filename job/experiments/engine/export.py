@@ -31,9 +31,7 @@ def export(folder: Path, module: nn.Module, meta: dict[str, Any]) -> None:
 
 
 def begin(folder: Path) -> None:
-    """Makes room for an export. Removes meta.json first: new weights must never lie beside the meta file of
-    old ones.
-    """
+    """Makes room for an export. Removes meta.json first: new weights must never lie beside an old meta file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / META).unlink(missing_ok=True)
 

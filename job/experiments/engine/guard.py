@@ -80,9 +80,7 @@ class SpikeGuard:
         return self._above >= self._config.in_a_row
 
     def judge(self, val_loss: float | None, step: int) -> str | None:
-        """A line that says that the losses are no divergence; None if it is too early to tell. Raises
-        LossSpikeError.
-        """
+        """A line that says that the losses are no divergence; None if it is too early. Raises LossSpikeError."""
         assert self._level is not None
         newest = self._window[-1]
         seen = (

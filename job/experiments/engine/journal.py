@@ -204,9 +204,7 @@ FLUSH_S = 30
 
 
 class Scalars:
-    """The event file of this start; TensorBoard hides what an earlier start wrote beyond `step`. Raises ValueError
-    without tensorboard.
-    """
+    """The event file of this start; it hides what earlier starts wrote beyond `step`. Raises ValueError."""
 
     def __init__(self, workdir: Path, step: int) -> None:
         try:

@@ -79,8 +79,8 @@ class Loop:
         return read_manifest(self.session.data)  # only a training job asks this: others may have no dataset
 
     def run(self) -> bool:
-        """Trains to the end. Returns False if training diverged; another loop must then resume from the checkpoint
-        before.
+        """Trains to the end. Returns False if training diverged: another loop must resume from an earlier
+        checkpoint.
         """
         try:
             with device.settings(self.session.device):

@@ -36,9 +36,7 @@ class Moments(Protocol):
 
 
 def make(groups: Iterable[dict[str, Any]], config: Moments, *, seed: int) -> Optimizer:
-    """The optimizer for the parameters of `groups`, chosen by their dtype. Its moments exist from the start,
-    as zeros.
-    """
+    """The optimizer for the parameters of `groups`, chosen by their dtype. Its moments exist at once, as zeros."""
     groups = [group for group in groups if group["params"]]
     betas = (config.betas[0], config.betas[1])
     dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
@@ -214,7 +212,5 @@ def _key(seed: int, step: int, index: int) -> int:
 
 
 def parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All parameters that the optimizer updates. Walking through the module would take the host longer, at
-    every step.
-    """
+    """All parameters that the optimizer updates. Walking through the module at every step would take longer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

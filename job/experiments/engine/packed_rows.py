@@ -60,9 +60,7 @@ class PackedBatches:
         self._order = lru_cache(maxsize=2)(order)
 
     def steps(self, per_step: int, epochs: int) -> int:
-        """Optimizer steps that visit every row `epochs` times. A step may reach into the next epoch; the last one may
-        be smaller.
-        """
+        """Optimizer steps that visit every row `epochs` times. A step may span two epochs; the last may be smaller."""
         return math.ceil(epochs * len(self.splits["train"]) / per_step)
 
     def step(self, seed: int, step: int, per_step: int, epochs: int) -> Ids:

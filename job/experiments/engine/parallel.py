@@ -150,9 +150,7 @@ def join(kind: str) -> World:
 
 
 def meet(kind: str, *, local_rank: int, nodes: int = 1) -> World:
-    """The world of the default process group, which must exist: equally many ranks on each node, the ranks of node 0
-    first.
-    """
+    """The world of the existing default process group: equally many ranks per node, node 0's ranks first."""
     rank, size = dist.get_rank(), dist.get_world_size()
     here = size // nodes
     shape, names = ((size,), None) if nodes == 1 else ((nodes, here), ("node", "gpu"))
@@ -244,9 +242,7 @@ def replicate(module: nn.Module, world: World) -> nn.Module:
 
 
 def reduce(parameters: Iterable[nn.Parameter], world: World) -> None:
-    """Sums the gradients of replicated parameters over ranks, with one message per dtype; FSDP2 has summed those of its
-    parameters.
-    """
+    """Sums the gradients of replicated parameters over ranks, one message per dtype; FSDP2 has summed its own."""
     if world.size == 1:
         return
     gradients: dict[torch.dtype, list[Tensor]] = {}
@@ -266,9 +262,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def gather(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Whole tensors in host memory on rank 0, gathered one at a time; an empty result on other ranks. Every rank calls
-    it.
-    """
+    """Whole tensors in host memory on rank 0, gathered one by one; empty on other ranks. Every rank calls it."""
     whole = {}
     for name, tensor in tensors.items():
         full = full_tensor(tensor)

@@ -177,9 +177,7 @@ def _limited(give_up: Callable[[], None]) -> Iterator[None]:
 
 
 def parse_clocks(answer: Sequence[Sequence[str]]) -> tuple[int | None, int | None, bool | None]:
-    """(MHz now, MHz at most, slowed down by the hardware) from nvidia-smi's answer; None for a value that the answer
-    lacks.
-    """
+    """(MHz now, MHz at most, slowed down by the hardware) from nvidia-smi's answer; None if a value is missing."""
     words = answer[0] if answer else ()
     if len(words) != 4:
         return None, None, None

@@ -67,9 +67,7 @@ def _passes(
     step: int | None = None,
     before_exchange: Callable[[], None] = lambda: None,
 ) -> StepSums:
-    """Forward and backward over this rank's micro-batches, whose gradients are summed. `step` None: the module draws no
-    random numbers.
-    """
+    """Forward and backward over this rank's micro-batches; sums gradients. `step` None: no random numbers are drawn."""
     loss: Tensor | None = None
     aux: dict[str, Tensor] = {}
     session = experiment.session
@@ -131,9 +129,7 @@ def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) ->
 def recorded(
     opt: Optimizer, device: torch.device, say: Callable[[str], None], *, wanted: bool = True
 ) -> Iterator[RecordedPasses | None]:
-    """Within the block a phase's passes run as a CUDA graph, if wanted and on CUDA. After the block the graph's memory
-    is free.
-    """
+    """Within the block a phase's passes run as a CUDA graph, if wanted and on CUDA; afterwards its memory is free."""
     if device.type != "cuda" or not wanted:
         yield None
         return

@@ -184,9 +184,7 @@ def compare(old: Growth, new: Growth, probe_BT: Tensor) -> Difference:
 
 
 def round_trip(module: Growth, path: Path) -> bool:
-    """Saves the weights, reads them back into the module tensor by tensor, and returns whether every bit is
-    the same.
-    """
+    """Saves the weights, reads them back tensor by tensor, and returns whether every bit is the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
     state = module.state_dict()
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
@@ -304,9 +302,7 @@ def flipped(old: ExpertChoice, new: ExpertChoice) -> Tensor:
 
 
 def tied(layers: list[tuple[ExpertChoice, ExpertChoice]], limit: float) -> bool:
-    """Whether the first layer that routes differently does so only where its logits tie; differences in later layers
-    follow from that.
-    """
+    """Whether the first layer that routes differently does so only where its logits tie; later layers follow it."""
     for old, new in layers:
         flipped_N = flipped(old, new)
         if flipped_N.any():

@@ -20,9 +20,7 @@ State = dict[str, Tensor]
 
 
 def grow(config: GrowthConfig, phase_index: int, state: State, generator: torch.Generator) -> State:
-    """The starting weights of phase `phase_index`, from the end of the phase before: 1 adds experts, 2 width and
-    layers.
-    """
+    """The starting weights of a phase, from the end of the phase before: 1 adds experts, 2 width and layers."""
     model = config.model
     if phase_index == 1:
         return upcycle(state, experts=model.experts, router_std=model.router_std, generator=generator)

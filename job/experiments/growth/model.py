@@ -84,9 +84,7 @@ def build(
 def load(
     config: GrowthConfig, phase_index: int, state: dict[str, Tensor], *, device: torch.device | str = "cpu"
 ) -> Growth:
-    """A model with `state`'s own tensors (moved to `device`, dtype kept). Raises ValueError if the tensors do
-    not fit.
-    """
+    """A model with `state`'s own tensors (moved to `device`, dtype kept). Raises ValueError if they do not fit."""
     module = build(config, phase_index, device="meta")
     try:
         module.load_state_dict({name: tensor.to(device) for name, tensor in state.items()}, assign=True)

@@ -33,9 +33,7 @@ PROBE = 8  # windows of held-out text on which old and new model must agree
 
 
 class TinystoriesGrowth(Experiment):
-    """The experiment with the methods that the training loop calls. It runs in one process: its ladder splits the
-    batch, not the model.
-    """
+    """The experiment for the training loop, in one process: its ladder splits the batch, not the model."""
 
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, GrowthConfig)
@@ -51,9 +49,7 @@ class TinystoriesGrowth(Experiment):
         self.probe_BT = next(iter(self.dataset.fixed(PROBE, PROBE, session.world).micros)).inputs[0]
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
-        """Fresh weights, or grown and verified weights. Raises GrowthCheckFailed; its numbers are in
-        growth_report.json.
-        """
+        """Fresh weights, or grown and verified ones. Raises GrowthCheckFailed; growth_report.json has the numbers."""
         device = self.session.device.torch
         self._announce(phase)
         if previous is None:

@@ -134,8 +134,8 @@ class Kernel(Experiment):
             stages.candidates(self, module, phase)
 
     def finish(self) -> None:
-        """Writes weights, candidates, verdicts and results; in the part `train`, the files that the part `judge` needs.
-        Raises Stopped.
+        """Writes weights, candidates, verdicts and results; as part `train`, the input of part `judge`. Raises
+        Stopped.
         """
         assert self.module is not None
         digest = stages.deliver(self, self.module)
@@ -158,9 +158,7 @@ class Kernel(Experiment):
             tuning.leave(self.session, self.manifest, self.config, self.module, meta)
 
     def _epoch(self, epoch: int, rates: dict[str, float], begun: int) -> Ids:
-        """The epoch's rows in order; with pass rates, the rows after the `begun` rows that were drawn before the rates
-        were known.
-        """
+        """The epoch's rows in order; with pass rates, those after the `begun` rows that were drawn without them."""
         weight = [float(np.mean(curriculum.weights(tasks, rates))) for tasks in self.row_tasks]
         if not rates or len(set(weight)) == 1:  # all rows weigh the same, as without a curriculum
             return order(self.config.seed, epoch, self.rows)

@@ -65,8 +65,8 @@ class KernelRun(Protocol):
 
 
 def deliver(kernel: KernelRun, module: Decoder) -> str:
-    """Writes the weights of the last phase to final/; returns their sha256, on the first rank. Raises Stopped between
-    two tensors.
+    """Writes the last phase's weights to final/; the first rank returns their sha256. Raises Stopped between
+    tensors.
     """
     session, phase = kernel.session, kernel.phases[-1]
     tensors = tuning.gathered(session, module)
@@ -197,9 +197,7 @@ def _generate_share(
 
 @torch.no_grad()
 def _as_kept(kernel: KernelRun, module: Decoder) -> Decoder:
-    """A whole decoder on this rank's device, in the compute dtype, with the weights of `module` rounded like those in
-    final/.
-    """
+    """A whole decoder on this rank's device, in the compute dtype, with weights rounded like those in final/."""
     compute = DTYPES[kernel.config.precision.compute]
     model = decoder.build(kernel.config.model, compute=compute, dtype=compute, device=kernel.session.device.torch)
     for name, parameter in module.named_parameters():
@@ -230,9 +228,7 @@ def _generate(kernel: KernelRun, model: Decoder, wanted: list[Pair], salt: str, 
 
 
 def _by_the_first(session: Session, act: Callable[[], T]) -> T | None:
-    """The result of `act` on rank 0, while the other ranks wait; None on the others. Raises Stopped on all ranks if
-    `act` is stopped.
-    """
+    """The result of `act` on rank 0, for which other ranks wait; None on them. Raises Stopped on all ranks."""
     outcome: T | None = None
     stopped: tuple[str, bool] | None = None
     if session.world.first:
@@ -274,9 +270,7 @@ def _verified(session: Session, config: KernelConfig, made: Made) -> dict[str, l
 
 @contextmanager
 def _judge(session: Session, config: KernelConfig) -> Iterator[Judge]:
-    """A judge that has been tried on this machine. If the trial fails, another machine goes on, and this machine leaves
-    no verdicts.
-    """
+    """A judge that has been tried on this machine. If the trial fails, another machine judges the candidates."""
     gpus = torch.cuda.device_count() if session.device.is_cuda else 0
     with _workers(session) as workers:
         judge = Judge(config.funnel, config.seed, workers, gpus=gpus)

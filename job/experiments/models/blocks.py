@@ -125,9 +125,7 @@ class Linear(nn.Linear):
 
 
 def fused_linear(x: Tensor, *layers: Linear) -> Tensor:
-    """The results of several layers for the same x, one behind the other, by one product: the host launches fewer
-    kernels.
-    """
+    """The results of several layers for the same x, one behind the other, by one product: fewer kernels to launch."""
     weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
     return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
 

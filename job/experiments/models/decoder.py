@@ -196,9 +196,7 @@ class Decoder(Checkpointed):
         return Layout(cos, sin, mask_RTT[:, None], None, length)
 
     def _continued(self, tokens_RT: Tensor, cache: Cache, padding_R: Tensor | None) -> Layout:
-        """The layout of tokens that follow cached ones. A padding token attends only to itself: a softmax over nothing
-        is not a number.
-        """
+        """The layout of tokens after cached ones. A padding token attends to itself: a softmax needs a number."""
         end = cache.at + tokens_RT.shape[1]
         own_T = torch.arange(cache.at, end, device=tokens_RT.device)
         padding_R1 = torch.zeros_like(tokens_RT[:, :1]) if padding_R is None else padding_R[:, None]
@@ -215,9 +213,7 @@ class Decoder(Checkpointed):
 
 
 class Table(nn.Embedding):
-    """A row for each id: the vector with which the id's token begins, or the vector that gives its logit as a
-    product.
-    """
+    """A row for each id: the vector with which its token begins, or the one that gives its logit as a product."""
 
     def rows(self, dtype: torch.dtype) -> Tensor:
         """All rows, [V, d]."""
@@ -336,9 +332,7 @@ def positions(documents_RT: Tensor) -> Tensor:
 
 
 def frequencies(shape: Shape, device: torch.device | str = "cpu") -> Tensor:
-    """[D / 2] fp64, radians per position. Llama-3.1 divides the slow frequencies by 8 and blends those between slow and
-    fast.
-    """
+    """[D / 2] fp64, radians per position. Llama-3.1 divides slow frequencies by 8 and blends those in between."""
     pairs = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float64)
     frequency = shape.rope_theta ** (-pairs / shape.head_dim)
     if shape.rope_scaling == "none":

@@ -119,9 +119,7 @@ def complete(folder: Path, base: Path | None, dtype: torch.dtype, stop: int) -> 
 
 
 def write_adapter(folder: Path, module: nn.Module, config: Lora, base: str | None) -> None:
-    """Writes the adapter in PEFT's format, bf16. `base` names the weights to which the adapter belongs; None means
-    unknown, as in PEFT.
-    """
+    """Writes the adapter in PEFT's format, bf16. `base` names its weights; None means unknown, as in PEFT."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for name, layer in lora.layers(module):

@@ -131,9 +131,7 @@ def read_shape(folder: Path) -> Shape:
 
 
 def positions(folder: Path) -> float:
-    """The longest text, in tokens, for which the weights in `folder` were made; infinite if config.json does
-    not say.
-    """
+    """The longest text, in tokens, for which the weights in `folder` were made; infinite if unknown."""
     most = (atomic.read_object(folder / CONFIG) or {}).get("max_position_embeddings")
     return most if isinstance(most, int) else math.inf
 

@@ -50,9 +50,7 @@ def grouped_experts(x_Nd: Tensor, weights_NK: Tensor, chosen_NK: Tensor, load_E:
 def padded_experts(
     x_Nd: Tensor, weights_NK: Tensor, chosen_NK: Tensor, load_E: Tensor, w: list[Tensor], capacity: float | None
 ) -> Tensor:
-    """Every expert gets C rows. Pairs beyond C are dropped, and so add nothing. `capacity` None: C = N, no pair is
-    dropped.
-    """
+    """Every expert gets C rows. Pairs beyond C are dropped and add nothing. `capacity` None: none is dropped."""
     _, order_S, place_S = _sort(chosen_NK)
     rows = rows_per_expert(x_Nd.shape[0], chosen_NK.shape[1], load_E.numel(), capacity)
     start_E = load_E.cumsum(0) - load_E

@@ -120,9 +120,7 @@ class OwnedMuon(torch.optim.Muon):
 
 
 def _orthogonal(update: Tensor) -> Tensor:
-    """The change that torch.optim.Muon makes for this update at a rate of 1, in the update's dtype, by torch's own
-    step.
-    """
+    """The change that torch.optim.Muon makes for this update at a rate of 1, in its dtype, by torch's own step."""
     matrix = nn.Parameter(torch.zeros_like(update))
     matrix.grad = update
     step: Callable[[], None] = torch.optim.Muon(

@@ -60,7 +60,7 @@ class Sft(Experiment):
         return self._make(fresh=False)
 
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
-        """AdamW on the adapter, without decay unless the definition asks for it; or on all weights, by the decoder's
+        """AdamW on the adapter, without decay unless the file asks for it; or on all weights, by the decoder's
         table.
         """
         decay = self.config.optim.weight_decay

@@ -102,9 +102,7 @@ def whole_state(
 
 
 def frozen_bytes(m: DecoderConfig, ranks: int) -> float:
-    """Bytes on one rank of a bf16 base sharded over `ranks`: the rank's part, and two layers and the tables
-    gathered.
-    """
+    """Bytes on one rank of a bf16 base sharded over `ranks`: its part, and two layers and the tables gathered."""
     whole = parameters(m) * 2
     if ranks == 1:
         return whole
@@ -117,9 +115,7 @@ def gathered_bytes(m: DecoderConfig, compute: str, *, again: bool) -> int:
 
 
 def activations(m: DecoderConfig, tokens: int, compute: int, rung: Rung, *, adapters: int = 0) -> float:
-    """Bytes that all layers keep for `tokens` tokens. With checkpointing, one layer keeps everything again in
-    backward.
-    """
+    """Bytes that all layers keep for `tokens` tokens. With checkpointing, one layer keeps all in backward."""
     layer_bytes = layer_activation_bytes(m, compute, rung, adapters=adapters)
     again = layer_activation_bytes(m, compute, Rung(micro=1), adapters=adapters) if rung.checkpointing else 0.0
     return tokens * (m.layers * layer_bytes + again + 2 * m.width * compute)

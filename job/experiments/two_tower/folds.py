@@ -134,9 +134,7 @@ def without_relevant(config: TwoTowerConfig, labels: Labels) -> list[int]:
 
 
 def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> MemberRows:
-    """The member's training queries, then its weakly labelled queries, padded. Raises ValueError if no label is
-    relevant.
-    """
+    """The member's training queries, then its weakly labelled ones, padded. Raises ValueError if none is relevant."""
     require_relevant(member, tables.labels)
     gains_TM = gains(tables.labels[member.train])
     queries_TS = tables.queries[member.train]

@@ -118,16 +118,12 @@ class TwoTower(Experiment):
         return local % self.config.steps_per_epoch == 0
 
     def measure(self, phase: Phase, module: nn.Module, rung: Rung) -> float | None:
-        """1 - the honest members' mean nDCG@10 on the folds that they watch; None for the refit, which
-        watches no fold.
-        """
+        """1 - the honest members' mean nDCG@10 on the folds that they watch; None for the refit, which watches none."""
         assert isinstance(module, Members)
         return None if phase.name == REFIT else 1 - fmean(self._watched(module)[: self.config.data.folds])
 
     def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
-        """The members' mean validation figure. Keeps each member's record, and the member's weights if these are its
-        best.
-        """
+        """The members' mean validation figure. Keeps each member's record, and its weights if they are its best."""
         assert isinstance(module, Members)
         if phase.name == REFIT:
             return None
@@ -169,9 +165,7 @@ class TwoTower(Experiment):
         return None
 
     def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
-        """Scores each member of a family on its test fold, with its best weights. Nothing else looks at the test folds.
-        Exports the refit.
-        """
+        """Scores each member of a family on its test fold, which nothing else looks at. Exports the refit."""
         assert isinstance(module, Members)
         self._module = module
         if phase.name == REFIT:
@@ -257,9 +251,7 @@ class TwoTower(Experiment):
         return ndcg_K
 
     def _choose_refit(self) -> dict[str, Any]:
-        """The family that the watched folds prefer, and the median of that family's epochs over the folds. No test fold
-        is looked at.
-        """
+        """The family that the watched folds prefer, and the median of its epochs. Looks at no test fold."""
         folds = self.config.data.folds
         records = self.progress["families"]
         name = max(records, key=lambda name: fmean(records[name]["best"][:folds]))

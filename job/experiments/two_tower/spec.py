@@ -348,9 +348,7 @@ def _of_phase(config: TwoTowerConfig, phase_index: int) -> tuple[TwoTowerConfig,
 
 
 def _scores_bytes(config: TwoTowerConfig) -> int:
-    """Bytes of scores in fp32: each fold's model on every judged query, and once more per query for the optimistic
-    protocol.
-    """
+    """Bytes of fp32 scores: each fold's model on every judged query, and one more per query for `optimistic`."""
     tables = config.data.folds + (1 if config.optimistic else 0)
     return 4 * len(variants(config)) * tables * config.data.queries * config.data.models
 

@@ -279,9 +279,7 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
 
 
 def _unreachable(device: torch.device) -> dict[str, Any]:
-    """An error if nothing can be computed on the device. It is found before any candidate comes, so no candidate is to
-    blame.
-    """
+    """An error if nothing can be computed on the device, before any candidate comes that could be blamed."""
     try:
         for tries_left in (3, 2, 1, 0) if device.type == "cuda" else ():
             try:

@@ -148,9 +148,7 @@ def _numberless(tensor: Tensor) -> list[Any]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Replaces FakeTensor.data_ptr: as wide and aligned as a GPU's addresses, because width and alignment decide what
-    is built.
-    """
+    """Replaces FakeTensor.data_ptr: width and alignment are a GPU's, because they decide what is built."""
     return ADDRESS + int(tensor.storage_offset()) * tensor.element_size()
 
 

@@ -107,9 +107,7 @@ def _gained(row: dict[str, Any]) -> str:
 
 
 def _rates(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
-    """Pass rates per task, in the order of the tasks' names; empty if a task has fewer than the ten candidates that are
-    needed.
-    """
+    """Pass rates per task, in the order of names; empty if a task has fewer than the ten candidates needed."""
     rates: dict[str, list[float | None]] = {key: [] for key in RATES}
     for task in _by_task(verdicts):
         count, speeds = (len(task), sum(v.passed for v in task)), [v.speedup if v.passed else None for v in task]

@@ -48,9 +48,7 @@ class _ReferenceLost(Exception):
 
 
 class Judge:
-    """Judges candidates, one by one or many at once. `gpus`: how many GPUs to use; with 0 candidates are interpreted on
-    the CPU.
-    """
+    """Judges candidates, one by one or many at once. `gpus`: how many to use; 0 interprets candidates on the CPU."""
 
     def __init__(self, limits: Limits, seed: int, workers: Workers, *, gpus: int = 0) -> None:
         self.limits, self.seed, self._workers, self._gpus = limits, seed, workers, gpus
@@ -251,9 +249,7 @@ class Judge:
 
     @contextmanager
     def _reference(self, gpu: int) -> Iterator[Process]:
-        """A process for references. This process is trusted, so the next candidate may use it too, unless the process
-        is lost.
-        """
+        """A process for references. It is trusted, so the next candidate may use it too, unless it is lost."""
         try:
             process = self._idle[gpu].get_nowait()
         except Empty:

@@ -57,9 +57,7 @@ def source(task: KernelTask, *, block: int = 1024, kind: Kind = "correct", body:
 
 
 def candidates(count: int) -> list[Candidate]:
-    """The first `count` of all combinations of tasks, kinds and two block sizes, with tasks varying slowest; there are
-    200.
-    """
+    """The first `count` of the 200 combinations of tasks, kinds and two block sizes; tasks vary slowest."""
     made = [
         Candidate(
             name=f"planted-{task.name}-{kind}-{block}",

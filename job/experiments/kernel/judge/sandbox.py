@@ -128,9 +128,7 @@ def enter() -> bool:
 
 
 def end_children() -> None:
-    """Ends all descendants of a process that adopts orphans: when a child ends, the child's own children become
-    children of this process.
-    """
+    """Ends all descendants of a process that adopts orphans: a child that ends leaves it the child's children."""
     me = os.getpid()
     with suppress(ChildProcessError):
         while True:

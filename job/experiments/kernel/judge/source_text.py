@@ -1,6 +1,4 @@
-"""Checks a candidate's text: the judged text must be the one that runs, though Python and Triton each read it in their
-own way.
-"""
+"""Checks that the judged text of a candidate is the text that runs: Python and Triton each read it in their own way."""
 
 from __future__ import annotations
 

@@ -107,9 +107,7 @@ def case(task: KernelTask, seed: int, name: str, device: str = "cpu") -> Case:
 
 
 class Cases:
-    """The inputs of a task, which no candidate changes. Each case is drawn once; the last used cases are kept, up to
-    CASES_BYTES.
-    """
+    """The inputs of a task, which no candidate changes. Each case is drawn once; the last CASES_BYTES are kept."""
 
     def __init__(self, seed: int, device: str) -> None:
         self._seed, self._device = seed, device

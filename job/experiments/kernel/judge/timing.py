@@ -64,9 +64,7 @@ class Trials:
 
     @property
     def incredible(self) -> bool:
-        """Whether the process lies: a busy machine delays only some trials on their way to the judge, a lie shortens
-        all of them.
-        """
+        """Whether the process lies: a busy machine delays only some trials, a lie shortens all of them."""
         return self.quickest > LIE * self.slowest + LIE_S
 
     @property

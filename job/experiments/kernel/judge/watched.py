@@ -66,9 +66,7 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 
 class Fences:
-    """Guard bytes on both sides of memory that a call may write; nothing may write to guard bytes, which hold
-    `sign`.
-    """
+    """Guard bytes on both sides of memory that a call may write; they hold `sign`, and nothing may write to them."""
 
     def __init__(self, sign: int) -> None:
         self._sign = sign

@@ -1,5 +1,5 @@
-"""The judge's side of a candidate's process: starts the process, asks it within limits, watches it, and ends it with
-its descendants.
+"""The judge's side of a candidate's process: starts it, asks it within limits, watches it, ends it with its
+children.
 """
 
 from __future__ import annotations

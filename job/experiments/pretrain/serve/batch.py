@@ -80,9 +80,7 @@ class TextWriter:
             return self._runs
 
     def _step(self) -> None:
-        """Writes one character of each text. Texts that begin, or begin again, are computed one by one, the others
-        together.
-        """
+        """Writes one character of each text. Texts that begin (again) are computed one by one, the others together."""
         together = []
         for number, writing in enumerate(self._rows):
             if writing is None:
