@@ -266,7 +266,7 @@ def _messages(rehearsal: Rehearsal) -> Promise:
     begun = f"gpufleet {rehearsal.name}, run {rehearsal.definition.run.id}: "
     messages = [message.removeprefix(begun) for message in account.messages(rehearsal.cloud.account)]
     held = all(any(message.startswith(beginning) for message in messages) for beginning in ("it trains", "it is over"))
-    return Promise(name="people are told", figure="; ".join(messages) or "nothing", held=held)
+    return Promise(name="messages to people", figure="; ".join(messages) or "nothing", held=held)
 
 
 def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:

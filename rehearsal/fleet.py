@@ -23,8 +23,6 @@ class Event:
 
 @dataclass(slots=True)
 class CloudFleet:
-    """One fleet."""
-
     id: str
     region: str
     request: dict[str, Any]

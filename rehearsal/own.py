@@ -159,7 +159,7 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     assert rehearsal.watch is not None
     views = list(rehearsal.watch.views.values())
     count = sum(view.observed.told for view in views)
-    yield Promise(name=f"lines that tell its {_unit(config)}", figure=f"from {count} of {len(views)} nodes", held=True)
+    yield Promise(name=f"lines with its {_unit(config)}", figure=f"from {count} of {len(views)} nodes", held=True)
     if definition.fleet.is_gang and not rehearsal.stand_in:
         yield trains_together([view.observed for view in views])
     nodes = [resumption.observed for resumption in evidence.resumptions() if resumption.observed.resumes]

@@ -1,4 +1,4 @@
-"""The ready-made jobs. This table alone names their configs, of which gpufleet asks all that it must know of a job."""
+"""The ready-made jobs. This table alone names their configs, which answer all questions of gpufleet about a job."""
 
 CONFIGS = {  # the module and the class of a job's parameters, by the job's name
     "tinystories-growth": "gpufleet.job.experiments.growth.spec:GrowthConfig",

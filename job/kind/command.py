@@ -142,7 +142,7 @@ class CommandCheckpoint:
     every: Every = Every()
     size_gb: float | None = bounded(None, 0.0001, 10_000.0)
     same_gpus: bool = True  # whether a checkpoint that 8 GPUs wrote can only be read by 8 GPUs
-    # number of checkpoints kept among the command's own files; None: the command removes them itself
+    # number of checkpoints kept among the command's own files; None if the command removes them itself
     keep_on_disk: int | None = bounded(None, 1, 10_000)
     heartbeat_s: float = bounded(60.0, 0.5, 3600.0)
 

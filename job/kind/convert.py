@@ -58,7 +58,6 @@ def unwrap(hint: Any) -> tuple[Any, bool]:
 
 
 def rule_of(spec: Field[Any]) -> Rule:
-    """The rule in a field's metadata."""
     of = spec.metadata
     return Rule(minimum=of.get("minimum"), maximum=of.get("maximum"), one=of.get("one", False))
 

@@ -123,7 +123,6 @@ class LedgerObject:
     store: LedgerObjects
 
     def is_there(self) -> bool:
-        """Whether there is a ledger."""
         return any(entry.key == NAME for entry in self.store.entries(NAME))
 
     def read(self) -> CampaignLedger:

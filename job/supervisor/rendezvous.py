@@ -25,7 +25,6 @@ class Rendezvous:
 
     @classmethod
     def of_member(cls, generation: GangGeneration, rank: int, gbps: float = 0.0) -> Rendezvous:
-        """The rendezvous for the member with this rank."""
         return cls(
             nodes=len(generation.members),
             rank=rank,

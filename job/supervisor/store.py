@@ -55,8 +55,6 @@ class GivenUpError(StoreError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One object."""
-
     key: str
     bytes: int
     etag: str = ""  # changes with the content
@@ -79,7 +77,6 @@ class Store(Protocol):
 
 
 def open_store(uri: str) -> Store:
-    """The store at `uri`."""
     return S3Store(uri) if uri.startswith("s3://") else FolderStore(Path(uri))
 
 

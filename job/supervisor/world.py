@@ -44,7 +44,7 @@ class Outside:
     ranks: int = 1  # number of processes that train
     fleet_history: Ask
     gpus: Callable[[], tuple[machine.DriverGpu, ...]]
-    sampler: Sampler | None = None  # samples the GPUs; None: there are none
+    sampler: Sampler | None = None  # samples the GPUs; None if there are none
     clock: Callable[[], float]
     sleep: Callable[[float], None] = time.sleep
 

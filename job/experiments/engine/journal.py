@@ -163,7 +163,7 @@ class Journal:
 
     def evaluated(self, step: int, val_loss: float) -> None:
         """Adds the evaluation of a step whose line is already written."""
-        self._session.say(f"evaluated at {step}, where a stop had come first: {val_loss:.4f}")
+        self._session.say(f"evaluated at step {step}, which an earlier stop had prevented: {val_loss:.4f}")
         if not self._session.world.first:
             return
         with self._on_any_disk(METRICS):

@@ -93,7 +93,6 @@ def _passes(
 
 
 def _with_last(micros: Iterable[Micro]) -> Iterator[tuple[Micro, bool]]:
-    """Each micro-batch, and whether it is the last."""
     before: Micro | None = None
     for micro in micros:
         if before is not None:

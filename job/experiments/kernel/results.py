@@ -130,7 +130,9 @@ def write(session: Session, config: KernelConfig, trained: Training, verdicts: d
     if compared:
         session.say(f"final/ holds the weights of {final}")
     if not results["isolated"]:
-        session.say("this machine allows no namespaces: candidates ran with static rules, filter and limits alone")
+        session.say(
+            "this machine does not allow namespaces: only static rules, filter and limits isolated the candidates"
+        )
 
 
 def _per_candidate(judged: Sequence[Verdict]) -> dict[str, float]:

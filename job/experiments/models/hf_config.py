@@ -97,7 +97,7 @@ def read_shape(folder: Path) -> Shape:
         raise ValueError(f"{path}: tie_word_embeddings {tied!r:.60} is not true or false; {_CORRECT}")
     if any(tree.get(key) for key in ("quantization_config", "compression_config")):
         raise ValueError(
-            f"{path}: quantization_config: of quantised weights take those they were made from; leave the key out "
+            f"{path}: quantization_config: instead of quantised weights use the original ones; leave the key out "
             "where the tensors are whole"
         )
     theta, scaled = _rotary(tree, path)

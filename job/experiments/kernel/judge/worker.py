@@ -149,8 +149,6 @@ class Workers:
 
 
 class Process:
-    """One candidate's process."""
-
     def __init__(
         self,
         pid: int,

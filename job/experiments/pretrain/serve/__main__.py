@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", metavar="DIR", type=Path, help="model.safetensors and meta.json, a run's final/")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network (default: %(default)s)")
-    parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
+    parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     args = parser.parse_args(argv)
     if not args.host:  # the variable may be unset; to a socket an empty text would mean every address
         parser.error("--host is empty; 127.0.0.1 serves only this machine, 0.0.0.0 also the network")

@@ -274,7 +274,7 @@ def saved(family: str, change: Any, tmp_path: Path) -> Decoder:
         ({"model_type": "llama", "architectures": None, "sliding_window": 16}, "sliding windows"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "is not Qwen3ForCausalLM, the only supported qwen3"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false' is not true or false"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config: of quantised weights take"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: instead of quantised weights use"),
         ({"is_causal": False}, "is_causal False"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers missing or not a number"),
         ({"rope_scaling": {"factor": 8.0}}, "neither none nor Llama-3.1's"),
