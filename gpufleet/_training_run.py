@@ -135,7 +135,7 @@ def _claim(definition: str, name: str) -> None:
     if other != name:
         raise GpufleetError(
             f"{other} already runs the definition {definition}, and bucket, role and tags are named after it. Give this"
-            f" one a file of another name, or the file's sections as a mapping, which is called {name} then"
+            f" one a file of another name, or the file's sections as a mapping, which then has the name {name}"
         )
 
 

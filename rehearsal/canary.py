@@ -18,7 +18,7 @@ from gpufleet.rehearsal.engine import Engine
 from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.node import NodeRunner
 
-HABITS = Habits(relaunch_s=1.0)  # seconds of notice, as AWS gives; tests of other behaviour use shorter times
+HABITS = Habits(relaunch_s=1.0)  # a notice comes 120 s ahead, as on AWS; tests of other behaviour use shorter times
 
 
 def flight(

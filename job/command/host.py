@@ -329,7 +329,7 @@ class Host:
             self.checkpoints.prune(spent.published)
 
     def _ask_to_save(self) -> None:
-        """Asks the command for a save because the machine may go away soon, if the definition has a signal for it."""
+        """Asks the command for a save, if the definition has a signal for that: the machine may go away soon."""
         if (self.workdir / SAVE).exists():
             (self.workdir / SAVE).unlink(missing_ok=True)
             if self.config.stop.request is not None:

@@ -37,7 +37,7 @@ COMMAND = {  # for a command, each value as GPUFLEET_<name>
 }
 INPUT = "GPUFLEET_INPUT_"  # followed by the input's name in capitals
 ENDPOINT = "AWS_ENDPOINT_URL"  # the address of AWS's services, which every SDK reads
-SECRET = "GPUFLEET_SECRET_"  # in a rehearsal, followed by a secret's name: its value
+SECRET = "GPUFLEET_SECRET_"  # followed by a secret's name: in a rehearsal, the variable with the secret's value
 
 
 def is_rehearsed(environ: Mapping[str, str]) -> bool:

@@ -105,7 +105,7 @@ class Lookout:
         try:
             create(self._store, json.dumps({"by": self._own.instance}).encode(), bucket.let_go_key(number, count))
         except StoreError as error:
-            self._say(f"the other nodes cannot be told to end: {error}")
+            self._say(f"the message that waiting nodes leave could not be sent: {error}")
         self.look()
 
     def _send(self, own: Presence) -> None:

@@ -188,7 +188,8 @@ def _facts(
         "held_out_rows": len(rows["validation"]),
         "row": how.row,
         "longest": how.longest,
-        "most_examples": max(len(row) for split_rows in rows.values() for row in split_rows),  # in one row
+        # the most examples in one row
+        "most_examples": max(len(row) for split_rows in rows.values() for row in split_rows),
         "loss_on": how.loss_on,
         "packing": how.packing,
         "texts": how.texts,
