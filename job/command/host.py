@@ -399,7 +399,8 @@ class Host:
             except OSError as error:
                 uncopied.append(f"{key!a}: {error.strerror}")
         if uncopied:
-            say(f"warning: outputs {text}: {counted(len(uncopied), 'file')} could not be copied, first {uncopied[0]}")
+            count = counted(len(uncopied), "file")
+            say(f"warning: outputs {text}: {count} could not be copied; the first one: {uncopied[0]}")
 
     def _summarise(self, end: End) -> None:
         """Writes results.json, which every finished run has."""

@@ -161,7 +161,7 @@ class Names:
             if problem := self._problem(name, counts):
                 unfit[key] = problem
             elif state.bytes > disk_bytes:
-                unfit[key] = f"{reading.show(name)} is longer than its disk: it is made of holes"
+                unfit[key] = f"{reading.show(name)} is larger than the disk, so it consists of holes"
         self.unfit = {_title(dict(counts)): why for (_, counts), why in unfit.items()}
         checkpoints = [
             FoundCheckpoint(

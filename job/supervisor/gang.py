@@ -259,7 +259,9 @@ def why_slow(view: View, generation: GangGeneration) -> str:
         return f"its last {SLOW_LOOKS} looks at S3 have each taken {view.own.look_s:.0f} s or more"
     if late_s := late_each_step_s(view, generation):
         times = view.own.own_s / (view.own.own_s - late_s)
-        return f"its last {SLOW_STEPS} steps took {times:.1f} times as long as the other nodes' before they exchange"
+        return (
+            f"before the exchange, its last {SLOW_STEPS} steps took {times:.1f} times as long as those of other nodes"
+        )
     return ""
 
 

@@ -139,7 +139,8 @@ class TwoTowerConfig(ExperimentConfig):
             query, model = family.towers.query, family.towers.model
             if query and model and query[-1] != model[-1]:
                 whose = f"those of {name} in the sweep do" if self.sweep else "towers.model does"
-                problems.append(("towers.query", f"widths that end with {model[-1]}, as {whose}: there both meet"))
+                allowed = f"widths that end with {model[-1]}, as {whose}: both towers have the same last width"
+                problems.append(("towers.query", allowed))
         if self.data.folds > self.data.queries:
             problems.append(("data.folds", f"at most the number of queries, {self.data.queries}"))
         if self.data.folds < 3:

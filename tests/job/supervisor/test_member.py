@@ -350,7 +350,7 @@ def test_a_node_that_the_others_wait_for_is_named_in_record_and_receipt(tmp_path
     town.machines[1].own_s = 1.6
     town.run()
     finished(town)
-    why = "i-2 is slow: its last 20 steps took 1.6 times as long as the other nodes' before they exchange"
+    why = "i-2 is slow: before the exchange, its last 20 steps took 1.6 times as long as those of other nodes"
     attempts = (town.store.json("receipt.json") or {})["attempts"]
     assert {each["instance"]: each.get("alarm") for each in attempts} == {"i-1": None, "i-2": why, "i-3": None}
 
