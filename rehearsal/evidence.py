@@ -175,8 +175,8 @@ class Evidence:
         return resumptions
 
     def _of_several(self, view: NodeView, before: int) -> Resumption:
-        """How several nodes went on after generation `before`. A command that got a signal may end on one node before
-        the others' commands do.
+        """How several nodes went on after generation `before`. If one node's command ends at its signal, the commands
+        of the other nodes end before their signals.
         """
         watch = self.rehearsal.watch
         assert watch is not None

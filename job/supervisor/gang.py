@@ -20,7 +20,7 @@ from gpufleet.job.contract.gang import GangGeneration, Presence
 BEAT_S = 5.0  # seconds between two writes of a presence
 LOST_S = 45.0  # so many seconds after its last presence a node is lost, if the ranks make no steps
 SILENT_S = 600.0  # so many seconds after its last presence a node counts as gone, even if its ranks go on
-# a node is slow if its steps take this share longer than the others'; number of looks and steps compared
+# a slow node: its step time as a multiple of the others', seconds of a look at S3, numbers of steps and looks compared
 SLOW, SLOW_LOOK_S, SLOW_STEPS, SLOW_LOOKS = 1.5, 15.0, 20, 5
 # seconds for which looks must have succeeded, because after an outage of the store all presences are old
 STEADY_S = 15.0

@@ -160,7 +160,7 @@ class Publisher:
         self._place = CheckpointPlace(-1)  # the place of the commit being sent, or sent last
         # files of that commit that were sent: time of writing and sha256
         self._arrived: dict[str, tuple[int, str]] = {}
-        # the time at which the sending of these files began; it restarts after a failure
+        # the time at which the sending of these files began; None if a try has failed since
         self._began: float | None = None
         self._cancel = threading.Event()
         self.stages = Mirror(store, workdir)

@@ -91,7 +91,7 @@ SEEN = {  # what the log says once all that the command waits for is seen
     "second": (
         "'step-3/w.bin' is a link to no file of the command's folders",
         "'step-4/n\\xa0o.bin' cannot be an object's name",
-        "'step-5/w.bin' is longer than its disk",
+        "'step-5/w.bin' is larger than the disk",
         "published step 6",
         "tb/large has 4,398,046,511,104 bytes, and is not sent",
     ),

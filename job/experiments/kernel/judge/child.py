@@ -336,7 +336,7 @@ def main(argv: list[str]) -> None:
     end.set_inheritable(False)
     for name in PRELOADED:
         importlib.import_module(name)
-    if argv[1] != "one":  # "one" meets no GPU that must be waited for: later errors are still reported
+    if argv[1] != "one":  # there is no GPU to wait for; errors are still reported later
         torch.cuda.synchronize = lambda device=None: None
     if os.environ.get("TRITON_INTERPRET") == "1":
         Harness.names = interpreter.install(lambda: Harness.turn)
