@@ -242,8 +242,8 @@ class MetricsFollower:
         return median(self._step_s) if self._step_s else None
 
     def quiet_limit_s(self) -> float:
-        """How long silence is normal: 20 median gaps between records, but at least 15 and at most 30 minutes
-        or 3 gaps.
+        """How long silence is normal: 20 median gaps between records, but at least 15 minutes, and at most 30
+        minutes or 3 such gaps.
         """
         if not self._gaps:
             return FIRST_SIGN_S

@@ -214,7 +214,7 @@ def _sizes(stage: Stage) -> dict[str, int]:
 
 
 def _fit(stage: Stage, place: CheckpointPlace, sizes: dict[str, int]) -> Manifest:
-    """The manifest at `place`. Raises DoubtError if it shows, without a download, that no resume is possible."""
+    """The manifest at `place`. Raises DoubtError if no run may resume from it, as far as it shows that."""
     content = retried(stage, lambda: stage.store.get_bytes(place.manifest), place.manifest)
     manifest = Manifest.from_json(reading.parse(content or b""), place.generation)
     if manifest.place != place:

@@ -81,7 +81,7 @@ def test_a_second_attempt_in_the_same_folder_ends_and_touches_nothing(
     with path.open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert supervise(path) == AttemptExit.CRASHED
-    assert "is being run already" in capsys.readouterr().out
+    assert "is already being run" in capsys.readouterr().out
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["metrics.jsonl", "run.json"]
 
 

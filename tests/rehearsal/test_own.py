@@ -163,7 +163,7 @@ def test_of_the_codes_folder_what_was_shipped_must_stay_and_a_commit_is_no_matte
     (mine / "model.py").unlink()
     changed = own.code_is_untouched(before, project)
     assert changed.is_broken
-    assert changed.figure.startswith("../mine/model.py (gone), ../mine/train.py changed while this ran")
+    assert changed.figure.startswith("../mine/model.py (gone), ../mine/train.py changed during the rehearsal")
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ LONG = "/".join(("n" * 200,) * 5)
         ("a\tb.bin", "cannot be an object's name"),
         ("a\nb.bin", "cannot be an object's name"),
         (b"by\xfftes.bin", "'step-2/by\\udcfftes.bin' cannot be an object's name"),
-        (LONG, "allowed is UTF-8 that prints, 255 bytes a part and 979 together"),
+        (LONG, "use printable UTF-8, at most 255 bytes per part and 979 in all"),
     ],
 )
 def test_a_name_that_cannot_be_published_keeps_a_checkpoint_from_being_whole_and_is_told_at_once(

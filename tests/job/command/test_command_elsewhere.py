@@ -104,4 +104,4 @@ def test_nothing_is_looked_for_outside_of_the_command_s_folders(tmp_path: Path, 
         (folder / "last.pt").symlink_to("last.pt")
     assert searched.look() == ""
     searched.write(user / "code" / "runs2" / "last.pt") if place != "code" else None
-    assert searched.look().startswith("runs2/last.pt was written") is (place != "code")
+    assert searched.look().startswith("runs2/last.pt is outside") is (place != "code")

@@ -140,7 +140,7 @@ def test_one_mistake_on_every_line_is_told_once(tmp_path: Path) -> None:
 def test_objects_over_several_lines_are_said_once_with_what_makes_lines_of_them(tmp_path: Path) -> None:
     path = tmp_path / "pretty.jsonl"
     path.write_text(2 * (json.dumps({"instruction": "a", "response": "b"}, indent=1) + "\n"))
-    with pytest.raises(ValueError, match="over several lines") as error:
+    with pytest.raises(ValueError, match="spans several lines") as error:
         list(JsonlChats(path).conversations())
     assert str(error.value).endswith("write one object per line: `jq -c . pretty.jsonl > pretty-lines.jsonl`")
 

@@ -168,7 +168,7 @@ def importing(line: str, source: str = HONEST) -> str:
         ("y = [(kernel := a) for a in (1,)]", "the name kernel"),
         ("f = lambda: (z := x)", "the name z"),
         ("print(1, file=x)", "print with file"),
-        ("print(*x)", "print with more arguments"),
+        ("print(*x)", "print with more positional arguments"),
         ("print(exec('1'))", "the name exec"),
         ("p = print", "the name print"),
         ("y = {a: a for a in (1,)}", "DictComp"),
@@ -417,8 +417,8 @@ def test_a_kernel_that_triton_would_read_from_another_line_is_refused(source: st
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("# coding: utf-7\n" + HONEST, "declares a coding"),
-        ("\n# -*- coding=latin-1 -*-\n" + HONEST, "declares a coding"),
+        ("# coding: utf-7\n" + HONEST, "declares an encoding"),
+        ("\n# -*- coding=latin-1 -*-\n" + HONEST, "declares an encoding"),
         ("\ufeff" + HONEST, "U+FEFF"),
         (HONEST + "# \0", "U+0000"),
         (HONEST + "# \ud800", "U+D800"),

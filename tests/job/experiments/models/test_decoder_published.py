@@ -167,7 +167,7 @@ def test_a_damaged_file_of_weights_is_the_users_to_mend(tmp_path: Path) -> None:
     module = written(tmp_path)
     path = tmp_path / hf.WEIGHTS
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ValueError, match=r"model\.safetensors: .* no safetensors file .*; download it again"):
+    with pytest.raises(ValueError, match=r"model\.safetensors: .* not a safetensors file .*; download it again"):
         hf.load(tmp_path, module)
 
 
@@ -251,11 +251,11 @@ def saved(family: str, change: Any, tmp_path: Path) -> Decoder:
     ("change", "words"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of llama, qwen2, qwen3"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "neither none nor Llama-3.1's"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "neither none nor Llama-3.1's"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "neither none nor that of Llama-3.1"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "neither none nor that of Llama-3.1"),
         (
             {"rope_scaling": {"type": "llama3", **hf_config._LLAMA3, "factor": 32.0}},
-            "neither none nor Llama-3.1's",
+            "neither none nor that of Llama-3.1",
         ),  # Llama-3.2's
         ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "yarn"}}, "neither none nor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -277,7 +277,7 @@ def saved(family: str, change: Any, tmp_path: Path) -> Decoder:
         ({"quantization_config": {"bits": 4}}, "quantization_config: instead of quantised weights use"),
         ({"is_causal": False}, "is_causal False"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers missing or not a number"),
-        ({"rope_scaling": {"factor": 8.0}}, "neither none nor Llama-3.1's"),
+        ({"rope_scaling": {"factor": 8.0}}, "neither none nor that of Llama-3.1"),
         ({"rope_scaling": {"rope_type": "default", "full_attention": {"rope_type": "yarn"}}}, "neither none nor"),
     ],
 )
