@@ -154,7 +154,7 @@ def test_two_runs_of_one_definition_are_refused_and_of_a_mapping_are_two(tmp_pat
     two = "import gpufleet; gpufleet.TrainingRun('one', {first}); gpufleet.TrainingRun('two', {second})"
     sections = "__import__('yaml').safe_load(open('training.yaml'))"
     (folder / "__main__.py").write_text(two.format(first="'training.yaml'", second="'training.yaml'"))
-    assert "two: one runs the definition training already" in mocked(folder)["error"]
+    assert "two: one already runs the definition training" in mocked(folder)["error"]
     (folder / "__main__.py").write_text(two.format(first="'training.yaml'", second=sections))
     found = mocked(folder)
     assert found["error"] == ""
