@@ -84,7 +84,7 @@ def test_the_step_that_fails_is_named_its_scratch_is_kept_and_so_is_the_rehearsa
     assert "The bucket's objects could not be kept: [Errno 28] No space left on device" in said
     assert re.fullmatch(r"FAILED: .*vocab.* \(at prepare, after \d+ s\)", said[-1])  # the reason, and not what gave it
     assert any(line.startswith("\n$ gpufleet prepare small\n") for line in said)
-    assert "Everything it left is in rehearsals/small/r1.unfinished/scratch" in said
+    assert "The files of the rehearsal are in rehearsals/small/r1.unfinished/scratch" in said
     assert (tmp_path / "rehearsals" / "small" / "r1.unfinished" / "scratch" / "commands.log").is_file()
     assert earlier.read_text() == "{}"
 
@@ -118,7 +118,7 @@ def test_a_failure_names_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest
     usage = shutil.disk_usage(tmp_path)._replace(free=3_000_000)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     assert list(scratch.full_disks(tmp_path)) == [
-        f"The disk of {tmp_path} has 3 MB left, which may be why: free some space and try again."
+        f"The disk of {tmp_path} has 3 MB left, which may be the cause: free some space and try again."
     ]
 
 
@@ -172,7 +172,7 @@ def test_a_lock_that_a_dead_rehearsal_left_holds_nobody_up(tmp_path: Path) -> No
 
 def test_a_place_where_nothing_can_be_written_is_named(root: Path) -> None:
     (root / "rehearsals").touch()
-    with pytest.raises(GpufleetError, match=r"rehearsals/tinystories-growth: a rehearsal writes there and cannot"):
+    with pytest.raises(GpufleetError, match=r"rehearsals/tinystories-growth: a rehearsal must write there but cannot"):
         rehearse("tinystories-growth", root=root)
 
 
@@ -324,7 +324,7 @@ def test_a_run_that_falls_silent_shows_what_each_node_said_last(
     lines = str(failed.value).splitlines()
     assert lines[0].startswith("nothing new for 8 s; the nodes' logs are in ")
     said = [["pulls the image"], [*map(str, range(27, 41)), "ValueError: device_ids"]]
-    first, second = lines.index("node 1 said last:"), lines.index("node 2 said last:")
+    first, second = lines.index("the last lines of node 1:"), lines.index("the last lines of node 2:")
     assert sorted([lines[first + 1 : second], lines[second + 1 :]], key=len) == said
 
 

@@ -102,7 +102,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no checkpoint": (
         {"checkpoint": {"every": {"steps": 1}}, "progress": {"file": "log.jsonl"}},
         "line 5, job.checkpoint.each: '[] (the default)' is not accepted; allowed: what one checkpoint is, such as"
-        " checkpoint-{step}/, epoch_{epoch}.pt or ckpt.pt, or a `format`; or checkpoint: none, of a command that saves"
+        " checkpoint-{step}/, epoch_{epoch}.pt or ckpt.pt, or a `format`; or checkpoint: none if the command saves"
         " nothing.",
     ),
     "every is missing on spot": (
@@ -128,14 +128,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a key in the command": (
         {"command": "python train.py --token hf_" + "a" * 30},
-        "line 4, job.command: 'python train.py --token (looks like a key)' is not accepted; allowed: no key: run.json"
-        " is no secret. Put it under job.secrets (NAME: ssm:/name), and read $NAME.",
+        "line 4, job.command: 'python train.py --token (looks like a key)' is not accepted; allowed: no secret key,"
+        " because run.json can be read. Put it under job.secrets (NAME: ssm:/name), and read $NAME.",
     ),
     "an unknown placeholder": (
         {"command": "python train.py --out {output}"},
         "line 4, job.command: 'python train.py --out {output}' is not accepted; allowed: the placeholders"
         " {code}, {checkpoints}, {outputs}, {state}, {inputs.NAME}, {gpus}, {run}, {nodes}, {node_rank}, {ranks},"
-        " {master}, {port}; {{ is a brace, and {output} is none of them.",
+        " {master}, {port}; {{ is a brace; {output} is unknown.",
     ),
     "an input that is not named": (
         {"command": "python train.py {inputs.txt}", "storage": {"inputs": {"text": "../text"}}},
@@ -150,21 +150,21 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "checkpoints beside the code": (
         {"checkpoint": {**SAVES, "folder": "./"}},
         "line 5, job.checkpoint.folder: './' is not accepted; allowed: {checkpoints}, or a folder for checkpoints"
-        " only, because it is emptied before each start. Where the command saves into the folder"
-        " that it starts in, write job.workdir: {checkpoints}.",
+        " only, because gpufleet empties it before each start. If the command saves into the folder"
+        " in which it starts, write job.workdir: {checkpoints}.",
     ),
     "a name of the node's": (
         {"env": {"AWS_PROFILE": "x"}},
         "line 7, job.env.AWS_PROFILE: 'x' is not accepted; allowed: a name that does not begin with AWS_ or GPUFLEET_:"
-        " those are the node's own.",
+        " gpufleet sets those variables.",
     ),
     "env and secrets": (
         {"env": {"TOKEN": "x"}, "secrets": {"TOKEN": "ssm:/token"}},
-        "line 7, job.env.TOKEN: 'x' is not accepted; allowed: one of job.env and job.secrets.",
+        "line 7, job.env.TOKEN: 'x' is not accepted; allowed: a name that is not in job.secrets too.",
     ),
     "a secret that is none": (
         {"secrets": {"TOKEN": "my-token"}},
-        "line 7, job.secrets.TOKEN: 'my-token' is not accepted; allowed: where the value is kept: ssm:/name or"
+        "line 7, job.secrets.TOKEN: 'my-token' is not accepted; allowed: the place of the value: ssm:/name or"
         " secretsmanager:name.",
     ),
     "a dataset": (
@@ -208,7 +208,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "steps and hours": (
         {"work": {"steps": 1, "hours": {"low": 1, "likely": 2, "high": 3}}},
-        "line 6, job.work.hours: 'a section' is not accepted; allowed: one of work.steps and work.hours.",
+        "line 6, job.work.hours: 'a section' is not accepted; allowed: only one of work.steps and work.hours.",
     ),
     "a misspelled command": (
         {"command": None, "comand": "python train.py"},
@@ -244,20 +244,20 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a checkpoint beside none": (
         {"checkpoint": {"format": "none", "each": "a-{step}"}, "progress": {"stdout": r"(?P<step>\d+)"}},
-        "line 5, job.checkpoint.each: 'a-{step}' is not accepted; allowed: nothing beside checkpoint: none",
+        "line 5, job.checkpoint.each: 'a-{step}' is not accepted; allowed: no other key beside checkpoint: none",
     ),
     "a save every so many steps where epochs are counted": (
         {"work": {"epochs": 3}},
-        "line 5, job.checkpoint.every.steps: '10' is not accepted; allowed: epochs or minutes, where epochs are"
-        " counted.",
+        "line 5, job.checkpoint.every.steps: '10' is not accepted; allowed: epochs or minutes, because this run"
+        " counts epochs.",
     ),
     "a save every so many epochs of nobody knows what length": (
         {"checkpoint": {**SAVES, "every": {"epochs": 1}}},
-        "line 5, job.checkpoint.every.epochs: '1' is not accepted; allowed: minutes, or epochs where work.epochs says",
+        "line 5, job.checkpoint.every.epochs: '1' is not accepted; allowed: minutes; epochs need work.epochs or",
     ),
     "the time of a step where epochs are counted": (
         {"checkpoint": {**SAVES, "every": {"epochs": 1}}, "work": {"epochs": 3, "step_ms": {"A10G": 5}}},
-        "line 6, job.work.step_ms: 'a section' is not accepted; allowed: work.epoch_minutes where epochs are counted",
+        "line 6, job.work.step_ms: 'a section' is not accepted; allowed: work.epoch_minutes if epochs are counted",
     ),
     "one time of a step for every GPU": (
         {"work": {"steps": 100, "step_ms": 100}},
@@ -265,8 +265,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "lines that tell epochs where steps are counted": (
         {"progress": {"stdout": r"epoch (?P<epoch>\d+)"}},
-        r"line 7, job.progress.stdout: 'epoch (?P<epoch>\\d+)' is not accepted; allowed: a group named step, or epoch,"
-        " batch and batches, where steps are counted; write work.epochs to count epochs.",
+        r"line 7, job.progress.stdout: 'epoch (?P<epoch>\\d+)' is not accepted; allowed: a group named step, or groups"
+        " epoch, batch and batches, because this run counts steps; write work.epochs to count epochs.",
     ),
     "a folder of the machine's": (
         {"workdir": "/opt"},

@@ -122,7 +122,7 @@ def test_a_stage_is_given_what_its_job_takes_of_the_storage(tmp_path: Path) -> N
     [
         ("candidates: train", "candidates: trian", "candidates: 'trian'.*an earlier stage, which are train"),
         ("{part: train}", "{}", r"a stage that leaves candidates.jsonl and training.json; train does not"),
-        (", candidates: train", "", "job.parameters.candidates: missing.*an earlier stage's name"),
+        (", candidates: train", "", "job.parameters.candidates: missing.*the name of an earlier stage"),
         ("  dataset: data/kernelbook\n", "", r"storage.dataset"),
     ],
 )

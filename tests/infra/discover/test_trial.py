@@ -273,10 +273,11 @@ def test_what_the_script_requires_is_installed_where_an_environment_was_not_seen
 
 
 @pytest.mark.parametrize(
-    ("code", "said"), [(None, "is not shown: no line told"), (1, "is not shown: a second start ended with exit code 1")]
+    ("code", "said"),
+    [(None, "is not shown: no line showed"), (1, "is not shown: a second start ended with exit code 1")],
 )
 def test_a_second_start_that_shows_nothing_is_said_to_have_failed_where_it_did(code: int | None, said: str) -> None:
-    check: Any = SimpleNamespace(verdict="not shown", why="no line told a step")
+    check: Any = SimpleNamespace(verdict="not shown", why="no line showed a step")
     seen = TrialFindings()
     take_verdict(seen, check, TrialRun(code=code))
     assert said in seen.problems[0]
