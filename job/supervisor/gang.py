@@ -18,7 +18,10 @@ from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.gang import GangGeneration, Presence
 
 BEAT_S = 5.0  # seconds between two writes of a presence
+WAITING_BEAT_S = 1.0  # the same while a node waits: all nodes are billed until the last has seen the next generation
 LOST_S = 45.0  # so many seconds after its last presence a node is lost, if the ranks make no steps
+# The same once ranks of its generation have failed on another node: then no step is going to show that it lives.
+FAILED_S = 20.0
 SILENT_S = 600.0  # so many seconds after its last presence a node counts as gone, even if its ranks go on
 # a slow node: its step time as a multiple of the others', seconds of a look at S3, numbers of steps and looks compared
 SLOW, SLOW_LOOK_S, SLOW_STEPS, SLOW_LOOKS = 1.5, 15.0, 20, 5
@@ -70,8 +73,16 @@ class View:
     @property
     def alive(self) -> dict[str, Presence]:
         """The nodes that are there, this one included."""
-        there = {name: sight.presence for name, sight in self.others.items() if sight.is_there}
+        there = {name: sight.presence for name, sight in self.others.items() if not self.is_lost(sight)}
         return {**there, self.own.instance: self.own}
+
+    def is_lost(self, sight: Sight) -> bool:
+        """Whether the node has left, or has been silent for too long. This is shorter if its generation has failed."""
+        if not sight.is_there or sight.age_s <= FAILED_S or self.steady_s < STEADY_S:
+            return not sight.is_there
+        every = [self.own, *(other.presence for other in self.others.values())]
+        failed = {presence.generation for presence in every if presence.ended not in (None, *TOGETHER)}
+        return sight.presence.state == "busy" and sight.presence.generation in failed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

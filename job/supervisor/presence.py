@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from gpufleet.job.contract import bucket, reading
 from gpufleet.job.contract.gang import GangGeneration, Presence
 from gpufleet.job.contract.reading import DoubtError
-from gpufleet.job.supervisor.gang import BEAT_S, SLOW_LOOKS, Sight, View
+from gpufleet.job.supervisor.gang import BEAT_S, SLOW_LOOKS, WAITING_BEAT_S, Sight, View
 from gpufleet.job.supervisor.store import ABSENT, ANY, Entry, Store, StoreError, SupersededError, create
 
 T = TypeVar("T")
@@ -46,6 +46,11 @@ class Lookout:
     def own(self) -> Presence:
         """This node's own report about itself."""
         return self._own
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the next regular look."""
+        return WAITING_BEAT_S if self._own.state == "ready" else BEAT_S
 
     @property
     def view(self) -> View:
@@ -148,7 +153,7 @@ class Lookout:
 
 
 class LookoutThread:
-    """Looks every BEAT_S, and at once after news, until the block ends."""
+    """Looks regularly, and at once after news, until the block ends."""
 
     def __init__(self, watch: Lookout) -> None:
         self._watch, self._ended = watch, threading.Event()
@@ -166,7 +171,7 @@ class LookoutThread:
     def _run(self) -> None:
         while not self._ended.is_set():
             self._watch.look()
-            self._watch.changed.wait(BEAT_S)
+            self._watch.changed.wait(self._watch.pause_s)
 
 
 def newest_generation(store: Store) -> int:

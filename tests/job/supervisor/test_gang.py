@@ -175,6 +175,20 @@ def test_a_member_lost_for_45_s_ends_the_generation() -> None:
     assert why_over(view(SECOND, newest=PAIR)) == "i-1 is lost"
 
 
+def test_where_ranks_have_failed_a_silent_member_is_waited_for_20_s() -> None:
+    failed, new = replace(FIRST, state="ready", ended=1), node("i-3", 30)
+
+    def busy(own: Presence, silent_s: float, **known: float) -> list[str]:
+        return gang.busy_nodes(view(own, SECOND, new, ages={"i-2": silent_s}, **known))
+
+    assert busy(failed, 20.0) == ["i-2"]
+    assert busy(failed, 20.1) == []
+    assert busy(failed, 20.1, steady_s=14.0) == ["i-2"]  # after an outage of the store all presences are old
+    assert busy(replace(failed, ended=75), 20.1) == ["i-2"]  # it saves
+    assert busy(replace(failed, generation=2), 20.1) == ["i-2"]
+    assert gang.busy_nodes(view(new, SECOND, failed, ages={"i-2": 20.1})) == []
+
+
 def test_a_node_that_says_that_it_leaves_is_waited_for_no_more() -> None:
     gone = replace(SECOND, state="gone", ended=75)
     assert why_over(view(FIRST, gone, newest=PAIR)) == "i-2 has left"
