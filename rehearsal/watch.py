@@ -7,6 +7,7 @@ that it causes interruptions.
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import time
@@ -85,7 +86,7 @@ def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Plan
 
 POLL_S = 0.05
 TAIL = 15  # last lines of a node's log that are shown if the run fails
-BUCKET_S = 0.5
+BUCKET_S = 1.0
 HELD_S = 6.0  # more seconds than a node may take to see a notice
 PATIENCE_S = 3.0  # seconds for which a node must look wrong before that counts
 STALLED_S = 150.0  # seconds without news after which the run counts as hanging
@@ -100,6 +101,30 @@ class RunFailedError(GpufleetError):
     """The run failed, or hangs."""
 
 
+class Tail:
+    """Reads what files have gained since they were read last: the machine that watches is the one that trains. A file
+    that was replaced, or has become shorter, is read from its beginning.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[Path, tuple[int, int]] = {}  # inode and offset
+
+    def new(self, path: Path) -> list[str]:
+        """The complete lines that are new."""
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            return []
+        with file:
+            look = os.fstat(file.fileno())
+            inode, offset = self._places.get(path, (0, 0))
+            offset = file.seek(offset if inode == look.st_ino and look.st_size >= offset else 0)
+            content = file.read()
+        content = content[: content.rfind(b"\n") + 1]
+        self._places[path] = look.st_ino, offset + len(content)
+        return content.decode(errors="replace").splitlines()
+
+
 @dataclass(kw_only=True, slots=True)
 class NodeView:
     """What has been observed of one node."""
@@ -107,7 +132,7 @@ class NodeView:
     node: RehearsalNode
     number: int
     lines: int = 0  # lines read from the container's log
-    boot_lines: int = 0
+    tail: Tail = field(default_factory=Tail)
     logged_at: datetime  # the time of the newest line of metrics.jsonl
     first_step_at: datetime | None = None
     first_step: int | None = None
@@ -134,7 +159,7 @@ class NodeView:
 
     def last_lines(self) -> list[str]:
         """The end of its container's log."""
-        return _new(self.node.container_log, 0)[-TAIL:]
+        return _lines(self.node.container_log)[-SHOWN:]
 
 
 class Begun(NamedTuple):
@@ -204,7 +229,7 @@ class Watch:
     def _last_lines(self) -> str:
         """The last lines of each existing node, from its container or, before there is one, from its boot."""
         last = {
-            view.name: view.last_lines() or _new(view.node.log, 0)[-TAIL:]
+            view.name: view.last_lines() or _lines(view.node.log)[-SHOWN:]
             for view in self.views.values()
             if not view.ended
         }
@@ -278,7 +303,7 @@ class Watch:
         after = (
             path for path in _job_files(view, f"{STAGES}/*.jsonl") if "tried" not in path.name
         )  # a curriculum's stage within training
-        lines = sum(len(_new(path, 0)) for path in after)
+        lines = sum(len(_lines(path)) for path in after)
         if lines != view.results:
             view.results, self._news = lines, time.monotonic()
         if view.stage_lines is None and view.lines:
@@ -341,8 +366,7 @@ class Watch:
             self.cloud.schedules.bring_forward(SWITCH)
 
     def _boot_log(self, view: NodeView) -> None:
-        for line in _new(view.node.log, view.boot_lines):
-            view.boot_lines += 1
+        for line in view.tail.new(view.node.log):
             self._news = time.monotonic()
             message = line.partition(" ")[2]
             if "attempt failed" in message:
@@ -353,7 +377,7 @@ class Watch:
                 self._tell("boot", f"{view.name}: {message}", node=view.node.instance.id)
 
     def _container_log(self, view: NodeView) -> None:
-        for line in _new(view.node.container_log, view.lines):
+        for line in view.tail.new(view.node.container_log):
             view.lines += 1
             self._news = time.monotonic()
             if _ASKED.search(line):
@@ -378,7 +402,7 @@ class Watch:
 
     def _metrics(self, view: NodeView) -> None:
         for path in _job_files(view, METRICS):
-            for line in _new(path, 0):  # from the start, because a resume shortens the file
+            for line in view.tail.new(path):
                 try:
                     entry: dict[str, Any] = json.loads(line)
                 except ValueError:
@@ -438,10 +462,6 @@ def _job_files(view: NodeView, pattern: str) -> list[Path]:
     return [path for folder in WORK_FOLDERS for path in (view.node.root / folder).glob(pattern)]
 
 
-def _new(path: Path, known: int) -> list[str]:
-    """Complete lines after the first `known`."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return []
-    return text[: text.rfind("\n") + 1].splitlines()[known:]
+def _lines(path: Path) -> list[str]:
+    """The file's complete lines."""
+    return Tail().new(path)

@@ -754,7 +754,7 @@ class _Writer:
                 "    checkpoint:",
                 f"      every: {{{minutes}{'epochs' if saves_epochs else 'steps'}: {interval}}}",
             )
-            yield from ("      size_gb: 0.01", "      heartbeat_s: 1")
+            yield from ("      size_gb: 0.01", "      heartbeat_s: 3")
         step_ms = took_ms / (REHEARSED_EPOCH_STEPS if counts_epochs and plan.steps_per_epoch else 1) if took_ms else 500
         yield _REHEARSED.format(step_ms=round(step_ms, 1), where="   # in the trial" * bool(took_ms))
 

@@ -22,6 +22,7 @@ import pytest
 from gpufleet.infra.cli import main
 from gpufleet.infra.commands import rehearse as command
 from gpufleet.infra.errors import GpufleetError
+from gpufleet.job import atomic
 from gpufleet.job.command.host import SETUP_BEGINS, SETUP_ENDS
 from gpufleet.job.contract import bucket, metrics
 from gpufleet.job.contract.gang import GangGeneration
@@ -34,7 +35,7 @@ from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.node import NodeRunner, RehearsalNode
 from gpufleet.rehearsal.rehearse import headline, rehearse
 from gpufleet.rehearsal.timeline import Timeline
-from gpufleet.rehearsal.watch import WORK_FOLDERS, Begun, NodeView, Planned, RunFailedError, Watch
+from gpufleet.rehearsal.watch import WORK_FOLDERS, Begun, NodeView, Planned, RunFailedError, Tail, Watch
 from tests.rehearsal.declared import fleet, template
 from tests.repository import ROOT
 from tests.waiting import HANG_S
@@ -468,6 +469,21 @@ def test_what_a_set_up_prints_is_shown_and_its_silence_is_no_standstill(tmp_path
     assert not looks()
     shown = [each.text for each in watching.timeline.select("setup")]
     assert shown == [f"node 1: {SETUP_BEGINS}", "node 1:   Collecting tiny", f"node 1: {SETUP_ENDS}"]
+
+
+def test_each_line_is_read_once_and_a_file_that_was_replaced_from_its_beginning(tmp_path: Path) -> None:
+    tail, path = Tail(), tmp_path / METRICS
+    assert tail.new(path) == []
+    path.write_bytes(b"one\ntw")
+    assert tail.new(path) == ["one"]
+    with path.open("ab") as opened:
+        opened.write(b"o\n")
+    assert tail.new(path) == ["two"]
+    assert tail.new(path) == []
+    atomic.write_bytes(path, b"one\nother\nthree\n")
+    assert tail.new(path) == ["one", "other", "three"]
+    path.write_bytes(b"one\n")
+    assert tail.new(path) == ["one"]
 
 
 def test_a_command_s_signal_is_noted_with_its_generation(tmp_path: Path, watch: Watching) -> None:
