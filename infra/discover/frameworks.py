@@ -46,6 +46,7 @@ class Framework:
     needs: str = ""
     resume: str = ""
     begin_anew: tuple[str, ...] = ()
+    counts_tokens: tuple[str, ...] = ()  # empty in a row of `framework_of` if the command counts steps or epochs
     naming: str = ""  # the setting or keyword that names a checkpoint
     resume_setting: str = ""
     restores: tuple[str, ...] = ()  # functions that a script calls if the script itself looks for a checkpoint
@@ -74,7 +75,9 @@ def framework_of(reach: Reach | None, start: StartedProgram) -> Framework | None
     """
     for row in frameworks():
         if start.program in row.programs or (start.words[:1] and start.program.partition(".")[0] in row.programs):
-            return replace(row, resume="") if set(start.words[:1]) & set(row.begin_anew) else row
+            command = set(start.words[:1])
+            by_tokens = tuple(command & set(row.counts_tokens))
+            return replace(row, resume="" if command & set(row.begin_anew) else row.resume, counts_tokens=by_tokens)
     if reach is None:
         return None
     distances = {row: _distance(reach, row) for row in frameworks() if not row.classes}

@@ -125,7 +125,7 @@ def look(folder: Path, command: str = "") -> ScriptFacts:
         style = row.form if row is not None else ""
         settings = ScriptSettings([setting for name in files for setting in of_file(code, name, style)], start)
         facts = ScriptFacts(folder=folder, start=start, settings=settings, framework=row, requirements=requirements)
-        facts.total = _named_total(settings, row, {})
+        facts.total = None if row is not None and row.counts_tokens else _named_total(settings, row, {})
         facts.resume = Finding(row.resume, row.name) if row is not None and row.resume else None
         return facts
     settings = ScriptSettings([*declared(reach, start, row.form if row else ""), *_of_row(row, reach)], start)

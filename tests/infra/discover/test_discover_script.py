@@ -229,6 +229,15 @@ def test_a_program_gets_the_words_to_go_on_where_its_command_takes_them(command:
     assert ("finetune_lora has none" in " ".join(made.unknown)) is not takes_them
 
 
+def test_a_command_that_counts_tokens_has_no_steps_from_a_setting_that_it_ignores(tmp_path: Path) -> None:
+    settings = "--train.max_steps 500 --train.max_tokens 1000000"
+    made = drafted(folder(tmp_path, {}), f"litgpt pretrain pythia-14m {settings}")
+    assert "work" not in yaml.safe_load(made.text)["job"]
+    assert settings in yaml.safe_load(made.text)["rehearsal"]["job"]["command"]
+    tuned = drafted(folder(tmp_path, {}), f"litgpt finetune_full org/model {settings}")
+    assert yaml.safe_load(tuned.text)["job"]["work"]["steps"] == 500
+
+
 OURS = "--nnodes {nodes} --node-rank {node_rank}"
 MEETS = "--master-addr {master} --master-port {port}"
 
