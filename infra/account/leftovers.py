@@ -93,7 +93,10 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
         for fleet in fleets
         if replaces(fleet) or fleet["FleetState"] not in ENDED or fleet["FleetId"] in with_nodes
     ]
-    yield from _fleets(fleets, within, now)
+    places = dict(
+        collect_visible("launch templates", lambda: ((fleet["FleetId"], set(_subnets(ec2, fleet))) for fleet in fleets))
+    )
+    yield from _fleets(fleets, places, within, now)
     yield from _instances(nodes, within)
     for kinds, part in (
         ("volumes", lambda: _volumes(ec2, within, {node["InstanceId"]: node for node in nodes})),
@@ -120,9 +123,8 @@ class _Within:
     subnets: dict[str, str]  # the VPC of each subnet in the stack's VPCs
     definition: StackDefinition
 
-    def owner_of_fleet(self, fleet: dict[str, Any]) -> str:
-        overrides = [override for config in fleet["LaunchTemplateConfigs"] for override in config.get("Overrides", [])]
-        inside = any(self.subnets.get(override.get("SubnetId", "")) in self.vpcs for override in overrides)
+    def owner_of_fleet(self, fleet: dict[str, Any], subnets: Iterable[str]) -> str:
+        inside = any(self.subnets.get(subnet) in self.vpcs for subnet in subnets)
         return "" if inside else _other_owner(fleet, self.definition)
 
     def owner_of_node(self, node: dict[str, Any]) -> str:
@@ -137,13 +139,29 @@ def _nodes(ec2: Any, definition: StackDefinition, fleets: list[str]) -> list[dic
     return list({node["InstanceId"]: node for node in instances}.values())
 
 
-def _fleets(fleets: list[dict[str, Any]], within: _Within, now: datetime) -> Iterator[Left]:
+def _subnets(ec2: Any, fleet: dict[str, Any]) -> Iterator[str]:
+    """The subnets in which the fleet launches: overrides name them, or for several nodes the template's interfaces."""
+    for config in fleet["LaunchTemplateConfigs"]:
+        named = [override["SubnetId"] for override in config.get("Overrides", []) if "SubnetId" in override]
+        yield from named or _subnets_of_interfaces(ec2, config["LaunchTemplateSpecification"])
+
+
+def _subnets_of_interfaces(ec2: Any, template: dict[str, Any]) -> Iterator[str]:
+    asked = {"LaunchTemplateId": template["LaunchTemplateId"], "Versions": [template["Version"]]}
+    answer = refusals.absent(lambda: ec2.describe_launch_template_versions(**asked), "InvalidLaunchTemplateId.")
+    for version in (answer or {}).get("LaunchTemplateVersions", []):
+        yield from (each["SubnetId"] for each in version["LaunchTemplateData"].get("NetworkInterfaces", []))
+
+
+def _fleets(
+    fleets: list[dict[str, Any]], places: dict[str, set[str]], within: _Within, now: datetime
+) -> Iterator[Left]:
     for fleet in fleets:
         expired, launches = has_expired(fleet, now), may_launch(fleet, now)
         note = f"{fleet['FleetState']}, wants {wants(fleet)}"
         note += ": it can launch a node at any time" if launches else ", expired" if expired else ""
         steps = () if fleet["FleetState"] in ENDED else (removal.end_fleet(fleet["FleetId"]),)
-        owner = within.owner_of_fleet(fleet)
+        owner = within.owner_of_fleet(fleet, places.get(fleet["FleetId"], ()))
         yield Left(kind="fleet", id=fleet["FleetId"], note=note, steps=steps, owner=owner, launches=launches)
 
 

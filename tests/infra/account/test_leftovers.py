@@ -83,6 +83,35 @@ def test_sweep_does_not_take_another_owner_s_node_for_a_leftover(
     assert re.fullmatch(rf".*nothing billable is left over\. {theirs}", last)
 
 
+def test_a_fleet_of_several_nodes_is_the_stack_s_by_the_subnet_of_its_template_s_interfaces(
+    cloud: Cloud, stack: StackDefinition
+) -> None:
+    declare_fleet(cloud)
+    ec2 = cloud.client("ec2")
+    (subnet,) = ec2.describe_subnets(Filters=[{"Name": "cidr-block", "Values": ["10.0.0.0/24"]}])["Subnets"]
+    tags = [{"Key": key, "Value": value} for key, value in {**TAGS, "gpufleet:owner": "bob"}.items()]
+    interfaces = [{"DeviceIndex": 0, "SubnetId": subnet["SubnetId"]}]
+    template = ec2.create_launch_template(
+        LaunchTemplateName="several", LaunchTemplateData={"NetworkInterfaces": interfaces}
+    )["LaunchTemplate"]["LaunchTemplateId"]
+    several = ec2.create_fleet(
+        Type="maintain",
+        TargetCapacitySpecification={"TotalTargetCapacity": 0, "DefaultTargetCapacityType": "spot"},
+        LaunchTemplateConfigs=[
+            {
+                "LaunchTemplateSpecification": {"LaunchTemplateId": template, "Version": "1"},
+                "Overrides": [{"InstanceType": "g5.2xlarge"}],
+            }
+        ],
+        TagSpecifications=[{"ResourceType": "fleet", "Tags": tags}],
+    )["FleetId"]
+    owners = {found.id: found.owner for found in leftovers.look(stack, aws.client, NOW)}
+    assert owners[several] == ""
+    ec2.delete_launch_template(LaunchTemplateId=template)
+    owners = {found.id: found.owner for found in leftovers.look(stack, aws.client, NOW)}
+    assert owners[several] == "bob"
+
+
 def test_sweep_finds_a_node_by_its_fleet_when_its_own_tags_are_gone(cloud: Cloud, stack: StackDefinition) -> None:
     declare_fleet(cloud)
     cloud.tick()
