@@ -90,10 +90,15 @@ def test_a_fleet_of_several_nodes_is_the_stack_s_by_the_subnet_of_its_template_s
     ec2 = cloud.client("ec2")
     (subnet,) = ec2.describe_subnets(Filters=[{"Name": "cidr-block", "Values": ["10.0.0.0/24"]}])["Subnets"]
     tags = [{"Key": key, "Value": value} for key, value in {**TAGS, "gpufleet:owner": "bob"}.items()]
+    (first,) = ec2.describe_launch_templates()["LaunchTemplates"]
+    (known,) = ec2.describe_launch_template_versions(LaunchTemplateId=first["LaunchTemplateId"])[
+        "LaunchTemplateVersions"
+    ]
     interfaces = [{"DeviceIndex": 0, "SubnetId": subnet["SubnetId"]}]
-    template = ec2.create_launch_template(
-        LaunchTemplateName="several", LaunchTemplateData={"NetworkInterfaces": interfaces}
-    )["LaunchTemplate"]["LaunchTemplateId"]
+    data = {"ImageId": known["LaunchTemplateData"]["ImageId"], "NetworkInterfaces": interfaces}
+    template = ec2.create_launch_template(LaunchTemplateName="several", LaunchTemplateData=data)["LaunchTemplate"][
+        "LaunchTemplateId"
+    ]
     several = ec2.create_fleet(
         Type="maintain",
         TargetCapacitySpecification={"TotalTargetCapacity": 0, "DefaultTargetCapacityType": "spot"},
