@@ -159,7 +159,7 @@ class NodeView:
 
     def last_lines(self) -> list[str]:
         """The end of its container's log."""
-        return _lines(self.node.container_log)[-SHOWN:]
+        return _lines(self.node.container_log)[-TAIL:]
 
 
 class Begun(NamedTuple):
@@ -229,7 +229,7 @@ class Watch:
     def _last_lines(self) -> str:
         """The last lines of each existing node, from its container or, before there is one, from its boot."""
         last = {
-            view.name: view.last_lines() or _lines(view.node.log)[-SHOWN:]
+            view.name: view.last_lines() or _lines(view.node.log)[-TAIL:]
             for view in self.views.values()
             if not view.ended
         }
