@@ -18,7 +18,7 @@ from unittest import mock
 from gpufleet.rehearsal import engine
 from tests.repository import ROOT
 
-SERVER = """# forked
+PROGRAMS_USE = """# forked
 import gc, json, os, runpy, sys
 gc.disable()
 import tests.descriptions
@@ -33,8 +33,8 @@ for service in ("ec2", "iam", "logs", "s3", "sts"):
 aws.ec2.Fleet, aws.iam.Role, aws.s3.Bucket, aws.vpc.SecurityGroupEgressRule, aws.cloudwatch.LogGroup
 aws.scheduler.Schedule
 gc.freeze()
-gc.set_threshold(50_000)
-gc.enable()
+"""
+SERVER = f"""{PROGRAMS_USE}
 for line in sys.stdin:
     argv, environment, printed = json.loads(line)
     child = os.fork()
